@@ -1,0 +1,24 @@
+"""Checkpoints: complete or not there, checked byte by byte, restored onto any mesh.
+
+Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.py` and `load.py`;
+`manager.py` keeps the checkpoints of a run, `store.py` is the only file that knows Orbax.
+"""
+
+from .agree import on_main as on_main
+from .errors import DamagedCheckpointError as DamagedCheckpointError
+from .export import export_safetensors as export_safetensors
+from .layout import LeafSpec as LeafSpec
+from .layout import step_name as step_name
+from .layout import step_of as step_of
+from .leaves import target_of as target_of
+from .load import load_checkpoint as load_checkpoint
+from .manager import CheckpointManager as CheckpointManager
+from .manager import Restored as Restored
+from .manifest import Manifest as Manifest
+from .manifest import StateDictType as StateDictType
+from .retention import Entry as Entry
+from .retention import Retention as Retention
+from .save import save_checkpoint as save_checkpoint
+from .seal import is_checkpoint as is_checkpoint
+from .seal import read_manifest as read_manifest
+from .tensorfile import open_tensors as open_tensors

@@ -1,0 +1,213 @@
+"""`CheckpointManager`: the checkpoints of a run, written behind its back and kept within bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..core.errors import CheckpointError
+from ..core.typing import PyTree
+from .agree import from_main, is_main, on_main
+from .errors import DamagedCheckpointError
+from .layout import UNFINISHED, step_name, step_of
+from .load import load_checkpoint
+from .manifest import Manifest, StateDictType
+from .retention import Entry, Retention
+from .save import PendingSave
+from .seal import read_manifest, remove
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a run goes on from.
+
+    Args:
+        path: the checkpoint.
+        state: its state.
+        manifest: what it says about itself.
+    """
+
+    path: Path
+    state: PyTree
+    manifest: Manifest
+
+    @property
+    def step(self) -> int | None:
+        """The step in the name of the checkpoint, if there is one."""
+        return step_of(self.path.name)
+
+
+class CheckpointManager:
+    """The checkpoints of a run in one folder; every process of the run holds one.
+
+    A save that fails does not end the run: it is told, and the checkpoints that are there stay.
+
+    Args:
+        folder: made when needed.
+        retention: which checkpoints stay.
+        type: who writes.
+        background: write while the run goes on; a save then waits for the one before it.
+        tell: takes a sentence for the user whenever something fails.
+
+    Example:
+        >>> import jax.numpy as jnp, tempfile
+        >>> with CheckpointManager(Path(tempfile.mkdtemp()), Retention(last=2)) as manager:
+        ...     for step in (1, 2, 3):
+        ...         manager.save(step, {"w": jnp.full(2, step)})
+        >>> [entry.step for entry in manager.entries()]
+        [2, 3]
+        >>> manager.restore_newest({"w": jnp.zeros(2, int)}).state["w"].tolist()
+        [3, 3]
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        retention: Retention | None = None,
+        *,
+        type: StateDictType = StateDictType.SHARDED,
+        background: bool = True,
+        tell: Callable[[str], None] = lambda text: None,
+    ):
+        self.folder, self.retention = Path(folder), retention or Retention()
+        self.type, self.background, self.tell = type, background, tell
+        self.failure: str | None = None
+        self._pending: PendingSave | None = None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.wait()
+        elif self._pending is not None:
+            # The other processes may be gone, so this one waits for its own part alone.
+            self._pending.join()
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        score: float | None = None,
+    ) -> None:
+        """Starts saving the state of a step, whose arrays may then be donated.
+
+        Args:
+            step: how many steps the state has taken.
+            state: a pytree of arrays.
+            meta: what JSON holds.
+            score: what `Retention.best` goes by, lower being better.
+        """
+        self.wait()
+        path = self.folder / step_name(step)
+        try:
+            serial = on_main(self._prepare)
+            self._pending = PendingSave(
+                path,
+                state,
+                self.type,
+                meta or {},
+                score=score,
+                serial=serial,
+                then=self._remove_outdated,
+            )
+        except CheckpointError as error:
+            self._fail(error)
+            return
+        if not self.background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.wait()
+            self.failure = None
+        except CheckpointError as error:
+            self._fail(error)
+
+    def entries(self) -> list[Entry]:
+        """The finished checkpoints whose manifest can be read, oldest first."""
+        found = []
+        for path in self._paths():
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError:
+                continue
+            found.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
+        return sorted(found, key=lambda entry: entry.serial)
+
+    def restore_newest(self, target: PyTree) -> Restored | None:
+        """Restores the newest good checkpoint, and tells about every newer one that is damaged.
+
+        Args:
+            target: as for `load_checkpoint`.
+
+        Returns:
+            What it found, or None in a folder without checkpoints.
+
+        Raises:
+            CheckpointError: when there are checkpoints and all are damaged, or when one belongs to
+                another model.
+        """
+        names = from_main([path.name for path in self._newest_first()] if is_main() else None)
+        for name in names:
+            try:
+                state = load_checkpoint(self.folder / name, target)
+            except DamagedCheckpointError as error:
+                self.tell(f"{error}: going back to the one before it")
+                continue
+            return Restored(self.folder / name, state, read_manifest(self.folder / name))
+        if names:
+            raise CheckpointError(
+                f"all {len(names)} checkpoints in {str(self.folder)!r} are damaged; remove the "
+                "folder to start anew"
+            )
+        return None
+
+    def _prepare(self) -> int:
+        """Clears away what killed runs left half-written; returns the next serial number."""
+        for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        return 1 + max((entry.serial for entry in self.entries()), default=-1)
+
+    def _remove_outdated(self) -> None:
+        for entry in self.retention.outdated(self.entries()):
+            path = self.folder / step_name(entry.step)
+            try:
+                remove(path)
+            except OSError as error:
+                self.tell(f"could not remove the old checkpoint {str(path)!r}: {error.strerror}")
+
+    def _fail(self, error: CheckpointError) -> None:
+        self.failure = str(error)
+        self.tell(str(error))
+
+    def _paths(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return [path for path in sorted(self.folder.iterdir()) if step_of(path.name) is not None]
+
+    def _newest_first(self) -> list[Path]:
+        """Every checkpoint; one whose manifest cannot be read stands where its step would."""
+        entries = {entry.step: float(entry.serial) for entry in self.entries()}
+
+        def age(path: Path) -> float:
+            step = step_of(path.name) or 0
+            before = [serial for other, serial in entries.items() if other < step]
+            return entries.get(step, max(before, default=-1.0) + 0.5)
+
+        return sorted(self._paths(), key=age, reverse=True)

@@ -1,0 +1,136 @@
+"""The safetensors file: a JSON header, then raw bytes, which every framework can read.
+
+    8 bytes      N, the length of the header, little-endian
+    N bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    the rest     the values, row-major, without gaps
+
+The writer is our own because it takes one array after the other, where the library wants all of
+them at once. Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.errors import CheckpointError, UnsupportedError
+
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+_DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+def plan_order(leaves: Mapping[str, Any]) -> list[str]:
+    """The order in which `write_tensors` wants the arrays: wide elements first.
+
+    Each array then starts at a multiple of its element size.
+
+    Args:
+        leaves: by name, anything with a dtype.
+
+    Raises:
+        UnsupportedError: for a dtype that the format has no name for.
+    """
+    for name, leaf in leaves.items():
+        if np.dtype(leaf.dtype) not in _NAMES:
+            raise UnsupportedError(
+                f"{name} is {leaf.dtype}, for which safetensors has no name; its names are "
+                f"{', '.join(_DTYPES)}. Convert it, or save the state as StateDictType.SHARDED"
+            )
+    return sorted(leaves, key=lambda name: -np.dtype(leaves[name].dtype).itemsize)
+
+
+def write_tensors(
+    path: Path,
+    specs: Mapping[str, Any],
+    arrays: Iterable[np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes arrays one after the other.
+
+    Args:
+        path: the file.
+        specs: dtype and shape by name, in the order of `plan_order`.
+        arrays: the values, in the same order; made when they are written, if this is a generator.
+        metadata: texts to put into the header.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, spec in specs.items():
+        dtype = np.dtype(spec.dtype)
+        end = offset + dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def open_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Maps the arrays of a file into memory; only what is touched is read.
+
+    Returns:
+        Read-only arrays by name.
+
+    Raises:
+        CheckpointError: when it is no safetensors file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "w.safetensors")
+        >>> write_tensors(path, {"w": np.ones(2)}, [np.ones(2)])
+        >>> open_tensors(path)["w"].tolist()
+        [1.0, 1.0]
+    """
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size - 8:
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop(_METADATA, None)
+        return {name: _view(path, 8 + length, **entry) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r} as safetensors: {error}; name another file"
+        ) from error
+
+
+def _view(
+    path: Path, start: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> np.ndarray:
+    kind = np.dtype(_DTYPES[dtype])
+    if 0 in shape:
+        return np.zeros(shape, kind)
+    raw = np.memmap(path, np.uint8, "r", start + data_offsets[0], data_offsets[1] - data_offsets[0])
+    return np.asarray(raw).view(kind).reshape(shape)

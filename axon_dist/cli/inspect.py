@@ -1,0 +1,36 @@
+"""`axon inspect CONFIG [--target MACHINE]`: what the step of a config costs."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from rich.console import Console
+
+from axon_dist.config import examine, load_config
+
+from .verb import Verb
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the config, its overrides and the target."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
+    parser.add_argument("--target", help="compile for this machine, such as h100:8 or v5p:2x2x2")
+    parser.add_argument("--json", metavar="FILE", help="write the report there too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compiles and prints."""
+    config = load_config(arguments.config, arguments.overrides)
+    found = examine(config, arguments.target)
+    console = Console()
+    where = found.target.name if found.target else "this machine"
+    console.print(f"{config.name}: {found.strategy} on {found.mesh}, compiled for {where}")
+    console.print(found.report)
+    if arguments.json:
+        pathlib.Path(arguments.json).write_text(found.report.to_json())
+    return 0
+
+
+VERB = Verb("inspect", "Show memory, collectives and FLOPs of a config's step.", add_arguments, run)

@@ -1,0 +1,119 @@
+"""`axon schedule NAME --stages S --microbatches M`: a pipeline schedule, drawn and measured."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.schedule import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    ScheduleSummary,
+    Unavailable,
+    build_schedule,
+    compare,
+    draw,
+    simulate,
+    summarize,
+    to_svg,
+    validate,
+)
+
+from .verb import Verb
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the schedule, its sizes and where it goes."""
+    names = ", ".join(SCHEDULES)
+    parser.add_argument("name", nargs="?", default="1f1b", help=f"{names}, or a CSV file")
+    parser.add_argument("--stages", type=int, metavar="S", help="ranks along the pipeline")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
+    parser.add_argument(
+        "--costs",
+        type=float,
+        nargs=3,
+        metavar=("F", "I", "W"),
+        default=(1.0, 1.0, 1.0),
+        help="times of forward, input gradient and weight gradient; 1 1 1 by default",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="writes a picture")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="writes the table")
+    parser.add_argument("--compare", action="store_true", help="measures all schedules instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws one schedule, or compares all."""
+    costs = Costs(*arguments.costs)
+    console = Console(highlight=False, soft_wrap=True)
+    if arguments.compare:
+        _compare(arguments, costs, console)
+        return 0
+    schedule = _schedule(arguments)
+    validate(schedule)
+    timeline = simulate(schedule, costs)
+    width = max(shutil.get_terminal_size().columns, 40)
+    sys.stdout.write(draw(schedule, timeline, color=console.is_terminal, width=width) + "\n")
+    console.print(_measures(summarize(schedule, costs)))
+    if arguments.svg is not None:
+        arguments.svg.write_text(to_svg(schedule, timeline), encoding="utf-8")
+    if arguments.csv is not None:
+        arguments.csv.write_text(schedule.to_csv(), encoding="utf-8")
+    return 0
+
+
+def _schedule(arguments: argparse.Namespace) -> Schedule:
+    path = Path(arguments.name)
+    if path.suffix != ".csv":
+        return build_schedule(arguments.name, *_sizes(arguments), arguments.chunks)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {str(path)!r}; write one with --csv FILE")
+    return Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
+    if arguments.stages is None or arguments.microbatches is None:
+        raise ConfigError(
+            f"got --stages {arguments.stages} and --microbatches {arguments.microbatches}; a "
+            "schedule needs both, such as --stages 4 --microbatches 8"
+        )
+    return arguments.stages, arguments.microbatches
+
+
+def _measures(row: ScheduleSummary) -> str:
+    return (
+        f"bubble {row.bubble:.1%}, in step {row.lockstep_bubble:.1%}; "
+        f"at most {row.peak_live:g} microbatches in flight, {row.num_inputs} stage inputs kept; "
+        f"{row.num_transfers} transfers"
+    )
+
+
+def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> None:
+    rows = compare(*_sizes(arguments), arguments.chunks or 2, costs)
+    table = Table("schedule", box=None, pad_edge=False)
+    for title in ("chunks", "ticks", "bubble", "in step", "in flight", "inputs", "held", "sent"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    for row in rows:
+        if isinstance(row, Unavailable):
+            console.print(f"{row.name}: {row.reason}", markup=False)
+
+
+def _cells(row: ScheduleSummary | Unavailable) -> list[str]:
+    if isinstance(row, Unavailable):
+        return [row.name, *["-"] * 8]
+    shares = [f"{share:.1%}" for share in (row.bubble, row.lockstep_bubble)]
+    counts = [f"{row.peak_live:g}", row.num_inputs, row.num_held, row.num_transfers]
+    return [row.name, *map(str, [row.chunks, row.num_ticks, *shares, *counts])]
+
+
+VERB = Verb("schedule", "Draw and measure a pipeline schedule.", add_arguments, run)

@@ -1,0 +1,38 @@
+"""`axon train CONFIG [key.path=value ...] [--resume auto|PATH]`: the main job."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from axon_dist.config import load_config, train
+
+from .verb import Verb
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the config and its overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.path=value",
+        help="replaces a value of the config, as in train.steps=100; read as YAML",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="goes on: auto from the newest good checkpoint of this run, if it has one; PATH from "
+        "a checkpoint, or from the newest good one of another run",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, and tells about it on the standard output."""
+    train(load_config(arguments.config, arguments.overrides), Console(), arguments.resume)
+    return 0
+
+
+VERB = Verb("train", "Train the model that a config describes.", add_arguments, run)

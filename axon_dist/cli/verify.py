@@ -1,0 +1,45 @@
+"""`axon verify CONFIG [--steps N]`: is the config's strategy equal to one device?"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from axon_dist.config import load_config, verify
+
+from .verb import Verb
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the config, its overrides and the number of steps."""
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
+    parser.add_argument("--steps", type=int, default=5, help="steps to compare (5)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains both and prints the differences; 1 when one is beyond the tolerance."""
+    config = load_config(arguments.config, arguments.overrides)
+    found = verify(config, arguments.steps)
+    table = Table(title=f"{config.name}: {found.strategy} on {found.mesh} against one device")
+    table.add_column("what")
+    table.add_column("relative difference", justify="right")
+    farthest = sorted(found.params, key=lambda row: row.relative, reverse=True)
+    for row in (*found.metrics, *farthest[:8]):
+        beyond = row.relative > found.tolerance
+        table.add_row(row.what, f"{row.relative:.1e}", style="red" if beyond else None)
+    console = Console()
+    console.print(table)
+    more = len(found.params) - min(len(found.params), 8)
+    verdict = "equal" if found.passed else "NOT equal"
+    console.print(
+        f"{verdict} within {found.tolerance:.0e} (SGD, {arguments.steps} steps; "
+        f"{more} more parameters are closer)"
+    )
+    return 0 if found.passed else 1
+
+
+VERB = Verb("verify", "Compare a config's strategy with one device.", add_arguments, run)
+"""The row of the table of verbs."""

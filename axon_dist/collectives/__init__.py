@@ -1,0 +1,40 @@
+"""Values that ranks reduce and exchange, and the buckets in which gradients are averaged.
+
+Every collective means the same in both places where it can be called: inside `shard_map` it acts
+on this rank's value, outside on rank-stacked arrays, row r being the value of rank r. Imports
+`mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets start in `plan.py`.
+"""
+
+from .bucket import GradientBucket as GradientBucket
+from .buckets import GradSyncStrategy as GradSyncStrategy
+from .buckets import reduce_buckets as reduce_buckets
+from .mailbox import Mailbox as Mailbox
+from .move import all_gather as all_gather
+from .move import all_to_all as all_to_all
+from .move import broadcast as broadcast
+from .move import broadcast_from as broadcast_from
+from .move import gather_tensor as gather_tensor
+from .move import scatter_tensor as scatter_tensor
+from .plan import DEFAULT_CAPACITY as DEFAULT_CAPACITY
+from .plan import BucketPlan as BucketPlan
+from .plan import plan_buckets as plan_buckets
+from .point import ring_all_reduce as ring_all_reduce
+from .point import send_recv as send_recv
+from .point import shift as shift
+from .rank import barrier as barrier
+from .rank import is_main_process as is_main_process
+from .rank import rank as rank
+from .rank import world_size as world_size
+from .reduce import ReduceOp as ReduceOp
+from .reduce import all_reduce as all_reduce
+from .reduce import all_reduce_max as all_reduce_max
+from .reduce import all_reduce_mean as all_reduce_mean
+from .reduce import all_reduce_min as all_reduce_min
+from .reduce import all_reduce_product as all_reduce_product
+from .reduce import all_reduce_sum as all_reduce_sum
+from .reduce import reduce_slices as reduce_slices
+from .scatter import reduce_scatter_mean as reduce_scatter_mean
+from .scatter import reduce_scatter_sum as reduce_scatter_sum
+from .sync import sync_gradient as sync_gradient
+from .sync import sync_gradients as sync_gradients
+from .synchronizer import GradientSynchronizer as GradientSynchronizer

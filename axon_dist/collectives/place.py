@@ -1,0 +1,133 @@
+"""Where a collective is called: inside `shard_map` on one rank's value, or outside on all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.errors import ConfigError, GroupError
+from ..core.typing import Array, PyTree
+from ..mesh import ProcessGroup
+
+
+def is_inside(group: ProcessGroup) -> bool:
+    """Tells whether the code being traced runs once per rank of the group.
+
+    Args:
+        group: the ranks of the collective.
+
+    Returns:
+        True inside a `shard_map` whose manual axes include all of the group's, False outside of
+        any `shard_map`.
+
+    Raises:
+        GroupError: when only a part of the group's axes is manual, or their sizes differ.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return False
+    automatic = [axis for axis in group.axes if axis not in mesh.manual_axes]
+    if automatic:
+        raise GroupError(
+            f"a collective over the group {group} was called inside a shard_map over "
+            f"{tuple(mesh.manual_axes)}, where {automatic} are not manual; name every axis of the "
+            "group in shard_map(axis_names=...), or use a group over the manual axes"
+        )
+    here = {axis: mesh.shape[axis] for axis in group.axes}
+    there = {axis: group.mesh.shape[axis] for axis in group.axes}
+    if here != there:
+        raise GroupError(
+            f"the group {group} belongs to a mesh with axes {there}, and this shard_map runs over "
+            f"{here}; take the group from the world whose mesh the shard_map uses"
+        )
+    return True
+
+
+def each_leaf(leaf: Callable[..., Array], x: PyTree, group: ProcessGroup, **static: Any) -> PyTree:
+    """Applies a per-rank function to every leaf, inside `shard_map` or on rank-stacked arrays.
+
+    Args:
+        leaf: `leaf(array, group, **static)`, a module-level function, so that the compiled
+            program of the rank-stacked form is found again.
+        x: a pytree of this rank's arrays; outside `shard_map`, of rank-stacked ones.
+        group: the ranks of the collective.
+        **static: hashable settings of the collective.
+
+    Returns:
+        A pytree like `x`.
+    """
+    if is_inside(group):
+        return jax.tree.map(lambda value: leaf(jnp.asarray(value), group, **static), x)
+    return _stacked(leaf, group, tuple(static.items()))(x)
+
+
+@functools.lru_cache(maxsize=256)
+def _stacked(
+    leaf: Callable[..., Array], group: ProcessGroup, static: tuple[tuple[str, Any], ...]
+) -> Callable[[PyTree], PyTree]:
+    return group.spmd(lambda x: jax.tree.map(lambda v: leaf(v, group, **dict(static)), x))
+
+
+def varying(x: Array, axes: tuple[str, ...]) -> Array:
+    """Types a value as different on every rank of some axes, as collectives ask of their operand.
+
+    Under `check_vma=True` a replicated value is typed invariant, and JAX refuses to reduce it over
+    axes along which it does not vary. Under `check_vma=False` there are no such types.
+    """
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def has_varying_types(axis: str) -> bool:
+    """Tells whether the `shard_map` being traced checks what varies (`check_vma=True`)."""
+    return axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying
+
+
+def position(group: ProcessGroup) -> Array:
+    """This rank's place in its group, int32 from 0; -1 for a rank outside a group by ranks."""
+    index = jax.lax.axis_index(group.axes)
+    if group.members is None:
+        return index
+    table = np.full(group.world_size, -1, np.int32)
+    table[list(group.members)] = np.arange(group.size)
+    return jnp.asarray(table)[index]
+
+
+def members_or(x: Array, neutral: Any, group: ProcessGroup) -> Array:
+    """Replaces the values of ranks outside the group by one that the reduction ignores."""
+    if group.members is None:
+        return x
+    return jnp.where(position(group) >= 0, x, jnp.asarray(neutral, x.dtype))
+
+
+def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
+    """Gives ranks outside the group their own value back, or zeros where the shape differs."""
+    if group.members is None:
+        return result
+    own = x.astype(result.dtype) if x.shape == result.shape else jnp.zeros_like(result)
+    return jnp.where(position(group) >= 0, result, own)
+
+
+def check_root(root: int, name: str, group: ProcessGroup) -> None:
+    """Raises `GroupError` unless a root is a rank of the group, counted within it."""
+    if not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
+        raise GroupError(
+            f"{name}={root!r} is not a rank of the group {group}, which has {group.size}; ranks "
+            f"are counted within the group, 0..{group.size - 1}"
+        )
+
+
+def check_dim(dim: int, num_dims: int, shape: tuple[int, ...]) -> int:
+    """Returns a dim counted from the front; `ConfigError` unless it is one of `num_dims`."""
+    if not -num_dims <= dim < num_dims:
+        raise ConfigError(
+            f"got dim {dim} for an array of shape {shape}; dims here are 0..{num_dims - 1}"
+            if num_dims
+            else f"got dim {dim} for a scalar, which has no dims; give it one with x[None]"
+        )
+    return dim % num_dims

@@ -1,0 +1,184 @@
+"""All-reduce: every rank gets the sum, mean, product, minimum or maximum of all."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.errors import ConfigError, DTypeError, GroupError, did_you_mean
+from ..core.typing import Array, PyTree
+from ..mesh import ProcessGroup
+from .extremum import maximum, minimum
+from .place import each_leaf, keep_outside, members_or, position
+from .primitive import all_sum
+
+
+class ReduceOp(enum.StrEnum):
+    """How the values of several ranks become one."""
+
+    SUM = "sum"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    AVERAGE = "average"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp:
+        name = str(value).lower()
+        name = {"mean": "average", "avg": "average", "prod": "product"}.get(name, name)
+        if name in cls._value2member_map_:
+            return cls(name)
+        raise ConfigError(f"unknown reduction {value!r}.{did_you_mean(str(value), list(cls))}")
+
+
+def all_reduce(x: PyTree, group: ProcessGroup, op: ReduceOp | str = ReduceOp.SUM) -> PyTree:
+    """Gives every rank of the group the reduction of all their values.
+
+    With ranks r = 0..N-1 holding `x_r`, every rank gets `op(x_0, ..., x_{N-1})`, elementwise.
+    NaN on one rank gives NaN on all, also for the minimum and maximum. Booleans are counted by
+    SUM and PRODUCT (int32), as in numpy. A group by a list of ranks costs an all-reduce over the
+    whole mesh; ranks outside it keep their value.
+
+    Derivatives are those of the dense expression; a minimum or maximum shares its cotangent
+    equally among the ranks that attain it. PRODUCT needs N times the memory of `x`.
+
+    Args:
+        x: a pytree of arrays: this rank's inside `shard_map`; outside, rank-stacked ones, with a
+            leading dim of `group.world_size` rows, row r the value of rank r.
+        group: the ranks that take part; a group over axes acts within each parallel group.
+        op: a `ReduceOp` or its name.
+
+    Returns:
+        A pytree like `x`; under `check_vma=True` typed invariant over the axes of the group.
+
+    Raises:
+        DTypeError: for the mean of integers, or the minimum of complex numbers.
+        GroupError: when only some axes of the group are manual, or `x` is not rank-stacked.
+        ConfigError: for an unknown name of an operation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from axon_dist.mesh import World
+        >>> world = World.emulate(4)
+        >>> all_reduce(jnp.array([1.0, 2.0, 3.0, 4.0]), world.default_group, "sum")
+        Array([10., 10., 10., 10.], dtype=float32)
+        >>> all_reduce(jnp.array([1.0, 2.0, 3.0, 4.0]), world.new_group([0, 2]), "sum")
+        Array([4., 2., 4., 4.], dtype=float32)
+    """
+    return each_leaf(_REDUCTIONS[ReduceOp(op)], x, group)
+
+
+def all_reduce_sum(x: PyTree, group: ProcessGroup) -> PyTree:
+    """Gives every rank the sum over the group; see `all_reduce`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from axon_dist.mesh import World
+        >>> all_reduce_sum(jnp.array([1, 2, 3, 4]), World.emulate(4, "dp=2,tp=2").group("tp"))
+        Array([3, 3, 7, 7], dtype=int32)
+    """
+    return all_reduce(x, group, ReduceOp.SUM)
+
+
+def all_reduce_mean(x: PyTree, group: ProcessGroup) -> PyTree:
+    """Gives every rank the mean over the group; see `all_reduce`.
+
+    Raises:
+        DTypeError: for integers and booleans, whose mean has no dtype of theirs.
+    """
+    return all_reduce(x, group, ReduceOp.AVERAGE)
+
+
+def all_reduce_min(x: PyTree, group: ProcessGroup) -> PyTree:
+    """Gives every rank the elementwise minimum over the group, NaN if any is; see `all_reduce`."""
+    return all_reduce(x, group, ReduceOp.MIN)
+
+
+def all_reduce_max(x: PyTree, group: ProcessGroup) -> PyTree:
+    """Gives every rank the elementwise maximum over the group, NaN if any is; see `all_reduce`."""
+    return all_reduce(x, group, ReduceOp.MAX)
+
+
+def all_reduce_product(x: PyTree, group: ProcessGroup) -> PyTree:
+    """Gives every rank the elementwise product over the group; see `all_reduce`."""
+    return all_reduce(x, group, ReduceOp.PRODUCT)
+
+
+def reduce_slices(slices: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
+    """Reduces the values of several ranks on the host: the numpy meaning of `all_reduce`.
+
+    Args:
+        slices: one array per rank, all of one shape.
+        op: a `ReduceOp` or its name; the mean of integers is a float here.
+
+    Returns:
+        One array of that shape.
+
+    Raises:
+        GroupError: for no slices, or slices of different shapes.
+
+    Example:
+        >>> reduce_slices([[1.0, 2.0], [3.0, 4.0]], "average")
+        array([2., 3.])
+    """
+    arrays = [np.asarray(values) for values in slices]
+    shapes = {array.shape for array in arrays}
+    if len(shapes) != 1:
+        raise GroupError(
+            f"cannot reduce {len(arrays)} slices of shapes {sorted(shapes)}; give at least one, "
+            "and all of one shape"
+        )
+    along = {"sum": np.sum, "product": np.prod, "min": np.min, "max": np.max, "average": np.mean}
+    return along[ReduceOp(op)](np.stack(arrays), axis=0)
+
+
+def sum_leaf(x: Array, group: ProcessGroup) -> Array:
+    """The sum over the group of one array; booleans are counted."""
+    x = counted(x)
+    return keep_outside(all_sum(members_or(x, 0, group), group), x, group)
+
+
+def mean_leaf(x: Array, group: ProcessGroup) -> Array:
+    """The mean over the group of one array."""
+    check_mean(x)
+    mean = all_sum(members_or(x, 0, group), group) / group.size
+    return keep_outside(mean, x, group)
+
+
+def product_leaf(x: Array, group: ProcessGroup) -> Array:
+    """The product over the group of one array.
+
+    Every rank writes its value into its own row of zeros; the sum of all is the stack of all,
+    typed invariant, which an all-gather is not. Logarithms would lose signs and zeros.
+    """
+    x = counted(x)
+    place = jnp.arange(group.size).reshape(-1, *[1] * x.ndim) == position(group)
+    rows = all_sum(jnp.where(place, x, jnp.zeros_like(x)), group)
+    return keep_outside(jnp.prod(rows, axis=0, dtype=x.dtype), x, group)
+
+
+def check_mean(x: Array) -> None:
+    """Raises `DTypeError` for the mean of integers and booleans."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise DTypeError(
+            f"cannot average an array of dtype {x.dtype} and shape {x.shape} and keep its dtype; "
+            "cast it first, x.astype(jnp.float32), or take the sum"
+        )
+
+
+def counted(x: Array) -> Array:
+    """Booleans as the int32 that numpy adds them up as; everything else as it is."""
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+_REDUCTIONS: dict[ReduceOp, Callable[[Array, ProcessGroup], Array]] = {
+    ReduceOp.SUM: sum_leaf,
+    ReduceOp.PRODUCT: product_leaf,
+    ReduceOp.MIN: minimum,
+    ReduceOp.MAX: maximum,
+    ReduceOp.AVERAGE: mean_leaf,
+}

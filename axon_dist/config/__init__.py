@@ -1,0 +1,31 @@
+"""A run as data: typed, checked when read, written back; and what is built from it.
+
+Every other room takes values; only this one knows the config. Imports every room below `cli`.
+Start reading in `schema.py`, then `build.py`; `read.py` turns YAML into types.
+"""
+
+from .build import Run as Run
+from .build import build_loader as build_loader
+from .build import build_run as build_run
+from .build import build_step as build_step
+from .build import build_world as build_world
+from .directory import AUTO as AUTO
+from .directory import RunDirectory as RunDirectory
+from .directory import create_directory as create_directory
+from .examine import Examination as Examination
+from .examine import examine as examine
+from .load import load_config as load_config
+from .loggers import LOGGERS as LOGGERS
+from .optimizers import OPTIMIZERS as OPTIMIZERS
+from .optimizers import SCHEDULES as SCHEDULES
+from .run import RunResult as RunResult
+from .run import train as train
+from .schema import MODELS as MODELS
+from .schema import CheckpointConfig as CheckpointConfig
+from .schema import DataConfig as DataConfig
+from .schema import DevicesConfig as DevicesConfig
+from .schema import RunConfig as RunConfig
+from .schema import TrainConfig as TrainConfig
+from .strategies import build_strategy as build_strategy
+from .verify import Verification as Verification
+from .verify import verify as verify

@@ -1,0 +1,70 @@
+"""The metric writers that a config can name, besides the JSON lines that every run keeps."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from axon_dist.train import MetricWriter, TensorBoardWriter, WandbWriter, require
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logger(abc.ABC):
+    """A place that metrics go to; `module` is what writes there, of the extra `loggers`."""
+
+    module: ClassVar[str]
+
+    def check(self) -> None:
+        """Raises `ConfigError`, with the command that helps, unless the module is installed."""
+        require(self.module, "loggers", f"the logger {type(self).__name__}")
+
+    @abc.abstractmethod
+    def open(self, directory: Path, name: str, config: Mapping[str, Any]) -> MetricWriter:
+        """Opens the writer of a run.
+
+        Args:
+            directory: the folder of the run.
+            name: its name.
+            config: what it was made from, as plain data.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorBoard(Logger):
+    """Event files in the folder of the run."""
+
+    module: ClassVar[str] = "tensorboardX"
+
+    def open(self, directory: Path, name: str, config: Mapping[str, Any]) -> MetricWriter:
+        """Opens a `TensorBoardWriter` in `tensorboard/`."""
+        return TensorBoardWriter(directory / "tensorboard")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wandb(Logger):
+    """Weights & Biases.
+
+    Args:
+        project: the project the run belongs to.
+        mode: `offline` keeps the run in its folder, `online` uploads it as it goes.
+    """
+
+    module: ClassVar[str] = "wandb"
+
+    project: str = "axon_dist"
+    mode: Literal["offline", "online"] = "offline"
+
+    def open(self, directory: Path, name: str, config: Mapping[str, Any]) -> MetricWriter:
+        """Opens a `WandbWriter`."""
+        return WandbWriter(
+            directory, project=self.project, name=name, mode=self.mode, config=config
+        )
+
+
+LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
+    {"tensorboard": TensorBoard, "wandb": Wandb}
+)

@@ -1,0 +1,207 @@
+"""The optimizers and learning-rate schedules that a config can name, a dataclass each."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from types import MappingProxyType
+from typing import Annotated
+
+import optax
+
+from axon_dist.core.errors import ConfigError
+
+from .kinds import Fraction, Natural, NonNegative, OneOf, Positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule(abc.ABC):
+    """How the learning rate moves over a run.
+
+    Args:
+        warmup_steps: steps of linear growth from 0 to the peak.
+    """
+
+    warmup_steps: Natural = 0
+
+    def build(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns `learning_rate(step)` for a run of some steps, warmup included.
+
+        Raises:
+            ConfigError: when the warmup is as long as the run.
+        """
+        if self.warmup_steps >= num_steps:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} leaves nothing of a run of {num_steps} steps; "
+                "it must be smaller: lower optimizer.schedule.warmup_steps or raise train.steps"
+            )
+        after = self.after_warmup(peak, num_steps - self.warmup_steps)
+        if not self.warmup_steps:
+            return after
+        warmup = optax.linear_schedule(0.0, peak, self.warmup_steps)
+        return optax.join_schedules([warmup, after], [self.warmup_steps])
+
+    @abc.abstractmethod
+    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns the schedule of the steps that follow the warmup."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """Stays at the peak."""
+
+    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns the peak, whatever the step."""
+        return optax.constant_schedule(peak)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Falls along half a cosine (arXiv:1608.03983, without restarts).
+
+    Args:
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    final_fraction: Fraction = 0.1
+
+    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns the half cosine from the peak to its final fraction."""
+        return optax.cosine_decay_schedule(peak, num_steps, self.final_fraction)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(Schedule):
+    """Falls along a straight line.
+
+    Args:
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    final_fraction: Fraction = 0.0
+
+    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns the line from the peak to its final fraction."""
+        return optax.linear_schedule(peak, peak * self.final_fraction, num_steps)
+
+
+SCHEDULES: MappingProxyType[str, type[Schedule]] = MappingProxyType(
+    {"cosine": Cosine, "linear": Linear, "constant": Constant}
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer(abc.ABC):
+    """What every optimizer takes.
+
+    Args:
+        learning_rate: the peak of the schedule.
+        schedule: how the rate moves over the run.
+    """
+
+    learning_rate: Positive = 3e-4
+    schedule: Annotated[Schedule, OneOf(SCHEDULES)] = Cosine()
+
+    def build(self, num_steps: int) -> optax.GradientTransformation:
+        """Returns the optax transformation for a run of some steps.
+
+        Raises:
+            ConfigError: when the schedule does not fit the run.
+
+        Example:
+            >>> AdamW(learning_rate=1e-3).build(num_steps=100).init({"w": 1.0})[0].count.shape
+            ()
+        """
+        return self.transform(self.schedule.build(self.learning_rate, num_steps))
+
+    @abc.abstractmethod
+    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """Returns the optax transformation that follows a learning rate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam (arXiv:1412.6980).
+
+    Args:
+        b1: decay of the mean of the gradients.
+        b2: decay of the mean of their squares.
+        eps: added to the root of the latter.
+    """
+
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: Positive = 1e-8
+
+    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """Returns `optax.adam`."""
+        return optax.adam(rate, b1=self.b1, b2=self.b2, eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (arXiv:1711.05101), its second decay as for transformers.
+
+    Args:
+        b1: decay of the mean of the gradients.
+        b2: decay of the mean of their squares.
+        eps: added to the root of the latter.
+        weight_decay: the part of every parameter that a step at rate 1 takes away.
+    """
+
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.1
+
+    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """Returns `optax.adamw`."""
+        return optax.adamw(
+            rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lion(Optimizer):
+    """Lion, the sign of a momentum (arXiv:2302.06675); its rate is 3 to 10 times below Adam's.
+
+    Args:
+        b1: how much of the step comes from the momentum.
+        b2: decay of the momentum.
+        weight_decay: the part of every parameter that a step at rate 1 takes away.
+    """
+
+    b1: Fraction = 0.9
+    b2: Fraction = 0.99
+    weight_decay: NonNegative = 0.1
+
+    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """Returns `optax.lion`."""
+        return optax.lion(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent.
+
+    Args:
+        momentum: decay of the velocity; 0 keeps none.
+        nesterov: looks one step ahead along the velocity.
+    """
+
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for Nesterov's look ahead without a velocity to look along."""
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov=true needs a momentum above 0 and got 0; set momentum")
+
+    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """Returns `optax.sgd`."""
+        return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
+
+
+OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
+    {"adamw": AdamW, "adam": Adam, "lion": Lion, "sgd": SGD}
+)

@@ -1,0 +1,245 @@
+"""Reads plain data into typed dataclasses and writes it back, naming the key of every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+import numpy as np
+
+from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
+
+from .kinds import Bound, OneOf, Parsed
+
+_T = TypeVar("_T")
+_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+
+
+def read(hint: Any, value: Any, path: str = "") -> Any:
+    """Turns what a YAML file holds into a value of a type.
+
+    Args:
+        hint: a dataclass, a scalar type, `X | None`, `tuple[X, ...]`, `Mapping[str, X]`, `Literal`,
+            an enum (written as its member's name in small letters), or any type `Annotated` with a
+            `Bound`, a `OneOf` or a `Parsed`.
+        value: dicts, lists and scalars.
+        path: the dotted key the value stands under; it opens every message.
+
+    Returns:
+        The value, of the type.
+
+    Raises:
+        ConfigError: for an unknown or missing key, a wrong type or a value out of bounds.
+
+    Example:
+        >>> read(tuple[int, ...], [1, 2], "sizes")
+        (1, 2)
+        >>> read(float, "1e-3", "rate")  # YAML 1.1 takes this spelling for a text
+        0.001
+        >>> read(int, "many", "train.steps")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: train.steps: got 'many', which must be an integer
+    """
+    origin = typing.get_origin(hint)
+    for kind, reader in _READERS.items():
+        if origin is kind:
+            return reader(hint, value, path)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _read_dataclass(hint, value, path)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _pick({member.name.lower(): member for member in hint}, value, path)
+    return _read_scalar(hint, value, path)
+
+
+def write(value: Any, hint: Any = None) -> Any:
+    """Turns a typed value into plain data from which `read` makes it again.
+
+    Args:
+        value: what `read` returned.
+        hint: its type, where the value alone does not say it (a variant of a `OneOf`).
+
+    Returns:
+        Dicts, lists and scalars.
+
+    Example:
+        >>> write((1, 2))
+        [1, 2]
+    """
+    if (choice := _extra(hint, OneOf)) is not None:
+        return {choice.tag: choice.name_of(value), **write(value)}
+    if (parsed := _extra(hint, Parsed)) is not None:
+        return parsed.write(value)
+    if dataclasses.is_dataclass(value):
+        hints = typing.get_type_hints(type(value), include_extras=True)
+        return {name: write(getattr(value, name), hints[name]) for name in _fields(type(value))}
+    if isinstance(value, tuple):
+        args = typing.get_args(hint) or (None,)
+        return [write(item, args[0]) for item in value]
+    if isinstance(value, Mapping):
+        return {key: write(item) for key, item in value.items()}
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    return str(value) if isinstance(value, np.dtype) else value
+
+
+def _extra(hint: Any, kind: type[_T]) -> _T | None:
+    """The first thing of a kind that `Annotated` puts beside a type."""
+    extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+    return next((extra for extra in extras if isinstance(extra, kind)), None)
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field]:
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def _read_dataclass(cls: Any, data: Any, path: str) -> Any:
+    data = _section(data, path)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = _fields(cls)
+    for key in data:
+        if key not in fields:
+            hint = did_you_mean(key, fields)
+            raise ConfigError(f"{_join(path, key)}: there is no such key.{hint}")
+    for name, field in fields.items():
+        if name not in data and _is_required(field):
+            raise ConfigError(f"{_join(path, name)}: missing, and it has no default; set it")
+    values = {key: read(hints[key], value, _join(path, key)) for key, value in data.items()}
+    return _make_checked(cls, values, path)
+
+
+def _make_checked(cls: Any, values: dict[str, Any], path: str) -> Any:
+    """Makes a value that checks itself, with the path put before what it complains about."""
+    try:
+        made = cls(**values)
+        if hasattr(made, "validate"):
+            made.validate()
+        return made
+    except AxonDistError as error:
+        message = str(error)
+        says_where = not path or message.startswith(path)
+        raise ConfigError(message if says_where else f"{path}: {message}") from error
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _section(data: Any, path: str) -> Mapping[str, Any]:
+    """A section of keys; one with nothing under it, as YAML gives it, is empty."""
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path}: got {data!r}, which must be a section of keys and values")
+    return data
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _read_annotated(hint: Any, value: Any, path: str) -> Any:
+    if (choice := _extra(hint, OneOf)) is not None:
+        return _read_choice(choice, value, path)
+    if (parsed := _extra(hint, Parsed)) is not None:
+        return _read_parsed(parsed, value, path)
+    result = read(typing.get_args(hint)[0], value, path)
+    bound = _extra(hint, Bound)
+    if bound is not None and not bound.holds(result):
+        raise ConfigError(f"{path}: got {result!r}, which must be {bound.text}")
+    return result
+
+
+def _read_parsed(parsed: Parsed, value: Any, path: str) -> Any:
+    try:
+        return parsed.read(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _read_choice(choice: OneOf, value: Any, path: str) -> Any:
+    data = {choice.tag: value} if isinstance(value, str) else dict(_section(value, path))
+    name = data.pop(choice.tag, choice.default)
+    variant = _pick(choice.table, name, _join(path, choice.tag))
+    preset = data.pop("preset", None) if name in choice.presets else None
+    if preset is not None:
+        data = {**_pick(choice.presets[name], preset, _join(path, "preset")), **data}
+    return _read_dataclass(variant, data, path)
+
+
+def _pick(table: Mapping[str, Any], name: Any, path: str) -> Any:
+    if name not in table:
+        raise ConfigError(f"{path}: there is no {name!r}.{did_you_mean(name, table)}")
+    return table[name]
+
+
+def _read_union(hint: Any, value: Any, path: str) -> Any:
+    """Takes the first option that fits; a section can only be one that has keys."""
+    options = typing.get_args(hint)
+    if value is None and types.NoneType in options:
+        return None
+    possible = [option for option in options if option is not types.NoneType]
+    has_keys = isinstance(value, Mapping)
+    fitting = [option for option in possible if dataclasses.is_dataclass(option) == has_keys]
+    errors = []
+    for option in fitting or possible:
+        try:
+            return read(option, value, path)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _read_tuple(hint: Any, value: Any, path: str) -> tuple:
+    items = [value] if isinstance(value, (str, Mapping)) else value
+    if not isinstance(items, Sequence):
+        raise ConfigError(f"{path}: got {value!r}, which must be a list")
+    inner = typing.get_args(hint)[0]
+    return tuple(read(inner, item, f"{path}[{index}]") for index, item in enumerate(items))
+
+
+def _read_mapping(hint: Any, value: Any, path: str) -> Mapping:
+    inner = typing.get_args(hint)[1]
+    items = _section(value, path).items()
+    return types.MappingProxyType(
+        {str(key): read(inner, item, _join(path, key)) for key, item in items}
+    )
+
+
+def _read_literal(hint: Any, value: Any, path: str) -> Any:
+    return _pick({option: option for option in typing.get_args(hint)}, value, path)
+
+
+def _read_scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint not in _WORDS:
+        raise ConfigError(f"{path}: got {value!r}, but only Python code can set this; leave it out")
+    if hint is float:
+        value = _as_float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{path}: got {value!r}, which must be {_WORDS[hint]}")
+    return value
+
+
+def _as_float(value: Any) -> Any:
+    """Takes integers, and the spelling `1e-3`, which YAML 1.1 does not count as a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+_READERS: dict[Any, Any] = {
+    Annotated: _read_annotated,
+    Literal: _read_literal,
+    Union: _read_union,
+    types.UnionType: _read_union,
+    tuple: _read_tuple,
+    Mapping: _read_mapping,
+}

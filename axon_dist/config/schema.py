@@ -1,0 +1,246 @@
+"""`RunConfig`: everything a run is made from, as frozen values that are checked when read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias
+
+from axon_dist.checkpoint import Retention, StateDictType
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import TextSource
+from axon_dist.mesh import MeshSpec
+from axon_dist.models import PRESETS, TransformerConfig
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.precision import GradScaler, MixedPrecision
+
+from .kinds import Count, Natural, OneOf, Parsed, Positive, Seed
+from .loggers import LOGGERS, Logger
+from .optimizers import OPTIMIZERS, AdamW, Optimizer
+from .read import read, write
+from .strategies import read_strategies
+
+MODELS: MappingProxyType[str, type] = MappingProxyType({"transformer": TransformerConfig})
+"""The models that `axon train` can name, each by the dataclass of its sizes."""
+
+StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Options by strategy name."""
+
+
+def mesh_spec(value: Any) -> MeshSpec:
+    """Reads `dp=4,tp=2` or `{dp: 4, tp: 2}`.
+
+    Raises:
+        ValueError: for anything else, or for axes that make no mesh.
+    """
+    if not isinstance(value, (str, Mapping)):
+        raise ValueError(f"got {value!r}, which must be axes and sizes, such as dp=8 or {{dp: 8}}")
+    return MeshSpec(value)
+
+
+def strategy_options(value: Any) -> StrategyOptions:
+    """Reads `ddp`, `[fsdp, tp]` or `{ddp: {bucket_capacity: 1000000}}`.
+
+    Raises:
+        ValueError: for anything else, or none.
+
+    Example:
+        >>> dict(strategy_options("ddp"))
+        {'ddp': {}}
+    """
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        value = {name: {} for name in value}
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(
+            f"got {value!r}, which must be a strategy, a list of them, or a section "
+            "{strategy: {option: value}}"
+        )
+    for name, options in value.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(
+                f"{name} has {options!r} under it, which must be a section of its options"
+            )
+    return MappingProxyType({str(name): dict(options or {}) for name, options in value.items()})
+
+
+def _plain_options(options: StrategyOptions) -> dict[str, dict[str, Any]]:
+    return {name: dict(values) for name, values in options.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """Which devices a run takes.
+
+    Args:
+        emulate: make up this many CPU devices; None takes the devices that there are.
+    """
+
+    emulate: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(TextSource):
+    """Which text a run reads, and in pieces of which length.
+
+    Args:
+        sequence_length: tokens that a sample predicts.
+        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
+    """
+
+    sequence_length: Count = 128
+    num_ahead: Natural = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long a run trains, on how much at a time, and how often it says so.
+
+    Args:
+        steps: optimizer steps.
+        global_batch: samples in one step, over all devices and microbatches.
+        accumulate: microbatches that one step adds up.
+        clip_norm: largest global norm of the gradients; None leaves them as they are.
+        eval_every: steps between validations; 0 validates only at the end.
+        eval_batches: global batches in one validation, spread over the validation text.
+        log_every: steps between written metrics, each their mean over those steps.
+        peak_flops: what one device computes at best, in FLOP/s; sets what the utilization in the
+            metrics is measured against, and there is none without it.
+    """
+
+    steps: Count = 1000
+    global_batch: Count = 32
+    accumulate: Count = 1
+    clip_norm: Positive | None = 1.0
+    eval_every: Natural = 100
+    eval_batches: Count = 16
+    log_every: Count = 10
+    peak_flops: Positive | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When a run saves its state, how, and which of its checkpoints stay.
+
+    Args:
+        every: steps between checkpoints; 0 saves only the last state.
+        keep: how many of the newest stay.
+        best: how many of those with the lowest validation loss stay.
+        keep_every: those whose step is a multiple of it stay, too; 0 for none.
+        background: write while the run goes on.
+        type: `sharded`, every process its shards; or `full`, process 0 everything in one file.
+        dir: the folder; None makes `checkpoints` in that of the run.
+    """
+
+    every: Natural = 100
+    keep: Count = 3
+    best: Natural = 0
+    keep_every: Natural = 0
+    background: bool = True
+    type: StateDictType = StateDictType.SHARDED
+    dir: str | None = None
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay."""
+        return Retention(last=self.keep, best=self.best, every=self.keep_every)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run is made from; two runs with equal values are equal runs.
+
+    Args:
+        name: what the run is called.
+        seed: of the initial weights, the dropout and the order of the samples.
+        run_dir: the folder for what the run writes; None makes `runs/<name>-<time>`.
+        mesh: axes and sizes, outer to inner; one size may be -1.
+        devices: which devices the mesh is laid over.
+        model: the sizes of the model, under the `kind` it is of.
+        data: the text.
+        optimizer: the optimizer under its `name`, with its options and learning rate.
+        parallel: the strategies to compose, each with its options.
+        precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
+            strategies.
+        remat: what the backward pass recomputes; None leaves it to the strategies.
+        loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
+        train: length, batch and rhythm of the run.
+        checkpoint: when the state is saved, and what of it stays.
+        loggers: where metrics go besides `metrics.jsonl`.
+
+    Example:
+        >>> config = RunConfig.from_dict({"mesh": "dp=8", "train": {"steps": 5}})
+        >>> config.train.steps, str(config.mesh)
+        (5, 'dp=8')
+        >>> RunConfig.from_dict(config.to_dict()) == config
+        True
+    """
+
+    name: str = "run"
+    seed: Seed = 0
+    run_dir: str | None = None
+    mesh: Annotated[MeshSpec, Parsed(mesh_spec, lambda spec: spec.shape)] = MeshSpec(dp=-1)
+    devices: DevicesConfig = DevicesConfig()
+    model: Annotated[Any, OneOf(MODELS, tag="kind", presets={"transformer": PRESETS})] = (
+        TransformerConfig()
+    )
+    data: DataConfig = DataConfig()
+    optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS)] = AdamW()
+    parallel: Annotated[StrategyOptions, Parsed(strategy_options, _plain_options)] = (
+        dataclasses.field(default_factory=lambda: strategy_options("ddp"))
+    )
+    precision: MixedPrecision | str | None = None
+    remat: ActivationCheckpointing | None = None
+    loss_scale: GradScaler | None = None
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    loggers: tuple[Annotated[Logger, OneOf(LOGGERS)], ...] = ()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
+        """Reads plain data, as a YAML file holds it.
+
+        Raises:
+            ConfigError: naming the dotted key of the first mistake.
+        """
+        return read(cls, data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Writes plain data with every default spelled out; `from_dict` reads it back."""
+        return write(self)
+
+    def validate(self) -> None:
+        """Checks what concerns several sections at once.
+
+        Raises:
+            ConfigError: when the name cannot be a folder, sequences are too long for the model, the
+                schedule does not fit the run, microbatches do not divide the batch, checkpoints
+                cannot be compared, or there is no such precision, strategy, or option of it.
+        """
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"name: got {self.name!r}, which must be usable as a folder's name")
+        if self.data.sequence_length > self.model.max_length:
+            raise ConfigError(
+                f"data.sequence_length: got {self.data.sequence_length}, which must not exceed "
+                f"model.max_length={self.model.max_length}; lower the one or raise the other"
+            )
+        if self.train.global_batch % self.train.accumulate:
+            raise ConfigError(
+                f"train.accumulate: got {self.train.accumulate} microbatches, which must divide "
+                f"train.global_batch={self.train.global_batch}"
+            )
+        self._check_best()
+        self.optimizer.build(self.train.steps)
+        MixedPrecision.of(self.precision)
+        read_strategies(self.parallel)
+
+    def _check_best(self) -> None:
+        eval_every, save_every = self.train.eval_every, self.checkpoint.every
+        if self.checkpoint.best and save_every and (not eval_every or save_every % eval_every):
+            raise ConfigError(
+                f"checkpoint.best: got {self.checkpoint.best}, which needs a validation before "
+                f"every checkpoint; make checkpoint.every={save_every} a multiple of "
+                f"train.eval_every={eval_every}"
+            )

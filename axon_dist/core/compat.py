@@ -1,0 +1,149 @@
+"""The only file that touches names of JAX without a promise of stability."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src import clusters, core, distributed, source_info_util, xla_bridge
+from jax.interpreters import partial_eval
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+_RENDEZVOUS_FLAGS = (
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
+)
+
+
+def backend_started() -> bool:
+    """Tells whether JAX has started a backend, after which device counts are fixed."""
+    return xla_bridge.backends_are_initialized()
+
+
+def rendezvous_flags() -> tuple[str, ...]:
+    """XLA flags that let emulated devices wait for each other on a busy machine.
+
+    XLA aborts the process when a device waits a minute for the others, which eight devices that
+    share two cores can reach. An unknown flag would abort the process too, so they are given only
+    to the versions of jaxlib that are known to have them.
+
+    Returns:
+        Flags for `XLA_FLAGS`, none where they are not known to exist.
+    """
+    major, minor = jax.__version_info__[:2]
+    return _RENDEZVOUS_FLAGS if (major, minor) == (0, 10) else ()
+
+
+class SharedStore:
+    """The key-value store that the processes of `jax.distributed` share; process 0 holds it."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a value, over another one too."""
+        self._client.key_value_set(key, value, allow_overwrite=True)
+
+    def items(self, prefix: str) -> Mapping[str, str]:
+        """All values under a prefix that ends in a slash, by what follows the prefix."""
+        found = self._client.key_value_dir_get(prefix)
+        return {key.removeprefix(prefix): value for key, value in found}
+
+    @property
+    def _client(self) -> Any:
+        client = distributed.global_state.client
+        assert client is not None, "jax.distributed is not running"
+        return client
+
+
+def process_id() -> int:
+    """Which process of `jax.distributed` this is, without starting a backend to ask it."""
+    return distributed.global_state.process_id
+
+
+def join_service(
+    address: str,
+    num_processes: int,
+    process_id: int | None,
+    local_device_ids: Sequence[int] | None,
+    *,
+    connect_timeout: int,
+    heartbeat_timeout: int,
+    shutdown_timeout: int,
+) -> None:
+    """What `jax.distributed.initialize` does, but process 0 starts no service: it runs elsewhere.
+
+    Args:
+        address: of the service, `host:port`.
+        num_processes: how many take part.
+        process_id: which of them this is.
+        local_device_ids: the accelerators of this host that the process takes; None takes those
+            of `JAX_LOCAL_DEVICE_IDS`, or all.
+        connect_timeout: seconds until the service answers.
+        heartbeat_timeout: seconds without a heartbeat after which the service gives up a process.
+        shutdown_timeout: seconds that processes wait for each other in the end.
+    """
+    listed = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    if local_device_ids is not None:
+        listed = ",".join(map(str, local_device_ids))
+    if listed:
+        jax.config.update("jax_cuda_visible_devices", listed)
+        jax.config.update("jax_rocm_visible_devices", listed)
+    client = _jax.get_distributed_runtime_client(
+        address,
+        process_id,
+        init_timeout=connect_timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        shutdown_timeout=shutdown_timeout,
+        use_compression=True,
+    )
+    client.connect()
+    state, partition = distributed.global_state, os.environ.get("JAX_PARTITION_INDEX")
+    state.client, state.coordinator_address = client, address
+    state.process_id, state.num_processes = process_id or 0, num_processes
+    state.partition_index = None if partition is None else int(partition)
+
+
+def detect_cluster(name: str, timeout: float) -> tuple[Any, Any, Any, Sequence[int] | None]:
+    """Asks JAX for the processes of a cluster that it knows.
+
+    Args:
+        name: what `jax.distributed.initialize` calls `cluster_detection_method`.
+        timeout: seconds that the cluster may take.
+
+    Returns:
+        The coordinator's address, the number of processes, the id of this one, and the devices of
+        this host that it takes, None for all.
+
+    Raises:
+        ValueError: when this is no such cluster.
+    """
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, name, int(timeout)
+    )
+    if None in found[:3]:
+        raise ValueError("JAX finds no such cluster here")
+    return found
+
+
+def eval_jaxpr(closed: Any, values: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr on values, keeping the source lines of its equations."""
+    return core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+
+
+def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Runs one equation of a jaxpr on values, as a jaxpr interpreter does."""
+    params = equation.primitive.get_bind_params(equation.params)
+    names = source_info_util.current_name_stack() + equation.source_info.name_stack
+    context = source_info_util.user_context(equation.source_info.traceback, name_stack=names)
+    with context, equation.ctx.manager:
+        results = equation.primitive.bind(*values, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """Drops all equations that the used outputs do not need, inside calls and loops too.
+
+    Returns:
+        The smaller jaxpr, and which inputs it still has.
+    """
+    return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))

@@ -1,0 +1,43 @@
+"""The coordination service of `jax.distributed`, as a program of its own.
+
+JAX runs it inside process 0, so it dies with that process, and the others abort without learning
+whom they lost. Here it outlives process 0 for as long as they need to find out. It is run by its
+path (`python -P coordinator.py PORT PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports `jaxlib`
+alone, so it starts at once. It says `ready`, reads its standard input until process 0 is gone, and
+ends: at once if that said `bye`, `LINGER` seconds later if not.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def main(port: int, count: int, heartbeat: int, shutdown: int, linger: float) -> None:
+    """Serves until process 0 is gone.
+
+    Args:
+        port: to listen on.
+        count: how many processes take part.
+        heartbeat: seconds without one after which the service gives a process up.
+        shutdown: seconds that processes wait for each other in the end.
+        linger: seconds to stay after process 0 was lost.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Process 0 gets these too; it may still have to save.
+        signal.signal(number, signal.SIG_IGN)
+    # Held by its name: it serves as long as it is referenced.
+    service = _jax.get_distributed_runtime_service(
+        f"[::]:{port}", count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown
+    )
+    assert service is not None
+    print("ready", flush=True)
+    if sys.stdin.read() != "bye":
+        time.sleep(linger)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

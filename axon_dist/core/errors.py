@@ -1,0 +1,78 @@
+"""Every error a user can meet, each saying what was got, what must hold and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AxonDistError(Exception):
+    """The root of all errors of this library: `except AxonDistError` catches them all."""
+
+
+class ConfigError(AxonDistError, ValueError):
+    """A configuration names an unknown key, a wrong type or an impossible value."""
+
+
+class MeshError(AxonDistError, ValueError):
+    """A mesh does not fit the devices, or an axis of it does not exist."""
+
+
+class GroupError(AxonDistError, ValueError):
+    """A process group is malformed, or a rank or root lies outside it."""
+
+
+class DivisibilityError(AxonDistError, ValueError):
+    """An array dimension does not divide by the size of the mesh axis that splits it."""
+
+
+class DTypeError(AxonDistError, TypeError):
+    """An operation got a dtype for which it has no meaning, such as the mean of integers."""
+
+
+class StrategyConflictError(AxonDistError, ValueError):
+    """Two strategies claim one dimension of one array, or settings that exclude each other."""
+
+
+class ClaimError(AxonDistError, RuntimeError):
+    """A built step breaks what its strategy claims, for example bytes per device."""
+
+
+class ScheduleError(AxonDistError, ValueError):
+    """A pipeline table is not a legal schedule; the message shows the grid, the cell marked."""
+
+
+class UnsupportedError(AxonDistError, ValueError):
+    """The platform or the model cannot do what was asked for; nothing degrades silently."""
+
+
+class CheckpointError(AxonDistError, ValueError):
+    """A checkpoint is unfinished, damaged, or belongs to another model."""
+
+
+class LaunchError(AxonDistError, ValueError):
+    """The environment describes an impossible or incomplete set of processes."""
+
+
+class BackendStartedError(AxonDistError, RuntimeError):
+    """JAX has started its backend already, so its number of devices can no longer change."""
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Returns a sentence that names the nearest valid spelling and lists all of them.
+
+    Args:
+        name: what the user wrote.
+        valid: the names that would have been right.
+
+    Returns:
+        The text to append to an error message; it starts with a space.
+
+    Example:
+        >>> did_you_mean("fdsp", ["dp", "fsdp", "tp"])
+        " Did you mean 'fsdp'? Valid: dp, fsdp, tp."
+    """
+    options = sorted(str(option) for option in valid)
+    near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{guess} Valid: {', '.join(options)}."

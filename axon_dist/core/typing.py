@@ -1,0 +1,26 @@
+"""Type aliases used at public boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+Array: TypeAlias = jax.Array
+"""A JAX array, or a tracer of one."""
+
+PyTree: TypeAlias = Any
+"""Nested containers that `jax.tree` knows, with arrays at the leaves."""
+
+Path: TypeAlias = str
+"""Where a leaf lives in its tree, as in `"blocks/0/attn/kernel"`."""
+
+Shape: TypeAlias = tuple[int, ...]
+"""Sizes of the dims of an array."""
+
+Batch: TypeAlias = PyTree
+"""Arrays whose dim 0 counts samples; the same number in every leaf."""
+
+LossFn: TypeAlias = Callable[..., Any]
+"""`loss_fn(model, batch)`: a scalar mean or a `Weighted`, or `(either, dict of metrics)`."""

@@ -1,0 +1,23 @@
+"""Real text as batches: files, the split, tokens, and a loader that shuffles, divides and resumes.
+
+Knows no device: a process and the number of processes are plain numbers. Imports `core` only. Start
+reading in `loader.py`; `sampling.py` holds the arithmetic, `text.py` and `files.py` what is read.
+"""
+
+from .files import TextFile as TextFile
+from .files import find_files as find_files
+from .files import split_files as split_files
+from .files import standard_library_files as standard_library_files
+from .loader import LocalBatch as LocalBatch
+from .loader import TextLoader as TextLoader
+from .sampling import local_rows as local_rows
+from .sampling import num_windows as num_windows
+from .sampling import shuffled as shuffled
+from .sampling import spread_starts as spread_starts
+from .sampling import windows_at as windows_at
+from .text import Text as Text
+from .text import TextSource as TextSource
+from .text import load_text as load_text
+from .tokenizer import Tokenizer as Tokenizer
+from .tokenizer import byte_tokenizer as byte_tokenizer
+from .tokenizer import load_tokenizer as load_tokenizer

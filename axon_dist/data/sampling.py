@@ -1,0 +1,124 @@
+"""Which windows of a stream make which batch: arithmetic on one global sample counter.
+
+Sample `g` of an endless run is the window at place `g mod W` of epoch `g div W`, W windows in the
+stream, shuffled anew each epoch. A global batch of B is the next B samples, and process `p` of `P`
+holds its rows `[p B/P, (p+1) B/P)`. Nothing but the counter says where a run stands, so it can go
+on with another number of processes or another batch.
+"""
+
+from __future__ import annotations
+
+import grain
+import numpy as np
+
+from axon_dist.core.errors import ConfigError, DivisibilityError
+
+
+def num_windows(num_tokens: int, length: int) -> int:
+    """Counts the windows of `length + 1` tokens in a stream, each starting on the last of the one
+    before, so that every token but the first is a target exactly once.
+
+    Args:
+        num_tokens: tokens in the stream.
+        length: tokens a model sees, T; a window has one more to predict.
+
+    Returns:
+        How many windows fit; what is left at the end is not used.
+
+    Example:
+        >>> num_windows(9, 4), num_windows(8, 4)
+        (2, 1)
+    """
+    return max(num_tokens - 1, 0) // length
+
+
+def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Cuts windows out of a stream.
+
+    Args:
+        stream: tokens `[N]`.
+        starts: first position of each window, `[B]`.
+        length: T.
+
+    Returns:
+        int32 `[B, T + 1]`.
+    """
+    return stream[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
+    """Says which rows of a global batch a process holds.
+
+    Args:
+        global_batch: rows over all processes.
+        process: which process, from 0.
+        num_processes: how many there are.
+
+    Returns:
+        A slice of `global_batch / num_processes` rows.
+
+    Raises:
+        ConfigError: the batch is empty or there is no such process.
+        DivisibilityError: the batch does not divide by the processes.
+
+    Example:
+        >>> local_rows(8, process=1, num_processes=2)
+        slice(4, 8, None)
+    """
+    if not 0 <= process < num_processes:
+        raise ConfigError(
+            f"process {process} of {num_processes} does not exist: give one from 0 to "
+            f"{num_processes - 1}."
+        )
+    if global_batch < 1:
+        raise ConfigError(f"a global batch of {global_batch} must have at least 1 row; raise it.")
+    size, rest = divmod(global_batch, num_processes)
+    if rest:
+        near = max(size, 1) * num_processes
+        raise DivisibilityError(
+            f"a global batch of {global_batch} rows does not divide by {num_processes} processes: "
+            f"each loads the same number; choose a multiple of {num_processes}, such as {near}."
+        )
+    return slice(process * size, (process + 1) * size)
+
+
+def shuffled(num_samples: int, seed: int) -> grain.MapDataset[int]:
+    """Orders samples for an endless run, each epoch shuffled in its own way.
+
+    Args:
+        num_samples: samples per epoch.
+        seed: of the order, in [0, 2^32).
+
+    Returns:
+        A dataset whose item `g` is the sample at place `g mod num_samples` of epoch
+        `g div num_samples`; computed without storing the order.
+
+    Raises:
+        ConfigError: the seed is out of range.
+
+    Example:
+        >>> order = shuffled(4, seed=0)
+        >>> sorted(order[g] for g in range(4)) == sorted(order[g] for g in range(4, 8))
+        True
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"data seed {seed} must lie in [0, 2^32); choose another.")
+    return grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat()
+
+
+def spread_starts(num_tokens: int, length: int, num_samples: int) -> np.ndarray:
+    """Spreads windows evenly over a stream, the same ones every time.
+
+    Args:
+        num_tokens: tokens in the stream, more than `length`.
+        length: T.
+        num_samples: how many windows; they overlap where the stream is shorter than all of them.
+
+    Returns:
+        First positions, int64 `[num_samples]`.
+
+    Example:
+        >>> spread_starts(101, length=10, num_samples=4).tolist()
+        [0, 30, 60, 90]
+    """
+    return np.linspace(0, num_tokens - length - 1, num_samples).astype(np.int64)

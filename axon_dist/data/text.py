@@ -1,0 +1,174 @@
+"""Text from files as two streams of tokens, one for training and one for validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError
+
+from .files import TextFile, find_files, split_files, standard_library_files
+from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSource:
+    """Where text comes from and how it becomes tokens.
+
+    Args:
+        files: paths or globs; empty for the source of Python's own standard library.
+        validation_files: paths or globs kept for validation; empty to split `files` by name.
+        validation_fraction: the expected share of files for validation, in (0, 1); used only
+            without `validation_files`.
+        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        max_bytes: on each side of the split, read only the first files by name that together stay
+            within this many bytes; None for all.
+
+    Example:
+        >>> TextSource(validation_fraction=0.05).validate()
+    """
+
+    files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.1
+    tokenizer: str | None = None
+    max_bytes: int | None = None
+
+    def validate(self) -> None:
+        """Checks the values without looking at any file.
+
+        Raises:
+            ConfigError: a value is out of range, files are not a sequence, or validation files come
+                without files.
+        """
+        for field in ("files", "validation_files"):
+            if isinstance(getattr(self, field), str):
+                raise ConfigError(
+                    f"data.{field}={getattr(self, field)!r} is a single text: write a list, even "
+                    "of one pattern."
+                )
+        if not 0.0 < self.validation_fraction < 1.0:
+            raise ConfigError(
+                f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1, "
+                "for example 0.1."
+            )
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ConfigError(
+                f"data.max_bytes={self.max_bytes} must be at least 1; leave it out to read all."
+            )
+        if self.validation_files and not self.files:
+            raise ConfigError(
+                f"data.validation_files={self.validation_files} without data.files: name the "
+                "training files as well."
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """Two streams of tokens and what they are.
+
+    Args:
+        train: 1-D unsigned integers, the training files one after another.
+        validation: the same of the validation files; no file is in both.
+        vocab_size: token ids are below it.
+        description: one sentence for people.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    vocab_size: int
+    description: str
+
+
+def load_text(source: TextSource) -> Text:
+    """Reads the files, splits them and turns them into tokens.
+
+    Bytes are themselves the tokens; each file is followed by one zero byte, which text does not
+    contain. With a tokenizer each file is encoded as one document.
+
+    Args:
+        source: where the text comes from.
+
+    Returns:
+        Both streams, neither of them empty.
+
+    Raises:
+        ConfigError: a pattern matches no file, a side of the split is empty, a file is on both
+            sides or is not UTF-8 (with a tokenizer), or the tokenizer cannot be loaded.
+    """
+    source.validate()
+    train, validation = (_fit(side, source.max_bytes) for side in _sides(source))
+    tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else byte_tokenizer()
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
+    return Text(
+        train=_stream(train, tokenizer),
+        validation=_stream(validation, tokenizer),
+        vocab_size=tokenizer.vocab_size,
+        description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
+        f"validation, as {tokenizer.name}",
+    )
+
+
+def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
+    files = find_files(source.files) if source.files else standard_library_files()
+    if source.validation_files:
+        validation = find_files(source.validation_files)
+        _check_disjoint(files, validation)
+        return files, validation
+    train, validation = split_files(files, source.validation_fraction)
+    if not train or not validation:
+        empty = "training" if not train else "validation"
+        raise ConfigError(
+            f"data.validation_fraction={source.validation_fraction} of {len(files)} files leaves "
+            f"no file for {empty}: a file is never cut, and its name decides its side. Give more "
+            "files, change the fraction, or name data.validation_files."
+        )
+    return train, validation
+
+
+def _check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:
+    shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} files are in data.files and in data.validation_files, for example "
+            f"{min(shared)}: validation must hold what training never sees; take them out of one."
+        )
+
+
+def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]:
+    """The files, in order, whose running total stays within the limit; a file is never cut."""
+    if max_bytes is None:
+        return files
+    totals = itertools.accumulate(file.path.stat().st_size for file in files)
+    kept = [file for file, total in zip(files, totals, strict=True) if total <= max_bytes]
+    if not kept:
+        size = files[0].path.stat().st_size
+        raise ConfigError(
+            f"data.max_bytes={max_bytes} is less than the first file, {files[0].path} of {size} "
+            "bytes: raise it, since a file is never cut."
+        )
+    return kept
+
+
+def _stream(files: Sequence[TextFile], tokenizer: Tokenizer) -> np.ndarray:
+    return np.concatenate([_encode(file, tokenizer) for file in files])
+
+
+def _encode(file: TextFile, tokenizer: Tokenizer) -> np.ndarray:
+    try:
+        return tokenizer.encode(file.path.read_bytes())
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file.path} is not UTF-8 (byte {error.start}): convert it, take it out of "
+            "data.files, or train on bytes without data.tokenizer."
+        ) from error
+
+
+def _amount(files: Sequence[TextFile]) -> str:
+    size = sum(file.path.stat().st_size for file in files)
+    return f"{len(files)} files of {size / 1e6:.2f} MB"

@@ -1,0 +1,77 @@
+"""How the bytes of a file become token ids: as they are, or by a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A function from the bytes of one document to token ids.
+
+    Args:
+        name: what people call it.
+        vocab_size: every id is below it.
+        encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
+            them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
+    """
+
+    name: str
+    vocab_size: int
+    encode: Callable[[bytes], np.ndarray]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Makes the tokenizer that takes every byte for a token and ends a document with a zero byte.
+
+    Example:
+        >>> byte_tokenizer().encode(b"axon").tolist()
+        [97, 120, 111, 110, 0]
+    """
+    return Tokenizer("bytes", 256, lambda content: np.frombuffer(content + b"\0", np.uint8))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Loads a `tokenizer.json` as Hugging Face `tokenizers` writes it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The tokenizer; special tokens are added as the file's own post-processor says.
+
+    Raises:
+        ConfigError: there is no such file, it is not a tokenizer, or the library is missing.
+    """
+    try:
+        import tokenizers  # noqa: PLC0415  (an optional dependency)
+    except ImportError as error:
+        raise ConfigError(
+            f"data.tokenizer={path!r} needs the tokenizers library, which is not installed: "
+            "pip install 'axon_dist[tokenizers]', or leave it out to train on bytes."
+        ) from error
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"data.tokenizer={path!r} is not a file (looked from {Path.cwd()}): give the path of a "
+            "tokenizer.json, or leave it out to train on bytes."
+        )
+    try:
+        model = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception for whatever is wrong
+        raise ConfigError(
+            f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
+            f"{tokenizers.__version__} reads ({error}): save it with Tokenizer.save."
+        ) from error
+    vocab_size = max(model.get_vocab().values(), default=0) + 1
+    dtype = np.min_scalar_type(vocab_size - 1)
+    return Tokenizer(
+        f"tokens of {Path(path).name}",
+        vocab_size,
+        lambda content: np.array(model.encode(content.decode()).ids, dtype),
+    )

@@ -1,0 +1,47 @@
+"""The independent witness: what a compiled step sends, stores and computes on each device.
+
+Strategies claim; this room reads the optimised program that will run, and nothing else: it imports
+`core` and `mesh`, and knows no strategy.
+
+* `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
+  `expect_collectives` and `expect_bytes` turn that into tests.
+* `memory` asks the compiler for bytes per device; `device_bytes` measures what arrays occupy.
+* `flops` counts matrix operations with the trip counts of loops.
+* `report` joins the three.
+* `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
+  `target_options` the compiler options to use with them.
+
+Start reading in `hlo.py`, which shows the order of things: `parse.py` reads the text, `walk.py`
+follows its control flow, `transfers.py` finds the collectives, `groups.py` names their axes,
+`overlap.py` judges what hides them, `ledger.py` adds up.
+"""
+
+from .collective import Collective as Collective
+from .collective import ring_bytes as ring_bytes
+from .devices import target_devices as target_devices
+from .devices import target_mesh as target_mesh
+from .environment import missing_compiler as missing_compiler
+from .environment import prepare_environment as prepare_environment
+from .expect import expect_bytes as expect_bytes
+from .expect import expect_collectives as expect_collectives
+from .flops import Flops as Flops
+from .flops import flops as flops
+from .hlo import collectives as collectives
+from .ledger import Ledger as Ledger
+from .machine import MACHINES as MACHINES
+from .machine import Machine as Machine
+from .machine import machine_of as machine_of
+from .memory import LeafBytes as LeafBytes
+from .memory import MemoryReport as MemoryReport
+from .memory import bytes_per_device as bytes_per_device
+from .memory import device_bytes as device_bytes
+from .memory import leaf_bytes as leaf_bytes
+from .memory import leaf_table as leaf_table
+from .memory import memory as memory
+from .options import target_options as target_options
+from .parse import Module as Module
+from .parse import as_module as as_module
+from .report import Report as Report
+from .report import report as report
+from .targets import Target as Target
+from .targets import parse_target as parse_target

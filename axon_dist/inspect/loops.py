@@ -1,0 +1,173 @@
+"""How often the body of a loop runs.
+
+CPU and GPU write the number into the instruction; for TPU it has to be inferred. A loop that comes
+from `lax.scan` or `fori_loop` counts an integer, so the integers among its carried values are
+simulated until its condition fails.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from .parse import Computation, Instruction, Module
+
+_KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?')
+_MAX_SIMULATED = 1 << 16
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+_BINARY: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+    "minimum": min,
+    "maximum": max,
+}
+_UNARY = ("bitcast", "copy", "convert", "reshape", "copy-start", "copy-done")
+
+
+class _Unknown(Exception):
+    """A value that is no integer known at compile time."""
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Returns how often the body of a `while` runs, or None where only the data decide.
+
+    Args:
+        module: the program.
+        computation: the computation that holds the loop.
+        loop: its `while` instruction.
+
+    Returns:
+        The number of iterations of one execution of the loop.
+    """
+    if match := _KNOWN.search(loop.attributes):
+        return int(match.group(1))
+    called = loop.called
+    condition = module.computations[called["condition"][0]]
+    body = module.computations[called["body"][0]]
+    state = _initial_state(module, computation, loop)
+    for iteration in range(_MAX_SIMULATED):
+        try:
+            if not _Scalars(module, condition, [state]).value(condition.root.name):
+                return iteration
+        except _Unknown:
+            return None
+        before, state = state, _next_state(module, body, state)
+        if state == before:
+            return None
+    return None
+
+
+def _initial_state(module: Module, computation: Computation, loop: Instruction) -> dict[int, int]:
+    carried = computation.by_name.get(loop.operands[0])
+    if carried is None or carried.opcode != "tuple":
+        return {}
+    return _known(_Scalars(module, computation, []), carried, range(len(carried.operands)))
+
+
+def _next_state(module: Module, body: Computation, state: Mapping[int, int]) -> dict[int, int]:
+    if body.root.opcode != "tuple":
+        return {}
+    return _known(_Scalars(module, body, [state]), body.root, state)
+
+
+def _known(scalars: _Scalars, carried: Instruction, indices: Iterable[int]) -> dict[int, int]:
+    values = {}
+    for index in indices:
+        try:
+            values[index] = scalars.value(carried.operands[index])
+        except _Unknown:
+            continue
+    return values
+
+
+class _Scalars:
+    """Evaluates the integer scalars of one call of a computation, on demand.
+
+    `arguments[n]` is parameter n: an integer, or a mapping from index to integer for a tuple.
+    """
+
+    def __init__(self, module: Module, computation: Computation, arguments: list):
+        self._module = module
+        self._computation = computation
+        self._arguments = arguments
+
+    def value(self, name: str) -> int:
+        instruction = self._computation.by_name.get(name)
+        if instruction is None or len(instruction.shapes) != 1 or instruction.shapes[0].dims:
+            raise _Unknown(name)
+        return self._evaluate(instruction)
+
+    def _evaluate(self, instruction: Instruction) -> int:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "constant":
+            return _constant(instruction.arguments)
+        if opcode == "parameter":
+            return _as_int(self._argument(instruction))
+        if opcode == "get-tuple-element":
+            return self._element(instruction)
+        if opcode in _UNARY:
+            return self.value(operands[0])
+        if opcode in _BINARY:
+            return _BINARY[opcode](self.value(operands[0]), self.value(operands[1]))
+        if opcode == "compare":
+            compare = _COMPARE[instruction.attribute("direction") or ""]
+            return int(compare(self.value(operands[0]), self.value(operands[1])))
+        if opcode == "select":
+            return self.value(operands[1 if self.value(operands[0]) else 2])
+        if opcode in ("fusion", "call"):
+            return self._call(instruction)
+        raise _Unknown(opcode)
+
+    def _element(self, instruction: Instruction) -> int:
+        source = self._computation.by_name[instruction.operands[0]]
+        index = int(instruction.attribute("index") or 0)
+        if source.opcode == "tuple":
+            return self.value(source.operands[index])
+        if source.opcode != "parameter":
+            raise _Unknown(source.opcode)
+        carried = self._argument(source)
+        if not isinstance(carried, Mapping) or index not in carried:
+            raise _Unknown(instruction.name)
+        return carried[index]
+
+    def _argument(self, parameter: Instruction):
+        number = int(parameter.arguments)
+        if number >= len(self._arguments):
+            raise _Unknown(parameter.name)
+        return self._arguments[number]
+
+    def _call(self, instruction: Instruction) -> int:
+        (callee,) = self._module.called(instruction)
+        arguments = []
+        for name in instruction.operands:
+            try:
+                arguments.append(self.value(name))
+            except _Unknown:
+                arguments.append(None)
+        return _Scalars(self._module, callee, arguments).value(callee.root.name)
+
+
+def _constant(text: str) -> int:
+    if text in ("true", "false"):
+        return int(text == "true")
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    raise _Unknown(text)
+
+
+def _as_int(argument) -> int:
+    if not isinstance(argument, int):
+        raise _Unknown("argument")
+    return argument

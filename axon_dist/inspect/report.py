@@ -1,0 +1,119 @@
+"""Memory, collectives and FLOPs of one compiled step, together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from .flops import Flops, flops
+from .hlo import collectives
+from .ledger import Ledger
+from .machine import Machine, machine_of
+from .memory import MemoryReport, memory
+from .parse import as_module
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one step costs on one device; prints as tables with `rich`.
+
+    Args:
+        memory: bytes it needs.
+        collectives: what it sends, and whether that is hidden.
+        flops: matrix operations it computes.
+        num_devices: devices of the mesh.
+        machine: whose rates judged the transfers; None where it is not known.
+    """
+
+    memory: MemoryReport
+    collectives: Ledger
+    flops: Flops
+    num_devices: int
+    machine: Machine | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak fits the memory of the machine; None where that is not known."""
+        return None if self.machine is None else self.memory.peak <= self.machine.hbm_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        ledger = self.collectives
+        return {
+            "num_devices": self.num_devices,
+            "machine": self.machine.name if self.machine else None,
+            "fits": self.fits,
+            "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
+            "flops": dataclasses.asdict(self.flops),
+            "wire_bytes": ledger.total_wire_bytes(),
+            "wire_bytes_by_kind": ledger.by_kind(),
+            "wire_bytes_by_axis": ledger.by_axis(),
+            "wire_bytes_by_exposure": ledger.by_exposure(),
+            "lint": ledger.lint(),
+            "collectives": ledger.to_rows(),
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.memory.table()
+        yield self.collectives.table()
+        yield self._summary()
+        yield from self.collectives.lint()
+
+    def _summary(self) -> Table:
+        table = Table(title=f"one step on each of {self.num_devices} devices", show_header=False)
+        more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
+        table.add_row("matrix TFLOP", f"{self.flops.high / 1e12:,.3f}{more}")
+        if self.flops.low != self.flops.high:
+            table.add_row("on the cheapest branches", f"{self.flops.low / 1e12:,.3f}")
+        if self.flops.opaque:
+            table.add_row("not counted", ", ".join(self.flops.opaque))
+        for axis, total in self.collectives.by_axis().items():
+            table.add_row(f"MB sent over {axis}", f"{total / 1e6:,.3f}")
+        table.add_row("MB exposed", f"{self.collectives.exposed_bytes() / 1e6:,.3f}")
+        table.add_row("peak GiB", f"{self.memory.peak / 2**30:,.3f}")
+        if self.machine:
+            capacity = f"{self.machine.hbm_bytes / 2**30:,.1f} GiB of {self.machine.name}"
+            table.add_row("fits" if self.fits else "does NOT fit", capacity)
+        return table
+
+
+def report(
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh,
+    machine: Machine | None = None,
+) -> Report:
+    """Joins what `memory`, `collectives` and `flops` say about one compiled step.
+
+    Args:
+        compiled: what `jax.jit(step).lower(...).compile()` returns.
+        mesh: the mesh it was compiled for.
+        machine: whose rates judge the transfers; looked up from the mesh's devices unless given.
+
+    Returns:
+        The report; `rich.print` shows it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> compiled = jax.jit(lambda x: x @ x).lower(jnp.ones((4, 4))).compile()
+        >>> report(compiled, mesh).to_dict()["wire_bytes"]
+        0
+    """
+    machine = machine or machine_of(mesh)
+    module = as_module(compiled)
+    return Report(
+        memory=memory(compiled),
+        collectives=collectives(module, mesh, machine),
+        flops=flops(module),
+        num_devices=mesh.size,
+        machine=machine,
+    )

@@ -1,0 +1,27 @@
+"""Devices under named axes: the spec, the world, and the groups that talk to each other.
+
+`spec` never needs a device. `world` is the only place of the library that asks JAX about devices
+and processes. Imports `core` alone. Start reading in `spec.py`, then `world.py`. How processes find
+each other: `environment.py` (variables to a `LaunchSpec`), `distributed.py` (from there to
+`jax.distributed`), `watchdog.py` (what happens when one is lost).
+"""
+
+from .distributed import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
+from .distributed import SILENCE_TIMEOUT as SILENCE_TIMEOUT
+from .distributed import Timeouts as Timeouts
+from .distributed import initialize as initialize
+from .distributed import leave as leave
+from .environment import from_env as from_env
+from .group import ProcessGroup as ProcessGroup
+from .launch import LaunchSpec as LaunchSpec
+from .local_launcher import LaunchPlan as LaunchPlan
+from .local_launcher import launch as launch
+from .roster import rank_table as rank_table
+from .roster import self_test as self_test
+from .spec import AXIS_ORDER as AXIS_ORDER
+from .spec import AxesLike as AxesLike
+from .spec import MeshSpec as MeshSpec
+from .world import Backend as Backend
+from .world import World as World
+from .world import build_mesh as build_mesh
+from .world import process_index as process_index

@@ -1,0 +1,124 @@
+"""`Child`: a process that the local launcher started, in a session of its own, with its log."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_CHUNK_BYTES = 2**16
+_NOISE = b"[Gloo] Rank "
+_TAIL_BYTES = 2**14
+_OURS = "axon: "
+
+
+@dataclasses.dataclass
+class Child:
+    """One rank of a run.
+
+    Args:
+        rank: which.
+        process: the process; it leads a session, so that a key pressed in the terminal reaches the
+            launcher alone, and whatever it starts can be ended with it.
+        log: where its output goes.
+        pump: copies the output to the screen too; None if it goes to the file alone.
+    """
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    pump: threading.Thread | None = None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, 128 + n after signal n, None while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it."""
+        return (self.process.poll() or 0) < 0
+
+    def send(self, number: int) -> None:
+        """Sends it a signal, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Ends it and all that it started, also when it is stopped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.pump is not None:
+            self.pump.join()
+
+    def describe_end(self) -> str:
+        """How it ended, in words, with the last that it said."""
+        code = self.process.poll()
+        if code is not None and code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-code).name}"
+        words = last_words(self.log)
+        return f"rank {self.rank} exited with code {code}{f': {words}' if words else ''}"
+
+
+def start_child(
+    command: Sequence[str], env: Mapping[str, str], rank: int, log: Path, on_screen: bool
+) -> Child:
+    """Starts a rank.
+
+    Args:
+        command: program and arguments.
+        env: its environment.
+        rank: its rank.
+        log: the file for its output; appended to.
+        on_screen: whether the output goes to the standard output as well.
+    """
+    file = open(log, "ab", buffering=0)  # noqa: SIM115
+    if not on_screen:
+        with file:
+            return Child(rank, _start(command, env, file.fileno()), log)
+    source, sink = os.openpty() if sys.stdout.isatty() else os.pipe()
+    process = _start(command, env, sink)
+    os.close(sink)
+    pump = threading.Thread(target=_copy, args=(source, file), daemon=True)
+    pump.start()
+    return Child(rank, process, log, pump)
+
+
+def last_words(log: Path) -> str:
+    """The last line in a log that this library wrote, or the last line of all."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        ours = [line for line in lines if line.startswith(_OURS)]
+        return (ours or lines or [""])[-1].removeprefix(_OURS)
+    return ""
+
+
+def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+
+
+def _copy(source: int, file) -> None:
+    """Copies until the other end is closed, which a terminal tells by an error."""
+    with file, contextlib.suppress(OSError):
+        while chunk := os.read(source, _CHUNK_BYTES):
+            file.write(chunk)
+            lines = chunk.splitlines(keepends=True)
+            sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))
+            sys.stdout.buffer.flush()
+    os.close(source)

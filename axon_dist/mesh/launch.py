@@ -1,0 +1,113 @@
+"""`LaunchSpec`: which of how many processes this is, and where they meet; a plain value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..core.errors import LaunchError
+
+DEFAULT_HOST = "localhost"
+DEFAULT_PORT = 29500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """How the environment launched this process.
+
+    Args:
+        coordinator_address: `host:port` where process 0 listens; None lets JAX ask the cluster.
+        num_processes: how many processes make up the run; None lets JAX ask the cluster.
+        process_id: which of them this is; None lets JAX ask the cluster.
+        local_rank: which of the processes on this host this is.
+        local_device_ids: the accelerators of this host that the process takes; None takes all.
+        source: who said so: `default`, `torchrun`, `sagemaker`, `jax`, or the name that
+            `jax.distributed` has for a cluster, such as `slurm`.
+
+    Raises:
+        LaunchError: when there cannot be such a process.
+
+    Example:
+        >>> LaunchSpec().is_distributed
+        False
+        >>> LaunchSpec(num_processes=2, process_id=2)
+        Traceback (most recent call last):
+            ...
+        axon_dist.core.errors.LaunchError: process 2 of 2 cannot be: processes count from 0 to 1...
+    """
+
+    coordinator_address: str | None = f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+    num_processes: int | None = 1
+    process_id: int | None = 0
+    local_rank: int = 0
+    local_device_ids: tuple[int, ...] | None = None
+    source: str = "default"
+
+    def __post_init__(self):
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `LaunchError` unless the process exists and the address is one."""
+        if self.num_processes is not None and self.num_processes < 1:
+            raise LaunchError(f"{self.num_processes} processes cannot run; start at least one")
+        if self.process_id is not None and self.num_processes is not None:
+            _check_process(self.process_id, self.num_processes)
+        if self.coordinator_address is not None:
+            split_address(self.coordinator_address)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to ask the cluster for."""
+        return None not in (self.coordinator_address, self.num_processes, self.process_id)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are, or may be, other processes."""
+        return self.num_processes != 1
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits `host:port`, also `[::1]:port`.
+
+    Raises:
+        LaunchError: when it is not of that form, or the port is not one.
+
+    Example:
+        >>> split_address("10.0.0.1:29500")
+        ('10.0.0.1', 29500)
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host:
+        raise LaunchError(f"the coordinator address {address!r} is not host:port; give both")
+    return host.strip("[]"), parse_port(port, "the coordinator's port")
+
+
+def parse_port(text: str, name: str) -> int:
+    """Reads a TCP port.
+
+    Raises:
+        LaunchError: naming the variable, when it is not a number from 1 to 65535.
+    """
+    port = parse_count(text, name)
+    if not 1 <= port <= 65535:
+        raise LaunchError(f"{name} is {port}; a port lies in 1..65535, for example {DEFAULT_PORT}")
+    return port
+
+
+def parse_count(text: str, name: str) -> int:
+    """Reads an integer of an environment variable.
+
+    Raises:
+        LaunchError: naming the variable, when it is not one.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name} is {text!r}, which is not an integer; set a number") from None
+
+
+def _check_process(process: int, count: int) -> None:
+    if not 0 <= process < count:
+        raise LaunchError(
+            f"process {process} of {count} cannot be: processes count from 0 to {count - 1}; "
+            "check RANK and WORLD_SIZE, or what your launcher sets in their place"
+        )

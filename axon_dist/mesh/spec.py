@@ -1,0 +1,159 @@
+"""`MeshSpec`: named axes and their sizes, before any device is looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
+
+from ..core.errors import MeshError, did_you_mean
+
+AXIS_ORDER = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""The axes of this library, outer to inner: the inner ones talk most and lie closest together."""
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class MeshSpec:
+    """Named mesh axes and their sizes, outer to inner; at most one size may be -1.
+
+    The last axis is the fastest: with `dp=2,pp=2,tp=2` rank `4*dp + 2*pp + tp` sits at
+    `(dp, pp, tp)`, so the tp groups are `[0, 1], [2, 3], ...`. Axes keep the order in which they
+    are given. Size -1 takes the devices that the other axes leave.
+
+    Args:
+        axes: a mapping or a string such as `"dp=4,tp=2"`, instead of keywords.
+        **sizes: one keyword per axis.
+
+    Raises:
+        MeshError: for an unknown axis, a size of 0 or below -1, two sizes of -1, or no axis.
+
+    Example:
+        >>> spec = MeshSpec(dp=-1, tp=2)
+        >>> str(spec.resolve(8))
+        'dp=4,tp=2'
+        >>> MeshSpec.parse("dp=4,tp=2") == spec.resolve(8)
+        True
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, axes: AxesLike | None = None, /, **sizes: int):
+        if axes is not None and sizes:
+            raise MeshError(
+                f"got both {axes!r} and the keywords {sizes}; give the axes in one of the two ways"
+            )
+        items = _axis_items(axes) if axes is not None else tuple(sizes.items())
+        object.__setattr__(self, "axes", items)
+        self.validate()
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSpec:
+        """Reads what `str` prints: `"dp=4,tp=2"`."""
+        return cls(text)
+
+    def validate(self) -> None:
+        """Raises `MeshError` unless every axis is known, named once, and has a possible size."""
+        if not self.axes:
+            raise MeshError("got a mesh without axes; name at least one, such as dp=-1")
+        names = [name for name, _ in self.axes]
+        for name, size in self.axes:
+            if name not in AXIS_ORDER:
+                raise MeshError(f"unknown mesh axis {name!r}.{did_you_mean(name, AXIS_ORDER)}")
+            if names.count(name) > 1:
+                raise MeshError(f"mesh axis {name!r} is named twice in {names}; name it once")
+            if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
+                raise MeshError(
+                    f"mesh axis {name!r} has size {size!r}; it must be a positive number, or -1 "
+                    "once for the devices that are left"
+                )
+        unknown = [name for name, size in self.axes if size == -1]
+        if len(unknown) > 1:
+            raise MeshError(f"axes {unknown} all have size -1; only one can take what is left")
+
+    def resolve(self, num_devices: int) -> MeshSpec:
+        """Fills in the size -1 and checks the product.
+
+        Args:
+            num_devices: how many devices the mesh has to cover, all of them.
+
+        Returns:
+            The same axes with positive sizes whose product is `num_devices`.
+
+        Raises:
+            MeshError: when the sizes do not multiply to the number of devices.
+        """
+        known = math.prod(size for _, size in self.axes if size != -1)
+        inferred = any(size == -1 for _, size in self.axes)
+        if (inferred and num_devices % known) or (not inferred and known != num_devices):
+            raise MeshError(
+                f"mesh {self} needs {'a multiple of ' if inferred else ''}{known} devices and got "
+                f"{num_devices}; the sizes must multiply to the number of devices. Change a size, "
+                "or give one axis the size -1"
+            )
+        left = num_devices // known
+        return MeshSpec({name: left if size == -1 else size for name, size in self.axes})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axis names, outer to inner."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The axis sizes, outer to inner."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The sizes by name."""
+        return dict(self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of devices, once no axis is -1."""
+        if -1 in self.sizes:
+            raise MeshError(f"mesh {self} has an axis of size -1; call resolve(num_devices) first")
+        return math.prod(self.sizes)
+
+    def __getitem__(self, name: str) -> int:
+        if name not in self.shape:
+            raise MeshError(f"mesh {self} has no axis {name!r}.{did_you_mean(name, self.names)}")
+        return self.shape[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def __repr__(self) -> str:
+        return f"MeshSpec({self})"
+
+
+AxesLike: TypeAlias = MeshSpec | Mapping[str, int] | str | tuple[tuple[str, int], ...]
+"""Anything that `MeshSpec` reads: a spec, a mapping, `"dp=4,tp=2"`, or pairs."""
+
+
+def _axis_items(axes: AxesLike) -> tuple[tuple[str, int], ...]:
+    if isinstance(axes, MeshSpec):
+        return axes.axes
+    if isinstance(axes, str):
+        return tuple(_parse_axis(part, axes) for part in axes.split(",") if part.strip())
+    return tuple(axes.items() if isinstance(axes, Mapping) else axes)
+
+
+def _parse_axis(part: str, text: str) -> tuple[str, int]:
+    name, equals, size = part.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return name.strip(), int(size)
+    except ValueError:
+        raise MeshError(
+            f"cannot read {part.strip()!r} in mesh {text!r}; write axes as name=size, "
+            "separated by commas: 'dp=4,tp=2'"
+        ) from None

@@ -1,0 +1,183 @@
+"""The watchdog: a process that is killed, hangs or fails is named by the others, which then end.
+
+Without it they wait in a collective for good, or JAX aborts them without a name. Every process
+writes a pulse into the key-value store of `jax.distributed`; process 0 reads all pulses and posts
+who is lost on a bulletin; the others read that, and the pulse of process 0. So the traffic grows
+with the number of processes and not with its square.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .roll_call import Attendee
+
+EXIT_PEER_LOST = 75
+"""The exit code of a process that ended because another one was lost (`EX_TEMPFAIL`)."""
+
+_PULSES, _FAILURES, _BULLETIN = "axon/watch/pulse/", "axon/watch/failed/", "axon/watch/bulletin/"
+_SHORTEST, _LONGEST = 0.2, 1.0
+_STACK_LINES = 12
+
+
+class Store(Protocol):
+    """A key-value store that all processes share."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a value, over another one too."""
+        ...
+
+    def items(self, prefix: str) -> Mapping[str, str]:
+        """All values under a prefix, by what follows the prefix."""
+        ...
+
+
+class Silences:
+    """How long each of several signals has not changed.
+
+    It counts ticks of its own instead of looking at a clock: a process that was stopped, or got no
+    processor, does not blame the others for it.
+
+    Args:
+        names: of the signals.
+
+    Example:
+        >>> silences = Silences([1, 2])
+        >>> silences.hear({1: "a"})
+        >>> silences.tick(3.0); silences.hear({1: "b", 2: "a"}); silences.tick(2.0)
+        >>> silences.longer_than(1.0), silences.longer_than(2.0)
+        ([1, 2], [])
+    """
+
+    def __init__(self, names: Sequence[int]):
+        self._silence = dict.fromkeys(names, 0.0)
+        self._heard: dict[int, str] = {}
+
+    def hear(self, values: Mapping[int, str]) -> None:
+        """Notes the present values; one that differs from before ends a silence."""
+        for name, value in values.items():
+            if name in self._silence and self._heard.get(name) != value:
+                self._heard[name], self._silence[name] = value, 0.0
+
+    def tick(self, seconds: float) -> None:
+        """Lets time pass."""
+        for name in self._silence:
+            self._silence[name] += seconds
+
+    def longer_than(self, seconds: float) -> list[int]:
+        """The signals that were silent for longer."""
+        return [name for name, silence in self._silence.items() if silence > seconds]
+
+
+class Watchdog:
+    """Watches over the processes of a run from two threads of each.
+
+    Args:
+        me: which process this is.
+        present: all processes, in order.
+        store: what they share.
+        timeout: seconds of silence after which a process counts as lost.
+    """
+
+    def __init__(self, me: int, present: Sequence[Attendee], store: Store, timeout: float):
+        self.me, self.present, self.store, self.timeout = me, present, store, timeout
+        self.period = min(max(timeout / 10, _SHORTEST), _LONGEST)
+        watched = [p.process for p in present if p.process != me] if me == 0 else [0]
+        self._silences = Silences(watched)
+        self._stopped = threading.Event()
+        self._verdict: str | None = None
+
+    def start(self) -> None:
+        """Starts both threads; they end with the process."""
+        for run in (self._beat, self._watch):
+            threading.Thread(target=run, name=f"axon-watchdog{run.__name__}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the watch, before JAX takes the store away."""
+        self._stopped.set()
+
+    def wait_for_verdict(self) -> None:
+        """Waits as long as it takes to notice a lost process; noticing one ends this process."""
+        self._stopped.wait(self.timeout + 5 * self.period)
+
+    def _beat(self) -> None:
+        """Talks to the store; a call may block when the network does."""
+        count = 0
+        while not self._stopped.wait(self.period):
+            count += 1
+            try:
+                self.store.set(f"{_PULSES}{self.me}", str(count))
+                self._listen(count)
+            except Exception:
+                # The store is gone: JAX says so itself, and ends the process.
+                return
+
+    def _listen(self, count: int) -> None:
+        if self.me == 0:
+            self.store.set(f"{_BULLETIN}pulse", str(count))
+            self._silences.hear(_by_process(self.store.items(_PULSES)))
+            failed = _by_process(self.store.items(_FAILURES))
+            self._verdict = self._verdict or self._failure(failed)
+            return
+        bulletin = self.store.items(_BULLETIN)
+        self._silences.hear({0: bulletin.get("pulse", "")})
+        self._verdict = bulletin.get("verdict")
+
+    def _watch(self) -> None:
+        """Judges, and never blocks."""
+        while not self._stopped.wait(self.period):
+            self._silences.tick(self.period)
+            silent = self._silences.longer_than(self.timeout)
+            verdict = self._verdict or (self._silence(silent) if silent else None)
+            if verdict is not None:
+                self._end(verdict)
+
+    def _silence(self, silent: Sequence[int]) -> str:
+        names = ", ".join(str(self.present[process]) for process in silent)
+        return f"lost {names}: no sign of life for {self.timeout:g} s, so it was killed or hangs"
+
+    def _failure(self, failed: Mapping[int, str]) -> str | None:
+        if not failed:
+            return None
+        first = min(failed)
+        return f"{self.present[first]} failed: {failed[first]}"
+
+    def _end(self, verdict: str) -> None:
+        if self.me == 0:
+            with contextlib.suppress(Exception):
+                self.store.set(f"{_BULLETIN}verdict", verdict)
+        say(f"axon: {self.present[self.me]}: {verdict}; ending this process\n{_main_stack()}")
+        os._exit(EXIT_PEER_LOST)
+
+
+def post_failure(store: Store, process: int, reason: str) -> None:
+    """Lets the others know why this process ends."""
+    store.set(f"{_FAILURES}{process}", reason)
+    if process == 0:
+        # Nobody else judges.
+        store.set(f"{_BULLETIN}verdict", f"process 0 failed: {reason}")
+
+
+def say(text: str) -> None:
+    """Writes to the standard error past every lock that a stuck thread may hold."""
+    os.write(2, text.encode(errors="replace"))
+
+
+def _by_process(items: Mapping[str, str]) -> dict[int, str]:
+    return {int(name): value for name, value in items.items()}
+
+
+def _main_stack() -> str:
+    """Where the main thread is: what it waits for."""
+    frames: Mapping[int, Any] = sys._current_frames()
+    frame = frames.get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ""
+    lines = "".join(traceback.format_stack(frame)).splitlines()[-_STACK_LINES:]
+    return "\n".join(["  the main thread is in:", *lines, ""])

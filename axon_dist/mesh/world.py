@@ -1,0 +1,282 @@
+"""`World`: the devices of a run under named mesh axes; the one place that asks JAX about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
+from .distributed import Timeouts, initialize
+from .emulation import prepare_emulation, share_of, stated_share
+from .environment import from_env
+from .group import ProcessGroup
+from .shares import batch_shares
+from .spec import AxesLike, MeshSpec
+
+
+class Backend(enum.StrEnum):
+    """What carries the collectives of a world."""
+
+    EMULATED = "emulated"
+    """Devices that one CPU process makes up: same program, no speed."""
+    GLOO = "gloo"
+    """CPU devices of several processes."""
+    NCCL = "nccl"
+    """NVIDIA GPUs."""
+    TPU = "tpu"
+    """TPU chips over their own interconnect."""
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The devices of a run, arranged as a mesh with named axes.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` whose axes are all of type Auto.
+        backend: what carries the collectives.
+
+    Example:
+        >>> world = World.emulate(8, "dp=4,tp=2")
+        >>> world.size, world.group("tp").size
+        (8, 2)
+    """
+
+    mesh: Mesh
+    backend: Backend
+
+    @classmethod
+    def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:
+        """Arranges the devices of every process into a mesh.
+
+        Where the environment says that this process is one of several (`from_env`), they first
+        meet through `jax.distributed`; every one of them must call this.
+
+        Args:
+            axes: anything `MeshSpec` reads; `"dp=-1"` puts all devices on one data axis.
+            devices: the devices to use, in rank order; all of them by default.
+
+        Returns:
+            The world.
+
+        Raises:
+            LaunchError: when the environment contradicts itself, or a process does not come.
+            MeshError: when the axes do not multiply to the number of devices.
+
+        Example:
+            >>> World.init().mesh.axis_names
+            ('dp',)
+        """
+        if devices is None:
+            share = stated_share(os.environ)
+            initialize(from_env(os.environ), Timeouts.from_env(os.environ), share)
+        chosen = list(jax.devices() if devices is None else devices)
+        if not chosen:
+            raise MeshError("got an empty list of devices; a world needs at least one")
+        spec = MeshSpec(axes).resolve(len(chosen))
+        return cls(build_mesh(spec, chosen), _backend_of(chosen))
+
+    @classmethod
+    def emulate(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
+        """Makes a world of CPU devices that this process makes up.
+
+        Where the environment says that this process is one of several, each makes up its share.
+
+        Must come before JAX starts its backend, which is the first time anything asks for a
+        device or makes an array; importing is fine. It also gives XLA's thread pool room for every
+        device: with as many threads as cores, a loop that never waits fills the pool with devices
+        waiting for each other, and the process dies.
+
+        Args:
+            num_devices: how many, over all processes; None takes the CPU devices that there are.
+            axes: anything `MeshSpec` reads.
+
+        Returns:
+            The world, over the first `num_devices` CPU devices.
+
+        Raises:
+            BackendStartedError: when the backend runs already with fewer devices.
+            LaunchError: when the processes cannot share the devices, or one does not come.
+
+        Example:
+            >>> World.emulate(8).backend
+            <Backend.EMULATED: 'emulated'>
+        """
+        if num_devices is not None:
+            spec = from_env(os.environ)
+            share = share_of(num_devices, spec, stated_share(os.environ))
+            initialize(spec, Timeouts.from_env(os.environ), share)
+            prepare_emulation(share)
+        available = jax.devices("cpu")
+        wanted = len(available) if num_devices is None else num_devices
+        if len(available) < wanted:
+            raise BackendStartedError(
+                f"wanted {wanted} emulated devices, but JAX has started its backend with "
+                f"{len(available)} and cannot change that. Call World.emulate({wanted}) before "
+                "anything makes an array or asks for a device, or set the environment variables "
+                f"JAX_NUM_CPU_DEVICES={wanted} and NPROC={2 * wanted}"
+            )
+        return cls.init(axes, available[:wanted])
+
+    @classmethod
+    def mock(cls, num_devices: int | None = None, axes: AxesLike = "dp=-1") -> World:
+        """Another name of `emulate`."""
+        return cls.emulate(num_devices, axes)
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The axes and sizes of the mesh."""
+        return MeshSpec({str(name): size for name, size in self.mesh.shape.items()})
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.mesh.size
+
+    @property
+    def default_group(self) -> ProcessGroup:
+        """The group of all ranks."""
+        return ProcessGroup(self.mesh, self.mesh.axis_names)
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """The parallel groups along one or several mesh axes.
+
+        Args:
+            *axes: axis names, in any order; none means all axes.
+
+        Returns:
+            The group; its ranks are ordered as the mesh orders them.
+
+        Raises:
+            GroupError: for an axis that the mesh lacks.
+        """
+        group = ProcessGroup(self.mesh, tuple(axes) or self.mesh.axis_names)
+        ordered = tuple(axis for axis in self.mesh.axis_names if axis in group.axes)
+        return ProcessGroup(self.mesh, ordered)
+
+    def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """The group of some global ranks; the others keep their values in its collectives.
+
+        Raises:
+            GroupError: for an empty list, a rank twice, or a rank that does not exist.
+        """
+        for rank in ranks:
+            if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
+                raise GroupError(f"rank {rank!r} is not an integer; ranks are 0..{self.size - 1}")
+        return ProcessGroup(self.mesh, self.mesh.axis_names, tuple(int(r) for r in ranks))
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether one CPU process makes the devices up."""
+        return self.backend is Backend.EMULATED
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the devices are CPU devices, of one process or of several."""
+        return self.backend in (Backend.EMULATED, Backend.GLOO)
+
+    @property
+    def process_index(self) -> int:
+        """Which process this is."""
+        return process_index()
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes own devices of this world."""
+        return len({device.process_index for device in self.mesh.devices.flat})
+
+    def share_of_batch(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Says which rows of a global batch this process has to bring.
+
+        Processes that own the same ranks along the batch axes, such as those that split only a
+        pipeline or a tensor axis among them, bring the same rows.
+
+        Args:
+            axes: the mesh axes that split the samples.
+
+        Returns:
+            `(index, count)`: of `count` equal parts, the one of this process.
+
+        Raises:
+            MeshError: when the rows of two processes overlap in part, or this one owns no device.
+
+        Example:
+            >>> World.emulate(4).share_of_batch(["dp"])
+            (0, 1)
+        """
+        shares = batch_shares(self.mesh, axes)
+        if self.process_index not in shares:
+            raise MeshError(
+                f"process {self.process_index} owns no device of the mesh {self.spec}, whose "
+                f"devices belong to the processes {sorted(shares)}; lay the mesh over all devices"
+            )
+        return shares[self.process_index], len(set(shares.values()))
+
+    def num_batch_shares(self, axes: Sequence[str]) -> int:
+        """How many processes bring rows of their own; see `share_of_batch`."""
+        return len(set(batch_shares(self.mesh, axes).values()))
+
+    def memory_kinds(self) -> frozenset[str]:
+        """The kinds of memory that the devices can reach, such as `device` and `pinned_host`."""
+        device = self.mesh.devices.flat[0]
+        return frozenset(memory.kind for memory in device.addressable_memories())
+
+    def runtime_info(self) -> dict[str, Any]:
+        """What the run stands on: versions, backend, devices and processes.
+
+        Returns:
+            A flat dict of strings and numbers, ready for a table or a log.
+        """
+        device = self.mesh.devices.flat[0]
+        return {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "flax": flax.__version__,
+            "backend": str(self.backend),
+            "platform": device.platform,
+            "platform_version": device.client.platform_version,
+            "device_kind": device.device_kind,
+            "devices": self.size,
+            "processes": self.num_processes,
+            "process": self.process_index,
+            "mesh": str(self.spec),
+        }
+
+
+def process_index() -> int:
+    """Returns which of the processes of the run this is, 0 being the main one."""
+    return jax.process_index()
+
+
+def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
+    """Lays devices out row-major over the axes of a resolved spec, every axis of type Auto.
+
+    On TPUs `jax.make_mesh` orders the devices after the wiring of the slice; elsewhere the order
+    given is the order of the ranks. The axis types are always written out, for JAX's two ways to
+    make a mesh disagree about the default.
+    """
+    types = (AxisType.Auto,) * len(spec.names)
+    if devices[0].platform == "tpu":
+        return jax.make_mesh(spec.sizes, spec.names, axis_types=types, devices=devices)
+    return Mesh(np.array(devices).reshape(spec.sizes), spec.names, axis_types=types)
+
+
+def _backend_of(devices: Sequence[Any]) -> Backend:
+    platform = devices[0].platform
+    if platform == "cpu":
+        processes = {device.process_index for device in devices}
+        return Backend.GLOO if len(processes) > 1 else Backend.EMULATED
+    known = {"gpu": Backend.NCCL, "cuda": Backend.NCCL, "tpu": Backend.TPU}
+    if platform not in known:
+        raise UnsupportedError(
+            f"devices of platform {platform!r} are not supported; use cpu, gpu (CUDA) or tpu"
+        )
+    return known[platform]

@@ -1,0 +1,28 @@
+"""Small reference models in plain Flax NNX, written for one device, and their losses.
+
+No word of parallelism: strategies shard these modules from outside, by the paths of their leaves.
+Imports `core` only. Start reading in `transformer.py`; `layers.py` holds its pieces,
+`attention.py` the forms of attention, `presets.py` the named sizes.
+"""
+
+from .attention import ATTENTION_FORMS as ATTENTION_FORMS
+from .attention import auto_attention as auto_attention
+from .attention import cudnn_attention as cudnn_attention
+from .attention import cudnn_obstacle as cudnn_obstacle
+from .attention import einsum_attention as einsum_attention
+from .flash import flash_attention as flash_attention
+from .layers import GatedMLP as GatedMLP
+from .layers import RMSNorm as RMSNorm
+from .layers import SelfAttention as SelfAttention
+from .layers import rotate as rotate
+from .loss import classification_loss as classification_loss
+from .loss import cross_entropy as cross_entropy
+from .loss import next_token_loss as next_token_loss
+from .mlp import ACTIVATIONS as ACTIVATIONS
+from .mlp import MLP as MLP
+from .presets import PRESETS as PRESETS
+from .transformer import Block as Block
+from .transformer import Transformer as Transformer
+from .transformer import scan_layers as scan_layers
+from .transformer_config import TransformerConfig as TransformerConfig
+from .transformer_config import num_params as num_params

@@ -1,0 +1,112 @@
+"""Causal attention in its several forms: the same function, computed by different code.
+
+All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N) and return
+`[B, T, H, K]`:
+
+| form | runs on | memory | what it is |
+|---|---|---|---|
+| `einsum` | everything | B x H x T x T scores | two matrix products and a float32 softmax |
+| `cudnn` | NVIDIA GPUs, bfloat16 or float16 | linear in T | cuDNN's fused flash attention |
+| `flash` | TPUs | linear in T | the Pallas splash attention kernel that ships with JAX |
+| `auto` | everything | that of the form chosen | `cudnn` where it can run, `einsum` elsewhere |
+
+`auto` decides when the program is lowered, by the platform it is lowered for, so that one traced
+step serves CPU and GPU. It takes `einsum` on a GPU in the cases `cudnn_obstacle` names, float32
+above all: set the compute dtype to bfloat16 to get the fused kernel, or ask for `cudnn`, which
+raises instead. On a TPU it takes `einsum`, because XLA cannot partition a Pallas kernel over
+devices: `flash` has to be asked for, on one device or inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.typing import Array
+
+from .flash import flash_attention
+
+
+def einsum_attention(query: Array, key: Array, value: Array) -> Array:
+    """Computes `softmax(q k^T / sqrt(K) + causal mask) v` with the scores in memory.
+
+    The heads are moved before the sequence first: in that layout the products are plain batched
+    matrix products, and on CPU forward and backward together take about two thirds of the time of
+    `jax.nn.dot_product_attention`.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, N, K]`, every head shared by `H / N` query heads.
+        value: `[B, T, N, K]`.
+
+    Returns:
+        `[B, T, H, K]` in the dtype of `value`; the softmax is float32.
+    """
+    group = query.shape[2] // key.shape[2]
+    query = query.swapaxes(1, 2)
+    key, value = (jnp.repeat(x, group, axis=2).swapaxes(1, 2) for x in (key, value))
+    scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32)
+    length = query.shape[2]
+    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhts,bhsk->bhtk", weights, value).swapaxes(1, 2)
+
+
+def cudnn_attention(query: Array, key: Array, value: Array) -> Array:
+    """Computes causal attention with cuDNN's fused kernel; arguments as in `einsum_attention`.
+
+    Raises:
+        UnsupportedError: cuDNN cannot be traced here, or not for this dtype or head size.
+    """
+    obstacle = cudnn_obstacle(query, key, value)
+    if obstacle is not None:
+        raise UnsupportedError(
+            f"attention='cudnn' with {query.dtype} heads of {query.shape[-1]}: {obstacle} Install "
+            "axon_dist[cuda] and compute in bfloat16, or use attention='auto' or 'einsum'."
+        )
+    return _cudnn(query, key, value)
+
+
+def cudnn_obstacle(query: Array, key: Array, value: Array) -> str | None:
+    """Says why cuDNN attention cannot be traced for these arrays, or None if it can.
+
+    JAX itself is asked, by tracing the call without running it: the dtype has to be bfloat16 or
+    float16, the head size a multiple of 8 up to 128 (256 from Hopper on), and the CUDA plugin of
+    JAX has to be installed. No GPU is needed.
+
+    Example:
+        >>> heads = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
+        >>> cudnn_obstacle(heads, heads, heads) is None
+        False
+    """
+    try:
+        jax.eval_shape(_cudnn, query, key, value)
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
+def auto_attention(query: Array, key: Array, value: Array) -> Array:
+    """Computes causal attention with cuDNN on CUDA if it can, with `einsum_attention` elsewhere."""
+    if cudnn_obstacle(query, key, value) is not None:
+        return einsum_attention(query, key, value)
+    return jax.lax.platform_dependent(query, key, value, cuda=_cudnn, default=einsum_attention)
+
+
+def _cudnn(query: Array, key: Array, value: Array) -> Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+ATTENTION_FORMS: MappingProxyType[str, Callable[[Array, Array, Array], Array]] = MappingProxyType(
+    {
+        "auto": auto_attention,
+        "cudnn": cudnn_attention,
+        "einsum": einsum_attention,
+        "flash": flash_attention,
+    }
+)

@@ -1,0 +1,66 @@
+"""Flash attention on TPUs: the Pallas splash kernel that ships with JAX, causal and grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.typing import Array
+
+_BLOCKS = (512, 256, 128)
+
+
+def flash_attention(query: Array, key: Array, value: Array, *, interpret: bool = False) -> Array:
+    """Computes causal attention block by block without ever storing the scores.
+
+    Online softmax of arXiv:2205.14135 as a TPU kernel: memory grows linearly with T. XLA cannot
+    partition the kernel, so with several devices the call belongs inside `shard_map`. Lowering it
+    for a CPU or GPU fails: choose `"auto"` there.
+
+    Args:
+        query: `[B, T, H, K]`, T a multiple of 128.
+        key: `[B, T, N, K]`, every head shared by `H / N` query heads.
+        value: `[B, T, N, K]`.
+        interpret: run the kernel in Python on any platform, slowly, for tests.
+
+    Returns:
+        `[B, T, H, K]` in the dtype of `query`.
+
+    Raises:
+        UnsupportedError: T is not a multiple of 128.
+    """
+    length, num_heads = query.shape[1:3]
+    attend = jax.vmap(_kernel(length, num_heads, interpret))
+    query = query * query.shape[-1] ** -0.5
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    return jnp.swapaxes(attend(query, key, value), 1, 2)
+
+
+def _kernel(length: int, num_heads: int, interpret: bool) -> Callable[..., Any]:
+    block = next((size for size in _BLOCKS if length % size == 0), None)
+    if block is None:
+        raise UnsupportedError(
+            f"attention='flash' on a sequence of {length}: the kernel works in blocks of 128, so "
+            "the length must be a multiple of 128; change it, or use attention='auto'."
+        )
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    causal = splash_attention_mask.CausalMask((length, length))
+    mask = splash_attention_mask.MultiHeadMask([causal] * num_heads)
+    return splash_attention_kernel.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+    )

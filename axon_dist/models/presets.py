@@ -1,0 +1,77 @@
+"""The named transformer sizes: one row each, plain numbers.
+
+A preset fixes shapes only. `"gpt2-124m"` has the width, depth, heads, vocabulary, context and tied
+head of GPT-2 (Radford et al. 2019), but the layers of this library: RMSNorm, rotary positions and a
+gated feed-forward of 2048, whose three kernels hold what GPT-2's two of 3072 hold. `"llama-8b"` is
+Llama 3 8B as published (arXiv:2407.21783). `"1b"`, `"7b"` and `"8b"` are the shapes that the
+benchmarks of this library are quoted for.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+_LLAMA_8B = {
+    "vocab_size": 128_256,
+    "width": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "ffn_width": 14_336,
+    "max_length": 8192,
+    "rope_theta": 500_000.0,
+}
+
+PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+    {
+        "tiny": {
+            "vocab_size": 256,
+            "width": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_width": 128,
+            "max_length": 128,
+        },
+        "quickstart": {
+            "vocab_size": 256,
+            "width": 128,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "ffn_width": 384,
+            "max_length": 128,
+        },
+        "gpt2-124m": {
+            "vocab_size": 50_257,
+            "width": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "num_kv_heads": 12,
+            "ffn_width": 2048,
+            "max_length": 1024,
+            "tied_head": True,
+        },
+        "1b": {
+            "vocab_size": 32_000,
+            "width": 2048,
+            "num_layers": 24,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "ffn_width": 5504,
+            "max_length": 4096,
+        },
+        "7b": {
+            "vocab_size": 32_000,
+            "width": 4096,
+            "num_layers": 32,
+            "num_heads": 32,
+            "num_kv_heads": 32,
+            "ffn_width": 11_008,
+            "max_length": 4096,
+        },
+        "8b": _LLAMA_8B,
+        "llama-8b": _LLAMA_8B,
+    }
+)

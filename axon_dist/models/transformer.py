@@ -1,0 +1,150 @@
+"""A decoder-only transformer in plain Flax NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import Array
+
+from .layers import GatedMLP, RMSNorm, SelfAttention, init_std, linear
+from .transformer_config import TransformerConfig
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights and of dropout.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config)
+        self.attention = SelfAttention(config, rngs=rngs)
+        self.mlp_norm = _norm(config)
+        self.mlp = GatedMLP(config, rngs=rngs)
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+    `logits = head(blocks(embed(tokens)))`. The three parts are methods of their own so that a model
+    can be cut between any two blocks; positions come from the sequence index, so that a block needs
+    nothing but the residual stream.
+
+    Args:
+        config: the shape; checked here.
+        rngs: source of the initial weights (`params`) and of dropout.
+
+    Raises:
+        ConfigError: the sizes do not fit each other.
+        DTypeError: a dtype of the config is not floating-point.
+
+    Example:
+        >>> model = Transformer(TransformerConfig.preset("tiny"), rngs=nnx.Rngs(0))
+        >>> model(jnp.zeros((2, 8), jnp.int32)).shape
+        (2, 8, 256)
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        config.validate()
+        self.config = config
+        self.token_embedding = nnx.Embed(
+            config.vocab_size,
+            config.width,
+            dtype=config.dtype and jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=nnx.initializers.normal(init_std(config)),
+            rngs=rngs,
+        )
+        self.blocks = _blocks(config, rngs)
+        self.final_norm = _norm(config)
+        if not config.tied_head:
+            self.lm_head = linear(config, config.width, config.vocab_size, rngs=rngs)
+        self.dropout = _dropout(config, rngs)  # last: the initial weights do not depend on its rate
+
+    def __call__(self, tokens: Array) -> Array:
+        """Predicts every next token.
+
+        Args:
+            tokens: integer `[B, T]`, T at most `config.max_length`.
+
+        Returns:
+            Logits `[B, T, vocab_size]`, float32; row t predicts token t + 1.
+
+        Raises:
+            ConfigError: the sequence is longer than `config.max_length`.
+        """
+        x = self.embed(tokens)
+        if self.config.scan_layers:
+            return self.head(scan_layers(self.blocks, x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def embed(self, tokens: Array) -> Array:
+        """Looks up tokens `[B, T]` and returns the residual stream `[B, T, D]`."""
+        if tokens.shape[1] > self.config.max_length:
+            raise ConfigError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than "
+                f"max_length={self.config.max_length}: shorten it, or raise max_length."
+            )
+        return self.dropout(self.token_embedding(tokens))
+
+    def head(self, x: Array) -> Array:
+        """Maps the residual stream `[B, T, D]` to float32 logits `[B, T, vocab_size]`."""
+        x = self.final_norm(x)
+        logits = self.token_embedding.attend(x) if self.config.tied_head else self.lm_head(x)
+        return logits.astype(jnp.float32)
+
+
+def scan_layers(stacked: nnx.Module, x: Array) -> Array:
+    """Applies the layers of a stacked module one after another in one `lax.scan`.
+
+    Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer
+    changes about itself, such as the count of its dropout stream, is written back.
+
+    Args:
+        stacked: a module that maps `x` to its like, its leaves with a leading dim L.
+        x: the first input.
+
+    Returns:
+        The output of the last layer.
+    """
+    graph, params, rest = nnx.split(stacked, nnx.Param, ...)
+
+    def apply_one(x, layer):
+        module = nnx.merge(graph, *layer, copy=True)
+        y = module(x)
+        return y, nnx.state(module, nnx.Not(nnx.Param))
+
+    x, rest = jax.lax.scan(apply_one, x, (params, rest))
+    nnx.update(stacked, rest)
+    return x
+
+
+def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
+    layers = rngs.split(config.num_layers)
+    if config.scan_layers:
+        return nnx.vmap(lambda rngs: Block(config, rngs=rngs))(layers)
+    one_by_one = (jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(config.num_layers))
+    return nnx.List(Block(config, rngs=rngs) for rngs in one_by_one)
+
+
+def _norm(config: TransformerConfig) -> RMSNorm:
+    return RMSNorm(config.width, eps=config.norm_eps, param_dtype=config.param_dtype)
+
+
+def _dropout(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

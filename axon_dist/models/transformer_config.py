@@ -1,0 +1,186 @@
+"""The shape of a decoder-only transformer as an immutable value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
+
+from .attention import ATTENTION_FORMS
+from .presets import PRESETS
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and numerics of a `Transformer`; says nothing of devices.
+
+    Args:
+        vocab_size: number of token ids; 256 for bytes.
+        width: size of the residual stream.
+        num_layers: number of blocks.
+        num_heads: query heads per block.
+        num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` query heads
+            (grouped-query attention, arXiv:2305.13245); None for as many as query heads.
+        head_dim: size of one head, even; None for `width / num_heads`.
+        ffn_width: hidden size of the gated feed-forward; None for 8/3 of the width, rounded up to
+            a multiple of 64, which holds as many weights as a plain feed-forward of 4 x width.
+        max_length: the longest sequence the model accepts.
+        tied_head: the head reuses the embedding table instead of a kernel of its own.
+        dropout: rate on the embeddings and on the output of every residual branch, in [0, 1).
+            Attention weights are never dropped: the fused kernels have no place for it.
+        norm_eps: added to the mean square inside RMSNorm.
+        rope_theta: base of the rotary wavelengths.
+        param_dtype: dtype the parameters are created in.
+        dtype: dtype of the matrix products; None for whatever the parameters have. Norms, softmax
+            and logits are float32 in either case.
+        attention: how attention is computed, see `axon_dist.models.attention`.
+        scan_layers: keep all blocks in one stacked block and run it in a `lax.scan`. The function
+            and the initial weights are the same, compile time and memory under remat do not grow
+            with depth; a list is easier to look into.
+
+    Example:
+        >>> config = TransformerConfig.preset("tiny", num_layers=3)
+        >>> config.num_layers, config.key_size, num_params(config) > 100_000
+        (3, 16, True)
+    """
+
+    vocab_size: int = 256
+    width: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_width: int | None = None
+    max_length: int = 1024
+    tied_head: bool = False
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    param_dtype: str = "float32"
+    dtype: str | None = None
+    attention: str = "auto"
+    scan_layers: bool = False
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> TransformerConfig:
+        """Returns a named size, with some of its fields changed.
+
+        Args:
+            name: a key of `PRESETS`, for example `"gpt2-124m"` or `"llama-8b"`.
+            **changes: fields to set after the preset.
+
+        Raises:
+            ConfigError: there is no such preset or no such field.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"no transformer preset {name!r}.{did_you_mean(name, PRESETS)}")
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for change in changes:
+            if change not in fields:
+                hint = did_you_mean(change, fields)
+                raise ConfigError(f"TransformerConfig has no field {change!r}.{hint}")
+        return cls(**{**PRESETS[name], **changes})
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, the default resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def key_size(self) -> int:
+        """Size of one head, the default resolved."""
+        return self.width // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size of the feed-forward, the default resolved."""
+        return -(-8 * self.width // (3 * 64)) * 64 if self.ffn_width is None else self.ffn_width
+
+    def validate(self) -> None:
+        """Checks that the sizes fit each other.
+
+        Raises:
+            ConfigError: a size is not positive, heads do not divide, or a name is unknown.
+            DTypeError: a dtype is not a floating-point one.
+        """
+        self._check_sizes()
+        self._check_heads()
+        self._check_ranges()
+        for field in ("param_dtype", "dtype"):
+            _check_float(field, getattr(self, field))
+        if self.attention not in ATTENTION_FORMS:
+            hint = did_you_mean(self.attention, ATTENTION_FORMS)
+            raise ConfigError(f"attention={self.attention!r} is not a form of attention.{hint}")
+
+    def _check_sizes(self) -> None:
+        sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
+        derived = ("kv_heads", "key_size", "hidden_size")
+        for field in sizes + derived:
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so.")
+
+    def _check_heads(self) -> None:
+        if self.head_dim is None and self.width % self.num_heads:
+            raise ConfigError(
+                f"width={self.width} does not divide by num_heads={self.num_heads}: "
+                "change one of them, or set head_dim."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} does not divide by num_kv_heads={self.kv_heads}: "
+                "every key head serves the same number of query heads; choose a divisor."
+            )
+        if self.key_size % 2:
+            raise ConfigError(
+                f"heads of {self.key_size} cannot be rotated in pairs: head_dim must be even; "
+                "set head_dim, or change width or num_heads."
+            )
+
+    def _check_ranges(self) -> None:
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout={self.dropout} must lie in [0, 1); 0 turns it off.")
+        for field in ("norm_eps", "rope_theta"):
+            if getattr(self, field) <= 0:
+                raise ConfigError(f"{field}={getattr(self, field)} must be above 0; set it so.")
+
+
+def num_params(config: TransformerConfig) -> int:
+    """Counts the parameters of a `Transformer` without making it.
+
+    With width D, layers L, heads H and kv heads N of size K, feed-forward F and vocabulary V:
+    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, the table counted once if tied.
+
+    Args:
+        config: a valid config.
+
+    Returns:
+        The number of trainable scalars.
+
+    Example:
+        >>> round(num_params(TransformerConfig.preset("llama-8b")) / 1e9, 2)
+        8.03
+    """
+    width = config.width
+    attention = 2 * width * config.key_size * (config.num_heads + config.kv_heads)
+    block = attention + 3 * width * config.hidden_size + 2 * width
+    tables = config.vocab_size * width * (1 if config.tied_head else 2)
+    return tables + config.num_layers * block + width
+
+
+def _check_float(field: str, dtype: str | None) -> None:
+    if dtype is None:
+        return
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as error:
+        raise DTypeError(
+            f"{field}={dtype!r} is not a dtype; write for example 'float32' or 'bfloat16'."
+        ) from error
+    if not jnp.issubdtype(known, jnp.floating):
+        raise DTypeError(
+            f"{field}={dtype!r} has no fractions: a model needs a floating-point dtype, "
+            "for example 'float32' or 'bfloat16'."
+        )

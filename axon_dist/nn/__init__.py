@@ -1,0 +1,33 @@
+"""Pieces of models that parallelism needs: units of a model, rolled loops, rematerialisation.
+
+Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `rolling.py`.
+"""
+
+from .attention import TensorParallelAttention as TensorParallelAttention
+from .attention import mixes as mixes
+from .attention import softmax_attention as softmax_attention
+from .calls import wrap_calls as wrap_calls
+from .cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from .embedding import own_rows as own_rows
+from .layout import Layout as Layout
+from .layout import constrain as constrain
+from .linear import ColumnParallelLinear as ColumnParallelLinear
+from .linear import ParallelMLP as ParallelMLP
+from .linear import RowParallelLinear as RowParallelLinear
+from .mode import ParallelMode as ParallelMode
+from .remat import POLICIES as POLICIES
+from .remat import ActivationCheckpointing as ActivationCheckpointing
+from .remat import block_classes as block_classes
+from .remat import by_class as by_class
+from .ring import ring_attention as ring_attention
+from .ring import ulysses_attention as ulysses_attention
+from .rolling import find_chains as find_chains
+from .rolling import roll as roll
+from .units import GATHER as GATHER
+from .units import IsUnit as IsUnit
+from .units import check_some as check_some
+from .units import is_inside as is_inside
+from .units import mark_units as mark_units
+from .units import units_of as units_of

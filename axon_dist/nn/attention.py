@@ -1,0 +1,163 @@
+"""Attention whose heads are split over a mesh axis."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..core.errors import DivisibilityError
+from ..core.typing import Array
+from ..mesh import ProcessGroup
+from .layout import FREE, constrain
+from .linear import ColumnParallelLinear, RowParallelLinear, is_manual, split_axis
+from .mode import ParallelMode
+
+
+class TensorParallelAttention(nnx.Module):
+    """Self-attention with `q`, `k`, `v` split by heads and `out` by rows: one sum per direction.
+
+    With fewer key heads than ranks, every rank computes all of them and uses the one that its
+    query heads share.
+
+    Args:
+        features: size of the last dim of the input and the output.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` query heads
+            (grouped-query attention, arXiv:2305.13245); None for as many as query heads.
+        head_dim: size of one head; None for `features / num_heads`.
+        causal: position t sees positions 0 to t.
+        use_bias: whether the projections have biases.
+        group: the ranks that split the heads; None leaves the split to a strategy.
+        dtype: dtype of the products; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        rngs: source of the initial weights.
+
+    Raises:
+        DivisibilityError: when heads do not divide over the group, or over the key heads.
+
+    Example:
+        >>> layer = TensorParallelAttention(16, 4, num_kv_heads=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 5, 16))).shape
+        (2, 5, 16)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        causal: bool = True,
+        use_bias: bool = True,
+        group: ProcessGroup | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        size = features // num_heads if head_dim is None else head_dim
+        _check_heads(features, num_heads, kv_heads, head_dim, group)
+        options: dict[str, Any] = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        splits_kv = group is None or kv_heads % group.size == 0
+        of_kv: dict[str, Any] = {**options, "group": group if splits_kv else None}
+        options = {**options, "group": group}
+        self.q = ColumnParallelLinear(features, num_heads * size, **options)
+        self.k = ColumnParallelLinear(features, kv_heads * size, **of_kv)
+        self.v = ColumnParallelLinear(features, kv_heads * size, **of_kv)
+        if not splits_kv:
+            self.k.mode = self.v.mode = ParallelMode.REPLICATE
+        self.out = RowParallelLinear(num_heads * size, features, **options)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, size
+        self.causal, self.group = causal, group
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[B, T, features]` to `[B, T, features]`."""
+        query, key, value = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))
+        key, value = (self._shared(heads, query.shape[-2]) for heads in (key, value))
+        return self.out(self.attend(self._by_heads(query), key, value).reshape(*x.shape[:-1], -1))
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        """Mixes values `[B, T, H, K]` by how queries match keys."""
+        return softmax_attention(query, key, value, self.causal)
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def _shared(self, heads: Array, num_queries: int) -> Array:
+        """Repeats key heads for the query heads that share them; a rank keeps those it needs."""
+        axis = split_axis(self.group)
+        if not is_manual(axis) or heads.shape[-2] < self.num_kv_heads:
+            return self._by_heads(jnp.repeat(heads, num_queries // heads.shape[-2], axis=-2))
+        every = jnp.repeat(heads, self.num_heads // self.num_kv_heads, axis=-2)
+        start = jax.lax.axis_index(axis) * num_queries
+        return jax.lax.dynamic_slice_in_dim(every, start, num_queries, axis=-2)
+
+    def _by_heads(self, x: Array) -> Array:
+        if self.group is None or is_manual(split_axis(self.group)):
+            return x
+        spec = PartitionSpec(*[FREE] * (x.ndim - 2), self.group.axes[0], None)
+        return constrain(x, self.group.mesh, spec)
+
+
+def mixes(module: nnx.Module) -> bool:
+    """Whether a module has a method `attend(query, key, value)`, with or without more arguments."""
+    method = getattr(type(module), "attend", None)
+    names = list(inspect.signature(method).parameters) if method is not None else []
+    return names[1:4] == ["query", "key", "value"]
+
+
+def softmax_attention(query: Array, key: Array, value: Array, causal: bool) -> Array:
+    """Computes `softmax(q k^T / sqrt(K)) v` per head, the softmax in float32.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, H, K]`.
+        value: `[B, T, H, K]`.
+        causal: position t sees positions 0 to t.
+
+    Returns:
+        `[B, T, H, K]` in the dtype of `value`.
+    """
+    scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=jnp.float32)
+    scores = scores * query.shape[-1] ** -0.5
+    if causal:
+        length = query.shape[1]
+        visible = jnp.tril(jnp.ones((length, length), bool))
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhts,bshk->bthk", weights, value)
+
+
+def _check_heads(
+    features: int, heads: int, kv_heads: int, head_dim: int | None, group: ProcessGroup | None
+) -> None:
+    if head_dim is None and features % heads:
+        raise DivisibilityError(
+            f"features={features} do not divide by num_heads={heads}; change one, or set head_dim"
+        )
+    if heads % kv_heads:
+        raise DivisibilityError(
+            f"num_heads={heads} do not divide by num_kv_heads={kv_heads}: every key head serves "
+            "the same number of query heads; choose a divisor"
+        )
+    if group is None:
+        return
+    size, axis = group.size, "×".join(group.axes)
+    fits = lambda n: heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    if not fits(size):
+        valid = [n for n in range(1, heads + 1) if fits(n)]
+        raise DivisibilityError(
+            f"{heads} heads and {kv_heads} key heads do not divide over {axis}={size}; choose a "
+            f"size of {axis} among {valid}"
+        )

@@ -1,0 +1,151 @@
+"""Where activations lie: which mesh axes split samples, positions and features."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..core.errors import DivisibilityError
+from ..core.typing import Array
+
+Axes: TypeAlias = tuple[str, ...]
+"""Mesh axes that split one dim together."""
+
+FREE = PartitionSpec.UNCONSTRAINED
+"""The compiler decides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the activations of a step lie, as far as every layer agrees.
+
+    Args:
+        mesh: the mesh.
+        batch: the axes that split dim 0, the samples.
+        sequence: the axes that split dim 1, the positions, in every layer.
+        heads: the axes that split the heads of attention.
+    """
+
+    mesh: Mesh
+    batch: Axes = ()
+    sequence: Axes = ()
+    heads: Axes = ()
+
+    def constrain(self, x: Array, features: Axes = (), dim: int = -1, sequence: Axes = ()) -> Array:
+        """Pins the layout of activations `[samples, (positions,) ..., features]`.
+
+        Args:
+            x: the activations.
+            features: the axes that split the features.
+            dim: the dim of the features, from the end.
+            sequence: further axes that split the positions, where there are positions.
+
+        Returns:
+            The same values.
+
+        Raises:
+            DivisibilityError: when positions or features do not divide.
+        """
+        return constrain(x, self.mesh, self.spec(x.shape, features, dim, sequence))
+
+    def spec(
+        self, shape: tuple[int, ...], features: Axes = (), dim: int = -1, sequence: Axes = ()
+    ) -> PartitionSpec:
+        """The spec of activations of a shape; arguments as in `constrain`."""
+        entries: list = [None] * len(shape)
+        if len(shape) > 1:
+            fits = shape[0] % self.size(self.batch) == 0
+            entries[0] = (self.batch or None) if fits else FREE
+        if len(shape) > 2 and dim + len(shape) != 1:
+            entries[1] = self._claim(shape, 1, (*self.sequence, *sequence), "positions")
+        entries[dim] = self._claim(shape, dim, features, "features")
+        return PartitionSpec(*entries)
+
+    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        """`shard_map` of a function over every axis that is not manual yet.
+
+        Args:
+            function: runs on one rank; may name every axis of the mesh.
+            in_specs: a tuple of specs, on the whole mesh.
+            out_specs: the specs of the results, on the whole mesh.
+
+        Returns:
+            The mapped function, on arrays as they are where it is called.
+        """
+        manual = manual_axes()
+        mesh: Any = jax.sharding.get_abstract_mesh() if manual else self.mesh
+        fixed = lambda spec: PartitionSpec(*(None if e is FREE else e for e in spec))
+        left = lambda tree: jax.tree.map(
+            lambda spec: without(fixed(spec), manual),
+            tree,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        return jax.shard_map(
+            function,
+            mesh=mesh,
+            axis_names=frozenset(mesh.axis_names) - frozenset(manual),
+            in_specs=left(in_specs),
+            out_specs=left(out_specs),
+            check_vma=not manual,
+        )
+
+    def _claim(self, shape: tuple[int, ...], dim: int, axes: Axes, what: str) -> Axes | None:
+        size = self.size(axes)
+        if shape[dim] % size:
+            names = "×".join(axes)
+            raise DivisibilityError(
+                f"{shape[dim]} {what} of activations of shape {shape} are split over {names}="
+                f"{size} and do not divide; make them a multiple of {size}, or {names} smaller"
+            )
+        return axes or None
+
+    def size(self, axes: Axes) -> int:
+        """Into how many parts some axes split a dim together."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
+    """`with_sharding_constraint` that holds inside `shard_map` too: manual axes are left out.
+
+    Args:
+        x: the array.
+        mesh: the mesh; inside `shard_map` the one in context is used.
+        spec: the layout.
+
+    Returns:
+        The same values.
+    """
+    manual = manual_axes()
+    if set(manual) >= set(mesh.axis_names):
+        return x
+    here: Any = jax.sharding.get_abstract_mesh() if manual else mesh
+    return jax.lax.with_sharding_constraint(x, NamedSharding(here, without(spec, manual)))
+
+
+def manual_axes() -> Axes:
+    """The mesh axes that a `shard_map` around the caller has made manual."""
+    current = jax.sharding.get_abstract_mesh()
+    return () if current.empty else tuple(current.manual_axes)
+
+
+def without(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    """The spec with some axes left out.
+
+    Example:
+        >>> without(PartitionSpec(("dp", "fsdp"), None, "tp"), ("dp",))
+        P('fsdp', None, 'tp')
+    """
+
+    def left(entry: Any) -> Any:
+        if entry is None or entry is FREE:
+            return entry
+        names = (entry,) if isinstance(entry, str) else entry
+        kept = tuple(name for name in names if name not in axes)
+        return kept[0] if len(kept) == 1 else (kept or None)
+
+    return PartitionSpec(*map(left, spec))

@@ -1,0 +1,280 @@
+"""Linear layers split by columns and by rows, and the feed-forward made of them.
+
+Each layer is one program in two views. In global view (plain `jax.jit`) kernels are whole arrays
+that lie split, and the compiler adds the collectives that the pinned activations ask for. Inside a
+`shard_map` over the axis the layer holds its own shard and calls the collectives itself.
+Differentiate from outside the `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..core.errors import DivisibilityError, GroupError
+from ..core.typing import Array
+from ..mesh import ProcessGroup
+from .layout import FREE, constrain, manual_axes
+from .mode import ParallelMode
+
+Initializer: TypeAlias = Callable[..., Array]
+"""(key, shape, dtype) -> array, as in `jax.nn.initializers`."""
+
+
+KERNEL_INIT: Initializer = nnx.initializers.lecun_normal()
+BIAS_INIT: Initializer = nnx.initializers.zeros_init()
+
+
+class ColumnParallelLinear(nnx.Module):
+    """`y = x A + b`, the columns of `A` split: whole inputs in, split outputs out.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        use_bias: whether there is a bias.
+        gather_output: make the output whole on every rank.
+        group: the ranks that split the columns, a group by one mesh axis; None leaves the split
+            to a strategy.
+        dtype: dtype of the product; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        kernel_init: fills the whole kernel, so that it does not depend on the number of ranks.
+        bias_init: fills the whole bias.
+        rngs: source of the initial weights.
+
+    Raises:
+        DivisibilityError: when the columns do not divide over the group.
+        GroupError: for a group by a list of ranks or by several axes.
+
+    Example:
+        >>> layer = ColumnParallelLinear(8, 4, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 8))).shape
+        (2, 4)
+
+    Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053.
+    """
+
+    mode = ParallelMode.COLUMN
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        gather_output: bool = False,
+        group: ProcessGroup | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
+        rngs: nnx.Rngs,
+    ):
+        check_divides("out_features", out_features, group)
+        shape = (in_features, out_features)
+        self.kernel = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 1))
+        bias = (out_features,)
+        self.bias = (
+            nnx.Param(born(bias_init, rngs, bias, param_dtype, group, 0)) if use_bias else None
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output, self.group = gather_output, group
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., in_features]` to `[..., out_features]`."""
+        y = _product(self, x)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
+        axis = split_axis(self.group)
+        if is_manual(axis):
+            return jax.lax.all_gather(y, axis, axis=-1, tiled=True) if self.gather_output else y
+        y = pinned(y, self.group, -1)
+        return pinned(y, self.group, None) if self.gather_output else y
+
+
+class RowParallelLinear(nnx.Module):
+    """`y = sum over ranks of x[..., r] A[r, :] + b`, the rows of `A` split; the bias added once.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output.
+        use_bias: whether there is a bias, whole on every rank.
+        input_is_parallel: the input is split already, as a column layer leaves it; else each rank
+            takes its part of a whole input.
+        group: the ranks that split the rows, a group by one mesh axis; None leaves the split to a
+            strategy.
+        dtype: dtype of the product; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        kernel_init: fills the whole kernel, so that it does not depend on the number of ranks.
+        bias_init: fills the bias.
+        rngs: source of the initial weights.
+
+    Raises:
+        DivisibilityError: when the rows do not divide over the group.
+        GroupError: for a group by a list of ranks or by several axes.
+
+    Example:
+        >>> layer = RowParallelLinear(8, 4, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 8))).shape
+        (2, 4)
+    """
+
+    mode = ParallelMode.ROW
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        input_is_parallel: bool = True,
+        group: ProcessGroup | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
+        rngs: nnx.Rngs,
+    ):
+        check_divides("in_features", in_features, group)
+        shape = (in_features, out_features)
+        self.kernel = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 0))
+        bias = (out_features,)
+        self.bias = (
+            nnx.Param(born(bias_init, rngs, bias, param_dtype, group, None)) if use_bias else None
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel, self.group = input_is_parallel, group
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
+        axis = split_axis(self.group)
+        if is_manual(axis):
+            y = jax.lax.psum(_product(self, x if self.input_is_parallel else _part(x, axis)), axis)
+        else:
+            y = pinned(_product(self, pinned(x, self.group, -1)), self.group, None)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class ParallelMLP(nnx.Module):
+    """`down(f(up(x)))`, or gated `down(f(gate(x)) * up(x))`: one sum over the ranks per direction.
+
+    Args:
+        in_features: size of the last dim of the input.
+        hidden_features: size between the two products; the one that is split.
+        out_features: size of the last dim of the output; None for `in_features`.
+        activation: the function `f`.
+        gated: multiply with a second projection (arXiv:2002.05202).
+        use_bias: whether the layers have biases.
+        group: the ranks that split the hidden features; None leaves the split to a strategy.
+        dtype: dtype of the products; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        rngs: source of the initial weights.
+
+    Example:
+        >>> ParallelMLP(4, 8, 3, rngs=nnx.Rngs(0))(jnp.ones((2, 4))).shape
+        (2, 3)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: Callable[[Array], Array] = jax.nn.gelu,
+        gated: bool = False,
+        use_bias: bool = True,
+        group: ProcessGroup | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options: dict[str, Any] = {
+            "use_bias": use_bias,
+            "group": group,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        self.up = ColumnParallelLinear(in_features, hidden_features, **options)
+        gate = lambda: ColumnParallelLinear(in_features, hidden_features, **options)
+        self.gate = gate() if gated else None
+        self.down = RowParallelLinear(hidden_features, out_features or in_features, **options)
+        self.activation = activation
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., in_features]` to `[..., out_features]`."""
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+def split_axis(group: ProcessGroup | None) -> str | None:
+    """The mesh axis of a group, or None without one."""
+    return None if group is None else group.axes[0]
+
+
+def is_manual(axis: str | None) -> bool:
+    """Whether the caller runs inside a `shard_map` over the axis."""
+    return axis is not None and axis in manual_axes()
+
+
+def check_divides(what: str, size: int, group: ProcessGroup | None) -> None:
+    """Raises unless a size divides over a group by one mesh axis."""
+    if group is None:
+        return
+    if group.members is not None or len(group.axes) != 1:
+        raise GroupError(
+            f"a parallel layer got the {group}; it needs a group by one mesh axis, such as "
+            'world.group("tp")'
+        )
+    if size % group.size:
+        axis = group.axes[0]
+        valid = [n for n in range(1, size + 1) if size % n == 0][:12]
+        raise DivisibilityError(
+            f"{what}={size} does not divide over {axis}={group.size}; choose a size of {axis} "
+            f"among {valid}, or a multiple of {group.size} for {what}"
+        )
+
+
+def born(
+    init: Initializer,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dtype: Any,
+    group: ProcessGroup | None,
+    dim: int | None,
+) -> Array:
+    """Fills a whole array and keeps each rank's shard of it, split along `dim`."""
+    if group is None:
+        return init(rngs.params(), shape, dtype)
+    spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, group.axes[0])
+    place = NamedSharding(group.mesh, spec)
+    return jax.jit(lambda key: init(key, shape, dtype), out_shardings=place)(rngs.params())
+
+
+def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:
+    """Pins one dim of activations to the axis of a group, or all to be whole over it."""
+    if group is None:
+        return x
+    entries: list[Any] = [FREE] * (x.ndim - 1) + [None]
+    if dim is not None:
+        entries[dim] = group.axes[0]
+    return constrain(x, group.mesh, PartitionSpec(*entries))
+
+
+def _product(layer: Any, x: Array) -> Array:
+    dtype = layer.dtype or layer.param_dtype
+    return x.astype(dtype) @ layer.kernel[...].astype(dtype)
+
+
+def _part(x: Array, axis: str | None) -> Array:
+    assert axis is not None
+    size = x.shape[-1] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, axis=-1)

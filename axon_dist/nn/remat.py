@@ -1,0 +1,129 @@
+"""Activation checkpointing: what the backward pass recomputes instead of keeping."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import MappingProxyType
+
+import jax
+from flax import nnx
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.typing import Path
+from .units import IsUnit, RematPolicy
+
+POLICIES: MappingProxyType[str, RematPolicy] = MappingProxyType(
+    {
+        "nothing": jax.checkpoint_policies.nothing_saveable,
+        "dots": jax.checkpoint_policies.dots_saveable,
+        "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "everything": jax.checkpoint_policies.everything_saveable,
+    }
+)
+"""Named policies: what is kept of each block for the backward pass."""
+
+OFFLOAD = "offload_dots"
+"""The policy that keeps matrix products in host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Recomputes groups of blocks in the backward pass, so that only their inputs are kept.
+
+    With L blocks in groups of k, `ceil(L/k) + 1` block boundaries are kept and up to k blocks are
+    alive while one group is recomputed; k = sqrt(L) balances the two.
+
+    Args:
+        interval: blocks per group, or `"sqrt"`.
+        policy: `nothing`, `dots`, `dots_no_batch`, `everything`, or `offload_dots`, which moves
+            matrix products to host memory.
+        classes: names of the block classes; None takes the classes of repeated blocks.
+
+    Raises:
+        ConfigError: for an interval below one or an unknown policy.
+
+    Example:
+        >>> ActivationCheckpointing("sqrt").group_size(64), ActivationCheckpointing(2).num_saved(8)
+        (8, 5)
+
+    Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
+    """
+
+    interval: int | str = 1
+    policy: str = "nothing"
+    classes: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless interval and policy are possible."""
+        whole = isinstance(self.interval, int) and not isinstance(self.interval, bool)
+        if self.interval != "sqrt" and not (whole and int(self.interval) >= 1):
+            raise ConfigError(
+                f"checkpoint interval is {self.interval!r}; it must be at least 1 block, or 'sqrt'"
+            )
+        valid = [*POLICIES, OFFLOAD]
+        if self.policy not in valid:
+            raise ConfigError(
+                f"unknown remat policy {self.policy!r}.{did_you_mean(self.policy, valid)}"
+            )
+
+    def group_size(self, num_blocks: int) -> int:
+        """How many of `num_blocks` blocks are recomputed together."""
+        return math.isqrt(num_blocks) if self.interval == "sqrt" else int(self.interval)
+
+    def num_saved(self, num_blocks: int) -> int:
+        """How many block boundaries are kept: the input of every group, and the output."""
+        return math.ceil(num_blocks / self.group_size(num_blocks)) + 1
+
+    @property
+    def remat(self) -> RematPolicy:
+        """The policy as `jax.checkpoint` takes it."""
+        if self.policy == OFFLOAD:
+            return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+        return POLICIES[self.policy]
+
+
+def by_class(*names: str) -> IsUnit:
+    """Units are the modules of the classes named."""
+    return ClassIs(tuple(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassIs:
+    """Whether the class of a module has one of some names; a value, so that it can be compared.
+
+    Args:
+        names: class names.
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, path: Path, module: nnx.Module) -> bool:
+        """Tells whether a module is a unit."""
+        return type(module).__name__ in self.names
+
+
+def block_classes(model: nnx.Module) -> tuple[str, ...]:
+    """The classes of the blocks that a model repeats: elements of lists that hold parameters.
+
+    Args:
+        model: any NNX module.
+
+    Returns:
+        Class names, outermost lists only; empty where nothing is repeated. A stacked module
+        (made by `nnx.vmap`) is not in a list: name its class yourself.
+
+    Example:
+        >>> block_classes(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu))
+        ('Linear',)
+    """
+    names: dict[str, int] = {}
+    for keys, module in nnx.iter_modules(model):
+        depth = sum(isinstance(key, int) for key in keys)
+        has_params = bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
+        if depth == 1 and isinstance(keys[-1], int) and has_params:
+            names.setdefault(type(module).__name__, 0)
+    return tuple(names)

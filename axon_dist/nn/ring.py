@@ -1,0 +1,295 @@
+"""Attention over a sequence that lies split over a mesh axis, inside `shard_map`.
+
+Ring attention passes keys and values around the ranks and folds each block into a running softmax;
+no rank ever holds the whole sequence. Under a causal mask a contiguous split would leave the first
+rank idle while the last works, so the ranks first trade pieces: of 2c pieces rank r takes number r
+and number 2c-1-r, after which every rank multiplies two pieces of queries with keys in every step.
+
+Ulysses instead trades the split of positions for a split of heads, attends, and trades back.
+
+Source: Liu et al., Ring Attention, arXiv:2310.01889; Brandon et al., Striped Attention,
+arXiv:2311.09431; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..core.typing import Array
+
+KEY_BLOCK = 512
+"""Scores are made for so many keys at a time."""
+
+Attend: TypeAlias = Callable[[Array, Array, Array], Array]
+"""(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`) -> `[B, T, H, K]`."""
+
+
+def ring_attention(query: Array, key: Array, value: Array, axis: str, causal: bool) -> Array:
+    """Attends over the whole sequence, each rank with its consecutive positions.
+
+    Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence. The backward pass goes around the
+    ring once more and recomputes the scores, so that memory is linear in the positions of a rank.
+
+    Args:
+        query: `[B, T/c, H, K]`, this rank's positions.
+        key: `[B, T/c, N, K]`, each head shared by `H / N` query heads.
+        value: like `key`.
+        axis: the mesh axis of size c that splits the positions.
+        causal: position t sees positions 0 to t; `T/c` is then even.
+
+    Returns:
+        `[B, T/c, H, K]` in the dtype of `query`.
+    """
+    ring = Ring(axis, jax.lax.axis_size(axis), causal)
+    num_kv = key.shape[2]
+    grouped = query.reshape(*query.shape[:2], num_kv, -1, query.shape[-1]).transpose(0, 2, 3, 1, 4)
+    keys, values = (x.transpose(0, 2, 1, 3) for x in (key, value))
+    out: Any = _attend(ring, *(ring.deal(x) for x in (grouped, keys, values)))
+    return ring.undeal(out).transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+
+
+def ulysses_attention(query: Array, key: Array, value: Array, axis: str, attend: Attend) -> Array:
+    """Attends with whole sequences of some heads, positions being split before and after.
+
+    Args:
+        query: `[B, T/c, H, K]`, H a multiple of c.
+        key: `[B, T/c, N, K]`, N a multiple of c.
+        value: like `key`.
+        axis: the mesh axis of size c that splits the positions.
+        attend: attention over a whole sequence.
+
+    Returns:
+        `[B, T/c, H, K]`.
+    """
+    to_heads = functools.partial(
+        jax.lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True
+    )
+    mixed = attend(*(to_heads(x) for x in (query, key, value)))
+    return jax.lax.all_to_all(mixed, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ranks along one axis, and who works on which pieces of the sequence.
+
+    Arrays are `[..., positions, features]`. Pieces are stacked in a new leading dim: two under a
+    causal mask, the earlier one first, else one.
+
+    Args:
+        axis: the mesh axis.
+        size: its size.
+        causal: whether a position sees only those before it.
+    """
+
+    axis: str
+    size: int
+    causal: bool
+
+    @property
+    def rank(self) -> Array:
+        """This rank's position on the axis."""
+        return jax.lax.axis_index(self.axis)
+
+    def turn(self, tree: Any) -> Any:
+        """Hands arrays to the next rank."""
+        pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+
+    def deal(self, x: Array) -> Array:
+        """Trades consecutive positions for pieces that make equal work."""
+        if not self.causal:
+            return x[None]
+        even, odd = jnp.split(x, 2, axis=-2)
+        even, odd = (self._send(half, parity) for parity, half in enumerate((even, odd)))
+        return self._in_order(even, odd)
+
+    def undeal(self, pieces: Array) -> Array:
+        """Trades the pieces back for consecutive positions."""
+        if not self.causal:
+            return pieces[0]
+        even, odd = self._in_order(*pieces)
+        halves = (self._send(half, parity, True) for parity, half in enumerate((even, odd)))
+        return jnp.concatenate(list(halves), axis=-2)
+
+    def _send(self, half: Array, parity: int, back: bool = False) -> Array:
+        """Sends pieces 2r + parity to the ranks that work on them, or back."""
+        owner = lambda piece: min(piece, 2 * self.size - 1 - piece)
+        pairs = [(rank, owner(2 * rank + parity)) for rank in range(self.size)]
+        pairs = [(b, a) for a, b in pairs] if back else pairs
+        return jax.lax.ppermute(half, self.axis, pairs)
+
+    def _in_order(self, one: Array, other: Array) -> Array:
+        """A rank of even number has its earlier piece at even places, else at odd ones."""
+        is_even = self.rank % 2 == 0
+        return jnp.stack([jnp.where(is_even, one, other), jnp.where(is_even, other, one)])
+
+    def pairs(self, step: Array | int) -> list[tuple[Any, Any, bool]]:
+        """Which queries meet which keys in a step: (piece of queries, piece of keys, masked).
+
+        In step s the keys are those of rank r - s. Keys of an earlier rank precede both pieces of
+        queries with their first piece; keys of a later rank precede only the last piece of queries.
+        """
+        if not self.causal:
+            return [(0, 0, False)]
+        if isinstance(step, int) and step == 0:
+            return [(0, 0, True), (1, 0, False), (1, 1, True)]
+        from_earlier = step <= self.rank
+        chosen = jnp.where(from_earlier, 0, 1)
+        return [(1, 0, False), (chosen, chosen, False)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: Ring, query: Array, key: Array, value: Array) -> Array:
+    return _forward(ring, query, key, value)[0]
+
+
+def _forward(ring: Ring, query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+    """Folds the keys of every rank into a running softmax."""
+    zero = query.astype(jnp.float32) * 0
+    state = (zero, zero[..., 0] - jnp.inf, zero[..., 0])
+
+    def fold(state: Any, held: Any, step: Any) -> Any:
+        for piece, keys, masked in ring.pairs(step):
+            key, value = (jnp.take(x, keys, axis=0) for x in held)
+            mine = tuple(jnp.take(x, piece, axis=0) for x in state)
+            folded = _fold(mine, jnp.take(query, piece, axis=0), key, value, masked)
+            state = tuple(x.at[piece].set(new) for x, new in zip(state, folded, strict=True))
+        return state
+
+    state, _ = _around(ring, fold, state, (key, value))
+    total, largest, weight = state
+    out = (total / weight[..., None]).astype(query.dtype)
+    return out, (query, key, value, out, largest + jnp.log(weight))
+
+
+def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, Array]:
+    """Goes around once more; the gradients of keys travel with their keys and come home."""
+    query, key, value, out, log_weight = saved
+    cotangent = cotangent.astype(jnp.float32)
+    delta = jnp.sum(cotangent * out.astype(jnp.float32), axis=-1)
+    zeros = lambda x: x.astype(jnp.float32) * 0
+
+    def add(carry: Any, held: Any, step: Any) -> Any:
+        of_query, (of_key, of_value) = carry
+        for piece, keys, masked in ring.pairs(step):
+            mine = tuple(jnp.take(x, piece, axis=0) for x in (query, cotangent, log_weight, delta))
+            theirs = tuple(jnp.take(x, keys, axis=0) for x in held)
+            dq, dk, dv = _gradients(mine, theirs, masked)
+            of_query = of_query.at[piece].add(dq)
+            of_key, of_value = of_key.at[keys].add(dk), of_value.at[keys].add(dv)
+        return of_query, (of_key, of_value)
+
+    start = (zeros(query), (zeros(key), zeros(value)))
+    travel = lambda carry: (carry[0], ring.turn(carry[1]))
+    (of_query, of_kv), _ = _around(ring, add, start, (key, value), travel)
+    of_key, of_value = ring.turn(of_kv) if ring.size > 1 else of_kv
+    like = (query, key, value)
+    found = zip((of_query, of_key, of_value), like, strict=True)
+    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in found)
+    return of_query, of_key, of_value
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _around(
+    ring: Ring, body: Callable[..., Any], carry: Any, held: Any, travel: Any = lambda carry: carry
+) -> tuple[Any, Any]:
+    """Runs `body(carry, held, step)` once with what each rank holds, beginning with one's own.
+
+    The next block is on its way while the present one is worked on.
+
+    Args:
+        ring: the ranks.
+        body: one step.
+        carry: what the first step gets.
+        held: what goes around.
+        travel: what happens to the carry between two steps.
+    """
+    if ring.size == 1:
+        return body(carry, held, 0), held
+
+    def step(state: Any, number: Array) -> tuple[Any, None]:
+        carry, held = state
+        return (travel(body(carry, held, number)), ring.turn(held)), None
+
+    state = (travel(body(carry, held, 0)), ring.turn(held))
+    if ring.size > 2:
+        state, _ = jax.lax.scan(step, state, jnp.arange(1, ring.size - 1))
+    carry, held = state
+    return body(carry, held, jnp.asarray(ring.size - 1)), held
+
+
+def _blocks(x: Array) -> Array:
+    """Cuts `[B, N, T, K]` into blocks of keys, stacked in front."""
+    count = -(-x.shape[-2] // KEY_BLOCK)
+    count = count if x.shape[-2] % count == 0 else 1
+    return jnp.moveaxis(x.reshape(*x.shape[:-2], count, -1, x.shape[-1]), -3, 0)
+
+
+def _scores(query: Array, keys: Array, start: Array, masked: bool) -> Array:
+    """Scaled scores `[B, N, G, T, S]` of keys that begin at `start`, float32."""
+    scores = jnp.einsum("bngtk,bnsk->bngts", query, keys, preferred_element_type=jnp.float32)
+    scores = scores * query.shape[-1] ** -0.5
+    if not masked:
+        return scores
+    place = functools.partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape[-2:])
+    return jnp.where(place(0) >= place(1) + start, scores, -jnp.inf)
+
+
+def _fold(state: Any, query: Array, key: Array, value: Array, masked: bool) -> Any:
+    """Folds one piece of keys into the running softmax (total, largest score, weight)."""
+    keys, values = _blocks(key), _blocks(value)
+
+    def block(state: Any, piece: Any) -> tuple[Any, None]:
+        (total, largest, weight), (keys, values, number) = state, piece
+        scores = _scores(query, keys, number * keys.shape[-2], masked)
+        higher = jnp.maximum(largest, scores.max(-1))
+        probabilities = jnp.exp(scores - higher[..., None])
+        fade = jnp.exp(largest - higher)
+        mixed = jnp.einsum(
+            "bngts,bnsk->bngtk",
+            probabilities.astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        )
+        total = total * fade[..., None] + mixed
+        return (total, higher, weight * fade + probabilities.sum(-1)), None
+
+    return jax.lax.scan(block, state, (keys, values, jnp.arange(len(keys))))[0]
+
+
+def _gradients(mine: Any, theirs: Any, masked: bool) -> tuple[Array, Array, Array]:
+    """The gradients of one piece of queries with one piece of keys, float32.
+
+    Args:
+        mine: queries, cotangents of their results, logarithms of their weights, and the sums
+            `out * cotangent` over features.
+        theirs: keys and values.
+        masked: whether the pieces are the same positions under a causal mask.
+    """
+    (query, cotangent, log_weight, delta), (key, value) = mine, theirs
+    dtype, keys, values = query.dtype, _blocks(key), _blocks(value)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def block(of_query: Array, piece: Any) -> tuple[Array, tuple[Array, Array]]:
+        keys, values, number = piece
+        scores = _scores(query, keys, number * keys.shape[-2], masked)
+        weights = jnp.exp(scores - log_weight[..., None])
+        of_value = product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent.astype(dtype))
+        of_weights = product("bngtk,bnsk->bngts", cotangent.astype(dtype), values)
+        of_scores = weights * (of_weights - delta[..., None]) * query.shape[-1] ** -0.5
+        of_scores = of_scores.astype(dtype)
+        of_query = of_query + product("bngts,bnsk->bngtk", of_scores, keys)
+        return of_query, (product("bngts,bngtk->bnsk", of_scores, query), of_value)
+
+    zero = query.astype(jnp.float32) * 0
+    of_query, of_kv = jax.lax.scan(block, zero, (keys, values, jnp.arange(len(keys))))
+    join = lambda x: jnp.moveaxis(x, 0, -3).reshape(key.shape)
+    return of_query, join(of_kv[0]), join(of_kv[1])

@@ -1,0 +1,209 @@
+"""Context parallelism: the positions of a long sequence split over a mesh axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..core.errors import ConfigError, DivisibilityError, UnsupportedError, did_you_mean
+from ..core.typing import Array
+from ..nn import Layout, mixes, ring_attention, ulysses_attention, wrap_calls
+from .strategy import Strategy
+
+
+class ContextMode(enum.StrEnum):
+    """How attention sees positions that other ranks hold."""
+
+    RING = "ring"
+    """Keys and values go around the ranks."""
+    ULYSSES = "ulysses"
+    """All-to-all: whole sequences of some heads."""
+
+
+def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp") -> Strategy:
+    """Splits the positions of every sequence over a mesh axis, attention included.
+
+    Sequence parallelism splits positions between the layers of tensor parallelism and makes them
+    whole in each; here no rank ever holds a whole sequence. Every layer but attention works on each
+    position by itself. Attention is replaced where a module has a method
+    `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
+
+    Args:
+        mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
+            linear in the positions of a rank; `"ulysses"` sends queries, keys, values and results
+            once by all-to-all and needs heads that divide.
+        axis: the mesh axis, of size c.
+
+    Returns:
+        The strategy; it splits no batch: compose it with `ddp`, `zero`, `fsdp` or
+        `tensor_parallel`.
+
+    Raises:
+        ConfigError: for an unknown mode.
+
+    Example:
+        >>> context_parallel("ulysses").layers[0].axes
+        ('cp',)
+
+    Source: Liu et al., arXiv:2310.01889; Jacobs et al., arXiv:2309.14509.
+    """
+    if mode not in list(ContextMode):
+        raise ConfigError(
+            f"unknown context mode {mode!r}.{did_you_mean(str(mode), list(ContextMode))}"
+        )
+    return Strategy("context", layers=(ContextLayers(ContextMode(mode), axis),))
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextLayers:
+    """Replaces the attention of a model by one over split positions.
+
+    Args:
+        mode: how.
+        axis: the mesh axis.
+    """
+
+    mode: ContextMode
+    axis: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes it needs."""
+        return (self.axis,)
+
+    def extend(self, layout: Layout) -> Layout:
+        """Positions are split in every layer."""
+        return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
+
+    def __call__(self, model: nnx.Module, layout: Layout) -> None:
+        """Changes the attention of a merged model, in place.
+
+        Raises:
+            UnsupportedError: when the model has no attention that can be replaced.
+        """
+        attention = SplitAttention(self.mode, self.axis, layout)
+        found = 0
+        for _, module in list(nnx.iter_modules(model)):
+            if isinstance(module, nnx.MultiHeadAttention):
+                module.attention_fn = AttentionFunction(attention)
+            elif mixes(module):
+                wrap_calls(module, {"attend": attention})
+            else:
+                continue
+            found += 1
+        if not found:
+            classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
+            raise UnsupportedError(
+                "context parallelism found no attention to replace among the classes "
+                f"{', '.join(classes)}; give the attention of the model a method "
+                "attend(query, key, value), or use nnx.MultiHeadAttention"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitAttention:
+    """Attention on arrays whose positions are split; runs in place of a module's `attend`.
+
+    Args:
+        mode: how.
+        axis: the mesh axis that splits the positions.
+        layout: where activations lie.
+    """
+
+    mode: ContextMode
+    axis: str
+    layout: Layout
+
+    def __call__(self, attend: Any, module: Any, query: Array, key: Array, value: Array) -> Array:
+        """Attends over the whole sequence; Ulysses by the module's own method.
+
+        Args:
+            attend: the method that is replaced.
+            module: the module; causal unless its `causal` is False.
+            query: `[B, T, H, K]`.
+            key: `[B, T, N, K]`.
+            value: like `key`.
+
+        Raises:
+            DivisibilityError: when positions or heads do not divide.
+        """
+        causal = getattr(module, "causal", True)
+        heads, spec = self._place(query)
+        key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
+        self._check_positions(query.shape[1], causal)
+
+        def local(query: Array, key: Array, value: Array) -> Array:
+            if self.mode is ContextMode.RING:
+                return ring_attention(query, key, value, self.axis, causal)
+            return ulysses_attention(query, key, value, self.axis, lambda *x: attend(module, *x))
+
+        return self.layout.mapped(local, (spec,) * 3, spec)(query, key, value)
+
+    @property
+    def size(self) -> int:
+        """How many ranks share a sequence."""
+        return self.layout.mesh.shape[self.axis]
+
+    def _place(self, query: Array) -> tuple[int, PartitionSpec]:
+        """By how many parts heads must divide, and where queries lie."""
+        trades = self.size if self.mode is ContextMode.ULYSSES else 1
+        split, total = self.layout.size(self.layout.heads), query.shape[2]
+        if total % (split * trades):
+            names = "×".join((*self.layout.heads, self.axis)[-2 if split > 1 else -1 :])
+            valid = [n for n in range(1, total + 1) if total % (n * split) == 0]
+            raise DivisibilityError(
+                f"{total} heads do not divide over {names}={split * trades}; choose a size of "
+                f"{self.axis} among {valid}, or context mode 'ring'"
+            )
+        lead = self.layout.spec(query.shape)
+        return split * trades, PartitionSpec(lead[0], lead[1], self.layout.heads or None)
+
+    @staticmethod
+    def _shared(heads: Array, num_queries: int, parts: int) -> Array:
+        """Repeats key heads that are too few to divide, one for every query head."""
+        repeat = 1 if heads.shape[2] % parts == 0 else num_queries // heads.shape[2]
+        return jnp.repeat(heads, repeat, axis=2) if repeat > 1 else heads
+
+    def _check_positions(self, length: int, causal: bool) -> None:
+        pieces = 2 if causal and self.mode is ContextMode.RING else 1
+        if length % (self.size * pieces):
+            raise DivisibilityError(
+                f"a sequence of {length} positions does not divide over {self.axis}={self.size}"
+                f"{', in two pieces per rank' if pieces == 2 else ''}; make it a multiple of "
+                f"{self.size * pieces}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionFunction:
+    """`SplitAttention` in the form that `nnx.MultiHeadAttention` calls: not causal, no mask.
+
+    Args:
+        attention: what runs.
+    """
+
+    attention: SplitAttention
+
+    causal = False
+
+    def __call__(
+        self, query: Array, key: Array, value: Array, mask: Any = None, **options: Any
+    ) -> Array:
+        """Attends over the whole sequence.
+
+        Raises:
+            UnsupportedError: for a mask or dropout of the attention weights.
+        """
+        if mask is not None or (options.get("dropout_rate") and not options.get("deterministic")):
+            raise UnsupportedError(
+                "context parallelism of nnx.MultiHeadAttention takes no mask and no dropout of the "
+                "attention weights; for causal attention write a module with a method "
+                "attend(query, key, value)"
+            )
+        whole = lambda _, *heads: nnx.dot_product_attention(*heads)
+        return self.attention(whole, self, query, key, value)

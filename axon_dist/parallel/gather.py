@@ -1,0 +1,136 @@
+"""Gathering a sharded weight for use, and what that does to its gradient on the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..core.typing import Array
+from ..sharding import axes_of, spec_axes
+
+GATHERED = ("sharding_constraint", "all_gather", "all_gather_invariant")
+"""The primitives whose results are gathered weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalGather:
+    """Gathers a weight in global view: a constraint forward, the constraint of shards backward.
+
+    A plain `with_sharding_constraint(w, whole)` lets the compiler gather before the cast, and
+    keeps the gradient whole. Pinning both layouts on both ways makes the forward an all-gather of
+    the compute dtype and the backward a reduce-scatter.
+
+    Args:
+        mesh: the mesh.
+        own: where the weight lies between uses.
+        grad: where its gradient lies after the reduction.
+        full: where it lies in use; what tensor parallelism splits stays split.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+    """
+
+    mesh: Mesh
+    own: PartitionSpec
+    grad: PartitionSpec
+    full: PartitionSpec
+    ndim: int
+
+    def __call__(self, weight: Array) -> Array:
+        """Returns the gathered weight."""
+        place = lambda spec: NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
+        return _pinned(weight, place(self.own), place(self.grad), place(self.full))
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalGather:
+    """Gathers a weight inside `shard_map`, and reduces its gradient to its owner on the way back.
+
+    Forward an all-gather of the dim that the ranks split, backward a reduce-scatter of it, and a
+    sum over the ranks that hold copies; the gradient crosses the wire in a dtype of its own.
+
+    Args:
+        spec: where the weight lies, batch axes alone.
+        axes: all the batch axes, whose ranks have different samples.
+        wire: the dtype of the reduction.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+    """
+
+    spec: PartitionSpec
+    axes: tuple[str, ...]
+    wire: Any
+    ndim: int
+
+    def __call__(self, weight: Array) -> Array:
+        """Returns the gathered weight."""
+        spec = _tail(self.spec, self.ndim - weight.ndim)
+        gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
+        gather.defvjp(
+            lambda w: (all_gather_by(w, spec), None),
+            lambda _, ct: (reduce_by(ct, spec, self.axes, self.wire),),
+        )
+        return gather(weight)
+
+
+def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:
+    """Makes one rank's shard whole, inside `shard_map`."""
+    for dim in range(len(spec)):
+        if axes := axes_of(spec, dim):
+            shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+    return shard
+
+
+def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: Any = None) -> Array:
+    """Sums over ranks and leaves each its shard, inside `shard_map`.
+
+    Args:
+        value: this rank's addend, whole.
+        spec: where the sum shall lie.
+        axes: the axes to sum over; those that the spec does not name keep copies.
+        wire: the dtype of the sum on the wire; None is that of the value.
+
+    Returns:
+        This rank's shard of the sum, in the dtype of the value.
+    """
+    total = value.astype(wire or value.dtype)
+    for dim in range(len(spec)):
+        if split := axes_of(spec, dim):
+            total = jax.lax.psum_scatter(total, split, scatter_dimension=dim, tiled=True)
+    rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
+    return (jax.lax.psum(total, rest) if rest else total).astype(value.dtype)
+
+
+def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """The spec with every other axis left out.
+
+    Example:
+        >>> only_axes(PartitionSpec("fsdp", "tp"), ("tp",))
+        P(None, 'tp')
+    """
+    kept = [tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec))]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else (entry or None) for entry in kept))
+
+
+def regather_in_backward(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: keep every intermediate result but gathered weights."""
+    return primitive.name not in GATHERED
+
+
+def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
+    return PartitionSpec(*tuple(spec)[leading:])
+
+
+def _pinned(weight: Array, own: Any, grad: Any, full: Any) -> Array:
+    constrain = jax.lax.with_sharding_constraint
+
+    def forward(w: Array) -> Array:
+        return constrain(constrain(w, own), full)
+
+    # The rule repeats the forward rather than calling it, so that a rematerialisation policy sees
+    # the constraint itself and not an opaque call.
+    gather = jax.custom_vjp(forward)
+    gather.defvjp(lambda w: (forward(w), None), lambda _, ct: (constrain(ct, grad),))
+    return gather(weight)

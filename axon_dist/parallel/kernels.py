@@ -1,0 +1,70 @@
+"""Kernels that the compiler cannot partition run on each rank's samples and heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from ..core.typing import Array
+from ..nn.calls import wrap_calls
+from ..nn.layout import Axes, Layout, manual_axes
+
+OPAQUE = ("flash",)
+"""The forms of attention that are one opaque kernel; XLA partitions the others itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OverMesh:
+    """Runs attention in `shard_map` over samples and heads, which attention never mixes.
+
+    Args:
+        mesh: the mesh.
+        batch: the axes that split the samples.
+        heads: the axes that split the heads.
+    """
+
+    mesh: Mesh
+    batch: Axes
+    heads: Axes
+
+    def __call__(
+        self, attend: Callable[..., Array], module: Any, query: Array, key: Array, value: Array
+    ) -> Array:
+        """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`."""
+        manual = manual_axes()
+        batch = tuple(axis for axis in self.batch if axis not in manual)
+        heads = tuple(axis for axis in self.heads if axis not in manual)
+        ways = math.prod(self.mesh.shape[axis] for axis in heads)
+        if key.shape[2] % ways:
+            heads = ()
+        if not batch and not heads:
+            return attend(module, query, key, value)
+        spec = PartitionSpec(batch or None, None, heads or None, None)
+        run = jax.shard_map(
+            lambda *arrays: attend(module, *arrays),
+            mesh=None if manual else self.mesh,
+            axis_names=frozenset((*batch, *heads)),
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        return run(query, key, value)
+
+
+def map_kernels(model: nnx.Module, layout: Layout) -> None:
+    """Wraps the attention of a merged model where it is an opaque kernel, in place.
+
+    Args:
+        model: modules with a `form` among `OPAQUE` and a method `attend` are changed.
+        layout: which axes split samples.
+    """
+    heads = tuple(axis for axis in ("tp",) if axis in layout.mesh.axis_names)
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "form", None) in OPAQUE and hasattr(module, "attend"):
+            wrap_calls(module, {"attend": OverMesh(layout.mesh, layout.batch, heads)})

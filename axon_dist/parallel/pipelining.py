@@ -1,0 +1,279 @@
+"""`Pipeline`: a model cut into stages that lie on different ranks, run by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+from flax import nnx
+
+from ..core.errors import ConfigError, did_you_mean
+from ..nn import POLICIES, ActivationCheckpointing
+from ..schedule import SCHEDULES, PipelineSchedule, Schedule, build_schedule, validate
+from .pipeline import PipelinePlan
+from .strategy import Strategy
+
+BACKWARD = ("recompute", "residuals")
+"""Where a backward pass has the intermediate results of its stage from."""
+
+
+def pipelined(
+    num_stages: int,
+    num_microbatches: int,
+    schedule: str | Schedule = PipelineSchedule.ONE_F_ONE_B,
+    *,
+    chunks: int | None = None,
+    axis: str = "pp",
+    classes: tuple[str, ...] = (),
+    boundaries: tuple[int, ...] | None = None,
+    costs: tuple[float, ...] | None = None,
+    backward: str = "recompute",
+) -> Strategy:
+    """Pipeline parallelism as a strategy: blocks lie along `axis`, microbatches flow through them.
+
+    Args:
+        num_stages: ranks along the axis, each with `chunks` stages.
+        num_microbatches: microbatches per step.
+        schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
+        chunks: stages per rank; None takes what is usual for the schedule.
+        axis: the mesh axis of the pipeline.
+        classes: names of the block classes; empty for the blocks that the model keeps in lists.
+        boundaries: the first block of each stage, and the number of blocks.
+        costs: the cost of each block, to balance the stages by.
+        backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
+            all that the backward pass needs, and the name of a policy of
+            `ActivationCheckpointing` keeps what it says of each block.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
+        ConfigError: for a table of other sizes than asked for, or an unknown `backward`.
+
+    Example:
+        >>> pipelined(num_stages=4, num_microbatches=8).pipeline.schedule.name
+        '1f1b'
+    """
+    table = read_schedule(schedule, num_stages, num_microbatches, chunks)
+    if backward not in (valid := [*BACKWARD, *POLICIES]):
+        raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
+    keeps = backward != "recompute"
+    plan = PipelinePlan(table, axis, classes, boundaries, costs, keeps)
+    remat = ActivationCheckpointing(policy=backward) if backward in POLICIES else None
+    return Strategy("pipeline", pipeline=plan, remat=remat)
+
+
+class PipelineStage(nnx.Module):
+    """A module and its place in a pipeline.
+
+    Args:
+        module: what the stage computes.
+        stage_id: its number through the whole model.
+        device_rank: the rank that runs it; None leaves it to the schedule.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stage = PipelineStage(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), stage_id=0)
+        >>> stage(jnp.ones((1, 2))).shape
+        (1, 3)
+    """
+
+    def __init__(self, module: nnx.Module, stage_id: int, device_rank: int | None = None):
+        self.module, self.stage_id, self.device_rank = module, stage_id, device_rank
+
+    def __call__(self, x: Any) -> Any:
+        """Runs the module."""
+        return self.module(x)
+
+
+class StageChain(nnx.Module):
+    """Modules that feed each other: `x = stage(x)` for each in order.
+
+    Args:
+        stages: the modules.
+    """
+
+    def __init__(self, stages: Sequence[nnx.Module]):
+        self.stages = nnx.List(stages)
+
+    def __call__(self, x: Any) -> Any:
+        """Runs all stages."""
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class Pipeline:
+    """Cuts a model into stages for pipeline parallelism; PyTorch's name, one jitted step inside.
+
+    Pass `pipe.module` and `pipe` to `build_train_step`. The step equals gradient accumulation over
+    the microbatches on one device.
+
+    Args:
+        module: an NNX module that runs its blocks one after another, unmodified, or a function of
+            no arguments that makes one.
+        num_stages: ranks along the axis, each with `chunks` stages.
+        num_microbatches: microbatches per step; `num_stages` by default.
+        schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
+        chunks: stages per rank; None takes what is usual for the schedule.
+        options: those of `pipelined`.
+
+    Raises:
+        ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
+        ConfigError: for a table of other sizes than asked for.
+
+    Example:
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> pipe = Pipeline(nnx.Sequential(*layers), num_stages=2, num_microbatches=4)
+        >>> pipe.num_stages(), pipe.strategy.pipeline.schedule.name
+        (2, '1f1b')
+
+    Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        num_stages: int,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = PipelineSchedule.ONE_F_ONE_B,
+        *,
+        chunks: int | None = None,
+        **options: Any,
+    ):
+        count = num_stages if num_microbatches is None else num_microbatches
+        self.module = module
+        self.strategy = pipelined(num_stages, count, schedule, chunks=chunks, **options)
+
+    @classmethod
+    def from_modules(
+        cls,
+        modules: Sequence[nnx.Module],
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = PipelineSchedule.ONE_F_ONE_B,
+        *,
+        chunks: int | None = None,
+        **options: Any,
+    ) -> Pipeline:
+        """A pipeline with a module of its own in each stage.
+
+        Parameters and activations may have different shapes in each.
+
+        Args:
+            modules: one per stage, in order; `PipelineStage`s are put in the order of their ids.
+            num_microbatches: microbatches per step; the number of ranks by default.
+            schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
+            chunks: stages per rank; None takes what is usual for the schedule.
+            options: those of `pipelined`.
+
+        Returns:
+            The pipeline; its `module` runs all stages.
+
+        Raises:
+            ConfigError: when stages do not divide over the ranks, or their ids or ranks do not
+                fit the schedule.
+
+        Example:
+            >>> sizes = [(8, 16), (16, 2)]
+            >>> stages = [nnx.Linear(*size, rngs=nnx.Rngs(0)) for size in sizes]
+            >>> Pipeline.from_modules(stages, num_microbatches=4).num_stages()
+            2
+        """
+        ordered = _in_order(modules)
+        per_rank = usual_chunks(schedule) if chunks is None else chunks
+        if len(ordered) % per_rank:
+            raise ConfigError(
+                f"got {len(ordered)} stages and {per_rank} chunks per rank; the number of stages "
+                f"must be a multiple of {per_rank}"
+            )
+        pipe = cls(
+            StageChain(ordered),
+            len(ordered) // per_rank,
+            num_microbatches,
+            schedule,
+            chunks=chunks,
+            boundaries=tuple(range(len(ordered) + 1)),
+            **options,
+        )
+        _check_ranks(ordered, pipe.schedule)
+        return pipe
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table."""
+        assert self.strategy.pipeline is not None
+        return self.strategy.pipeline.schedule
+
+    def num_stages(self) -> int:
+        """Stages through the whole model."""
+        return self.schedule.num_stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the whole module."""
+        return self.module(*args, **kwargs)
+
+    forward = __call__
+
+
+def _in_order(modules: Sequence[nnx.Module]) -> list[nnx.Module]:
+    ids = [m.stage_id if isinstance(m, PipelineStage) else i for i, m in enumerate(modules)]
+    if sorted(ids) != list(range(len(modules))):
+        raise ConfigError(
+            f"got the stage ids {ids}; {len(modules)} stages need each of 0..{len(modules) - 1} "
+            "once"
+        )
+    return [modules[ids.index(stage)] for stage in range(len(modules))]
+
+
+def _check_ranks(stages: Sequence[nnx.Module], schedule: Schedule) -> None:
+    for number, stage in enumerate(stages):
+        asked = getattr(stage, "device_rank", None)
+        if asked not in (None, schedule.placement[number]):
+            raise ConfigError(
+                f"stage {number} asks for rank {asked}, and schedule {schedule.name!r} places it "
+                f"on rank {schedule.placement[number]}; leave device_rank out, or bring a table "
+                "with another placement"
+            )
+
+
+def usual_chunks(schedule: str | Schedule) -> int:
+    """Stages per rank that a schedule has when nobody says."""
+    if isinstance(schedule, Schedule):
+        return schedule.chunks
+    if str(schedule).endswith(".csv"):
+        return _read_csv(FilePath(schedule)).chunks
+    if schedule in SCHEDULES:
+        return SCHEDULES[PipelineSchedule(schedule)].chunks
+    return 1
+
+
+def read_schedule(
+    schedule: str | Schedule, num_stages: int, num_microbatches: int, chunks: int | None
+) -> Schedule:
+    """The table of a name, of a CSV file, or the table itself; validated.
+
+    Raises:
+        ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
+        ConfigError: for a table of other sizes than asked for.
+    """
+    if isinstance(schedule, Schedule):
+        table = schedule
+    elif str(schedule).endswith(".csv"):
+        table = _read_csv(FilePath(schedule))
+    else:
+        table = build_schedule(schedule, num_stages, num_microbatches, chunks)
+    got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
+    asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    if got != asked or chunks not in (None, table.chunks):
+        raise ConfigError(
+            f"schedule {table.name!r} has {got} and {table.chunks} chunks, and the pipeline was "
+            f"given {asked} and chunks={chunks}; make them equal"
+        )
+    validate(table)
+    return table
+
+
+def _read_csv(path: FilePath) -> Schedule:
+    return Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)

@@ -1,0 +1,249 @@
+"""`Plan`: which layers of a model are split by columns, by rows or by vocabulary; a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..core.errors import ConfigError, DivisibilityError, did_you_mean
+from ..core.typing import Path, Shape
+from ..nn import ParallelMode
+from ..sharding import Decision, HasShape, Policy
+
+BIAS = ("bias", "b")
+"""Leaves of these names hold one number per output feature."""
+
+TABLES = ("embedding",)
+"""Leaves of these names hold one row per token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What becomes of the layers whose path matches a pattern.
+
+    Args:
+        pattern: a regular expression, searched for in the path of a module, such as
+            `"blocks/0/mlp/up"`, or of a parameter that no layer of its own holds.
+        mode: what becomes of them.
+        dim: the dim of the kernel that is split, counted from the end; None is the last for
+            columns, the last but one for rows and for tables of tokens.
+        unit: how many features belong together, such as the size of a head.
+        optional: stay whole where the units do not divide, instead of raising.
+        parts: how many blocks of units lie side by side, such as 3 for queries, keys and values
+            in one kernel.
+        stacked: whether the model tells the blocks apart by a reshape, rather than by slices.
+        reason: one clause in plain words, for tables.
+
+    Raises:
+        ConfigError: for an unknown mode, or a `dim` that is not negative.
+    """
+
+    pattern: str
+    mode: ParallelMode
+    dim: int | None = None
+    unit: int = 1
+    optional: bool = False
+    parts: int = 1
+    stacked: bool = False
+    reason: str = "by the plan"
+
+    def __post_init__(self):
+        try:
+            object.__setattr__(self, "mode", ParallelMode(self.mode))
+        except ValueError:
+            valid = [mode.value for mode in ParallelMode]
+            raise ConfigError(
+                f"{self.pattern!r}: unknown mode {self.mode!r}."
+                f"{did_you_mean(str(self.mode), valid)}"
+            ) from None
+        if self.dim is not None and self.dim >= 0:
+            raise ConfigError(
+                f"{self.pattern!r}: dim is {self.dim}; count it from the end, so that it holds for "
+                "stacked layers too: -1 is the last"
+            )
+
+    def split_dim(self, leaf: str) -> int | None:
+        """The dim, from the end, that is split of a leaf of a matching layer; None keeps it whole.
+
+        Args:
+            leaf: the last name of the parameter's path.
+        """
+        if self.mode in (ParallelMode.SEQUENCE, ParallelMode.REPLICATE):
+            return None
+        if leaf in BIAS and self.mode is ParallelMode.ROW:
+            return None
+        if self.dim is not None:
+            return self.dim
+        by_rows = self.mode is ParallelMode.ROW or leaf in TABLES
+        return -2 if by_rows else -1
+
+    def as_value(self) -> Rule:
+        """The rule without the pattern and the reason, equal for equal layers."""
+        return dataclasses.replace(self, pattern="", reason="")
+
+
+PlanLike: TypeAlias = "Plan | Mapping[str, Any] | str"
+"""A plan, a dict from pattern to mode, or the name of a preset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An ordered list of rules; the first that matches decides, what none matches stays whole.
+
+    Args:
+        rules: the rules.
+
+    Example:
+        >>> plan = Plan.of({"up$": "column", "down$": "row"})
+        >>> plan.rule_of("blocks/0/mlp/down").mode
+        <ParallelMode.ROW: 'row'>
+    """
+
+    rules: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, plan: PlanLike) -> Plan:
+        """Reads a plan, a dict from pattern to mode, or the name of a preset.
+
+        Raises:
+            ConfigError: for an unknown preset or mode.
+        """
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, str):
+            if plan not in PRESETS:
+                raise ConfigError(f"no plan is called {plan!r}.{did_you_mean(plan, PRESETS)}")
+            plan = PRESETS[plan]
+        return cls(tuple(Rule(pattern, mode) for pattern, mode in plan.items()))
+
+    def rule_of(self, path: Path) -> Rule | None:
+        """The first rule whose pattern is found in a path."""
+        return next((rule for rule in self.rules if re.search(rule.pattern, path)), None)
+
+    def rule_of_parameter(self, path: Path) -> Rule | None:
+        """The rule of the layer that holds a parameter, else of the parameter itself."""
+        layer, _, _ = path.rpartition("/")
+        return self.rule_of(layer) or self.rule_of(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPlan(Policy):
+    """Lays parameters out over one mesh axis as a plan says.
+
+    Args:
+        plan: the plan.
+        axis: the mesh axis.
+        label: the name that tables and conflicts show.
+
+    Raises:
+        DivisibilityError: when a dim that the plan splits does not divide.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> policy = ByPlan(Plan.of("transformer"), "tp")
+        >>> policy("blocks/0/mlp/up/kernel", (64, 256), MeshSpec(tp=4))
+        P(None, 'tp')
+    """
+
+    plan: Plan
+    axis: str
+    label: str = "tensor"
+
+    @property
+    def name(self) -> str:
+        """The label."""
+        return self.label
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides by the rule of the layer that holds the parameter."""
+        rule = self.plan.rule_of_parameter(path)
+        if rule is None:
+            return Decision(PartitionSpec(), self.name, "no rule of the plan matches")
+        back = rule.split_dim(path.rpartition("/")[2])
+        if back is None or -back > len(shape):
+            return Decision(PartitionSpec(), self.name, f"{rule.mode}: every rank holds it whole")
+        dim, size = len(shape) + back, mesh.shape[self.axis]
+        if (shape[dim] // rule.unit) % size or shape[dim] % rule.unit:
+            if rule.optional:
+                why = f"{shape[dim] // rule.unit} units do not divide over {self.axis}={size}"
+                return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
+            raise indivisible(path, shape, dim, rule, self.axis, size)
+        spec = PartitionSpec(*(None,) * dim, self.axis)
+        return Decision(spec, self.name, f"{rule.mode}: {rule.reason}")
+
+
+def plan_of(model: nnx.Module) -> Plan:
+    """The plan that a model's own layers declare, such as `ColumnParallelLinear`.
+
+    Args:
+        model: a model, arrays or shapes.
+
+    Returns:
+        A rule per declared layer, and none for the others.
+
+    Example:
+        >>> from axon_dist.nn import ParallelMLP
+        >>> [rule.pattern for rule in plan_of(ParallelMLP(4, 8, rngs=nnx.Rngs(0))).rules]
+        ['^down$', '^up$']
+    """
+    declared = (
+        ("/".join(map(str, keys)), getattr(module, "mode", None))
+        for keys, module in nnx.iter_modules(model)
+    )
+    return Plan(
+        tuple(
+            Rule(f"^{re.escape(path)}$", mode, reason="declared by the layer")
+            for path, mode in sorted(declared)
+            if isinstance(mode, ParallelMode)
+        )
+    )
+
+
+def indivisible(
+    path: Path, shape: Shape, dim: int, rule: Rule, axis: str, size: int
+) -> DivisibilityError:
+    """The error for a dim that does not divide over an axis, naming the sizes that would do."""
+    units = shape[dim] // rule.unit
+    what = f"features of dim {dim}" if rule.unit == 1 else f"heads of {rule.unit} features"
+    valid = [n for n in range(1, units + 1) if units % n == 0][:12]
+    return DivisibilityError(
+        f"{path} of shape {shape}: {units} {what} do not divide over {axis}={size}; choose a size "
+        f"of {axis} among {valid}, or replicate the layer in the plan"
+    )
+
+
+_ATTENTION = {
+    r"(attention|attn|self_attn|self_attention)/(q|k|v|q_proj|k_proj|v_proj|query|key|value|"
+    r"wq|wk|wv)$": "column",
+    r"(attention|attn|self_attn|self_attention)/(out|o|o_proj|out_proj|wo|proj)$": "row",
+}
+_MLP = {
+    r"(mlp|ffn|ff|feed_forward)/(gate|up|gate_proj|up_proj|w1|w3|fc1|fc|c_fc|in_proj|dense_in)$": (
+        "column"
+    ),
+    r"(mlp|ffn|ff|feed_forward)/(down|down_proj|w2|fc2|c_proj|proj|out_proj|dense_out)$": "row",
+}
+_VOCAB = {
+    r"(^|/)(token_embedding|tok_embeddings|embed_tokens|embed|embedder|wte|embedding)$": "vocab",
+    r"(^|/)(lm_head|head|output|unembed)$": "vocab",
+}
+_SEQUENCE = {
+    r"(norm|ln|layernorm|layer_norm|norm1|norm2|ln_1|ln_2|ln_f|dropout|drop)$": "sequence",
+}
+
+PRESETS: MappingProxyType[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "attention": _ATTENTION,
+        "mlp": _MLP,
+        "transformer": {**_ATTENTION, **_MLP, **_VOCAB, **_SEQUENCE},
+    }
+)
+"""Plans by name, for the habits in which transformers name their layers."""

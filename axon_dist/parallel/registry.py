@@ -1,0 +1,105 @@
+"""Strategies by name, for configs and command lines: one row each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from ..core.errors import MeshError
+from ..mesh import World
+from .context import ContextMode, context_parallel
+from .ddp import ddp
+from .fsdp import ShardingStrategy, fsdp
+from .pipelining import pipelined
+from .strategy import Strategy
+from .suggest import suggest_plan
+from .tensor import tensor_parallel
+from .zero import ZeROStage, zero
+
+DATA_AXES = ("dp", "fsdp")
+"""The axes that split samples."""
+
+MakeStrategy: TypeAlias = Callable[..., Strategy]
+"""(model, world, **options) -> a strategy over the data axes of the world's mesh."""
+
+
+def data_axes(world: World) -> tuple[str, ...]:
+    """The axes of a mesh that split the batch, outer to inner.
+
+    Raises:
+        MeshError: when the mesh has none.
+    """
+    axes = tuple(axis for axis in world.mesh.axis_names if axis in DATA_AXES)
+    if not axes:
+        raise MeshError(
+            f"mesh {world.spec} has no axis to split the batch over; add dp or fsdp, of size 1 "
+            "if need be"
+        )
+    return axes
+
+
+def _row(make: Callable[..., Strategy], **fixed: Any) -> MakeStrategy:
+    """A row for `make`; its signature shows what is left for a config to say."""
+
+    def strategy(model: Any, world: World, **options: Any) -> Strategy:
+        return make(axes=data_axes(world), **fixed, **options)
+
+    left = [
+        parameter
+        for name, parameter in inspect.signature(make).parameters.items()
+        if name not in {"axes", "name", "shard_axes", *fixed}
+    ]
+    strategy.__wrapped__ = make  # type: ignore[attr-defined]
+    strategy.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+    return strategy
+
+
+def _tensor(
+    model: Any, world: World, plan: str | dict[str, str] = "auto", sequence: bool = False
+) -> Strategy:
+    """Tensor parallelism over the axis `tp`; `"auto"` reads the plan off the model."""
+    return tensor_parallel(suggest_plan(model) if plan == "auto" else plan, sequence=sequence)
+
+
+def _pipeline(
+    model: Any,
+    world: World,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    boundaries: tuple[int, ...] | None = None,
+    backward: str = "recompute",
+) -> Strategy:
+    """Pipeline parallelism over the axis `pp`, by a schedule's name or CSV file."""
+    if "pp" not in world.mesh.shape:
+        raise MeshError(f"mesh {world.spec} has no axis for a pipeline; add pp")
+    size = world.mesh.shape["pp"]
+    return pipelined(
+        size, num_microbatches, schedule, chunks=chunks, boundaries=boundaries, backward=backward
+    )
+
+
+def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> Strategy:
+    """Context parallelism over the axis `cp`."""
+    return context_parallel(mode)
+
+
+STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
+    {
+        "ddp": _row(ddp),
+        "zero1": _row(zero, stage=ZeROStage.STAGE1),
+        "zero2": _row(zero, stage=ZeROStage.STAGE2),
+        "zero3": _row(zero, stage=ZeROStage.STAGE3),
+        "tensor": _tensor,
+        "context": _context,
+        "pipeline": _pipeline,
+        **{choice.value: _row(fsdp, sharding_strategy=choice) for choice in ShardingStrategy},
+    }
+)
+"""`STRATEGIES[name](model_or_factory, world, **options)` makes the strategy of that name.
+
+The signature of a row is what a config may say under the name: its annotations are the types of the
+options.
+"""

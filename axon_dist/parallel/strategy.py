@@ -1,0 +1,269 @@
+"""`Strategy`: what a parallelism decides about arrays and gradients, as one value that composes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from flax import nnx
+
+from ..collectives import GradSyncStrategy
+from ..core.errors import ConfigError, MeshError, StrategyConflictError, did_you_mean
+from ..mesh import World
+from ..nn import ActivationCheckpointing, Layout
+from ..precision import MixedPrecision, floating_dtype
+from ..sharding import Merge, Policy, Replicate
+from .offload import CPUOffload, check_offload
+from .pipeline.plan import PipelinePlan
+from .wrap import AutoWrapPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How the gradients of the data-parallel ranks become one gradient.
+
+    Args:
+        per: `"step"` accumulates microbatches locally and reduces once; `"microbatch"` reduces
+            each, which moves K times the bytes and keeps only shards.
+        sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
+        bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
+        dtype: the dtype on the wire; None is the gradients' own.
+        sync_buffers: whether statistics such as BatchNorm's are those of the global batch.
+        by_hand: runs per rank with collectives written out, even where the compiler would do; the
+            program then has true reduce-scatters on every platform.
+
+    Raises:
+        ConfigError: for an unknown `per` or `sync`, a capacity below one, or a dtype that is not
+            floating-point.
+    """
+
+    per: str = "step"
+    sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS
+    bucket_capacity: int | None = None
+    dtype: Any = None
+    sync_buffers: bool = True
+    by_hand: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", floating_dtype(self.dtype, "reduce"))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless every field has a possible value."""
+        if self.per not in ("step", "microbatch"):
+            raise ConfigError(
+                f"reduction per {self.per!r} is unknown."
+                f"{did_you_mean(self.per, ['step', 'microbatch'])}"
+            )
+        if self.bucket_capacity is not None and self.bucket_capacity < 1:
+            raise ConfigError(
+                f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "
+                "None to leave the grouping to the compiler"
+            )
+
+    def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
+        """Whether gradients must be held per rank before they are reduced.
+
+        The compiler cannot be told to hold a reduction back, to group it, to run it in another
+        dtype than the compute, or to keep statistics apart, so these need a manual region. All
+        else runs in global view, where the compiler hides each reduction behind the backward pass
+        of the layer before.
+
+        Args:
+            num_microbatches: how many microbatches a step has.
+            compute: the compute dtype; None where it does not differ from the parameters'.
+        """
+        held_back = self.per == "step" and num_microbatches > 1
+        grouped = self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
+        recast = None not in (self.dtype, compute) and self.dtype != compute
+        return self.by_hand or held_back or grouped or recast or not self.sync_buffers
+
+
+class AdaptLayers(Protocol):
+    """Changes the calls of a model's layers in place; a value that compares by its fields."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes it needs."""
+        ...
+
+    def extend(self, layout: Layout) -> Layout:
+        """Adds what it splits to where the activations of all layers lie."""
+        ...
+
+    def __call__(self, model: nnx.Module, layout: Layout) -> None:
+        """Changes a model merged inside a trace."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A parallelism as a record of policies; `compose` makes one of several.
+
+    Args:
+        name: what tables and conflict messages call it.
+        batch_axes: the mesh axes that split dim 0 of the batch.
+        params: where parameters lie between steps.
+        grads: where gradients lie when they leave the backward pass.
+        opt_state: where optimizer moments lie.
+        reduction: how gradients become one; None where the strategy has no say.
+        wrap: which modules are gathered and freed as one unit, where parameters are split.
+        precision: the dtypes; None where the strategy has no say.
+        remat: what is recomputed in the backward pass; None where the strategy has no say.
+        offload: what lives in host memory between steps.
+        pipeline: how the model is cut into stages and which schedule runs them; None without.
+        layers: what changes the calls of a merged model's layers, in order.
+
+    Example:
+        >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
+        'dp'
+    """
+
+    name: str
+    batch_axes: tuple[str, ...] = ()
+    params: Policy = Replicate()
+    grads: Policy = Replicate()
+    opt_state: Policy = Replicate()
+    reduction: Reduction | None = None
+    wrap: AutoWrapPolicy | None = None
+    precision: MixedPrecision | None = None
+    remat: ActivationCheckpointing | None = None
+    offload: CPUOffload = CPUOffload.NONE
+    pipeline: PipelinePlan | None = None
+    layers: tuple[AdaptLayers, ...] = ()
+
+    def validate(self, world: World) -> None:
+        """Checks the strategy against a world.
+
+        Raises:
+            MeshError: when it names an axis that the mesh lacks.
+            StrategyConflictError: when it puts gradients that it splits into buckets.
+            UnsupportedError: when the devices lack the memory that it offloads to.
+        """
+        for axis in self.batch_axes:
+            if axis not in world.mesh.axis_names:
+                raise MeshError(
+                    f"strategy {self.name!r} splits the batch over axis {axis!r}, which mesh "
+                    f"{world.spec} lacks.{did_you_mean(axis, world.mesh.axis_names)}"
+                )
+        for axis in (axis for layers in self.layers for axis in layers.axes):
+            if axis not in world.mesh.axis_names:
+                raise MeshError(
+                    f"strategy {self.name!r} splits layers over axis {axis!r}, which mesh "
+                    f"{world.spec} lacks.{did_you_mean(axis, world.mesh.axis_names)}"
+                )
+        self._check_buckets()
+        check_offload(self.offload, world)
+        if self.pipeline is not None:
+            self.pipeline.validate(world)
+
+    def _check_buckets(self) -> None:
+        capacity = None if self.reduction is None else self.reduction.bucket_capacity
+        if capacity is not None and self.opt_state.split_axes:
+            raise StrategyConflictError(
+                f"strategy {self.name!r} reduces each gradient to the ranks that own its shards, "
+                f"and bucket_capacity={capacity} joins gradients that all ranks need whole; leave "
+                "the capacity out, or use ddp()"
+            )
+
+
+class HasStrategy(Protocol):
+    """A wrapper such as `DDP` that makes a strategy."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy it makes."""
+        ...
+
+
+def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
+    """The strategy itself, or the one that a wrapper makes."""
+    return strategy if isinstance(strategy, Strategy) else strategy.strategy
+
+
+def compose(*strategies: Strategy | HasStrategy) -> Strategy:
+    """Makes one strategy of several: batch axes add up, policies overlay.
+
+    Args:
+        *strategies: in any order; the order of the axes comes from the mesh.
+
+    Returns:
+        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim.
+
+    Raises:
+        StrategyConflictError: when two parts split the batch over the same axis, or say
+            different things about the reduction.
+
+    Example:
+        >>> data = Strategy("dp", batch_axes=("dp",), reduction=Reduction())
+        >>> both = compose(data, Strategy("tp"))
+        >>> both.name, both.batch_axes
+        ('dp + tp', ('dp',))
+    """
+    parts = [as_strategy(strategy) for strategy in strategies]
+    if not parts:
+        raise ConfigError("compose() got no strategy; give it at least one")
+    return Strategy(
+        name=" + ".join(part.name for part in parts),
+        batch_axes=_joined_axes(parts),
+        params=_merged([part.params for part in parts]),
+        grads=_merged([part.grads for part in parts]),
+        opt_state=_merged([part.opt_state for part in parts]),
+        reduction=_only(parts, "reduction", None),
+        wrap=_only(parts, "wrap", None),
+        precision=_only(parts, "precision", None),
+        remat=_only(parts, "remat", None),
+        offload=_only(parts, "offload", CPUOffload.NONE),
+        pipeline=_only(parts, "pipeline", None),
+        layers=tuple(layers for part in parts for layers in part.layers),
+    )
+
+
+def overlay(strategy: Strategy, policy: Policy) -> Strategy:
+    """The strategy with a policy that has a say in every layout, before its own.
+
+    Raises:
+        StrategyConflictError: when the policies are applied, if both claim one dim of an array.
+    """
+    return dataclasses.replace(
+        strategy,
+        params=_merged([policy, strategy.params]),
+        grads=_merged([policy, strategy.grads]),
+        opt_state=_merged([policy, strategy.opt_state]),
+    )
+
+
+def _merged(policies: Sequence[Policy]) -> Policy:
+    saying = [policy for policy in policies if policy != Replicate()]
+    if len(saying) < 2:
+        return saying[0] if saying else Replicate()
+    return Merge(tuple(saying))
+
+
+def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
+    axes: dict[str, str] = {}
+    for part in parts:
+        for axis in part.batch_axes:
+            if axis in axes:
+                raise StrategyConflictError(
+                    f"dim 0 of the batch is split over axis {axis!r} by {axes[axis]!r} and by "
+                    f"{part.name!r}; give each its own mesh axis"
+                )
+            axes[axis] = part.name
+    return tuple(axes)
+
+
+def _only(parts: Sequence[Strategy], field: str, silent: Any) -> Any:
+    """What the parts say about a field; those that say something must agree."""
+    saying = [part for part in parts if getattr(part, field) != silent]
+    for part in saying[1:]:
+        first, other = getattr(saying[0], field), getattr(part, field)
+        if first != other:
+            raise StrategyConflictError(
+                f"{field} is {first} in {saying[0].name!r} and {other} in {part.name!r}; say it "
+                "in one of them, or the same in both"
+            )
+    return getattr(saying[0], field) if saying else silent

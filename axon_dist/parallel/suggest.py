@@ -1,0 +1,363 @@
+"""A tensor-parallel plan read off a model: traced once, each kernel placed by what it feeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..core.errors import UnsupportedError
+from ..core.tree import leaves_with_paths
+from ..core.typing import Path
+from ..nn import ParallelMode, mixes, softmax_attention, wrap_calls
+from .dataflow import Cut, Flow, Product, Value, follow
+from .plan import BIAS, TABLES, Plan, Rule
+
+SAMPLES, POSITIONS = 2, 12
+"""The sizes of the inputs that are tried where none are given."""
+
+LAYER_LEAVES = ("kernel", *BIAS, *TABLES)
+"""Leaves of these names belong to a layer, which a rule then names instead of the leaf."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unplaced:
+    """A kernel that no rule of a suggestion splits.
+
+    Args:
+        path: the parameter.
+        reason: why not, in plain words.
+    """
+
+    path: Path
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion(Plan):
+    """A plan with what it could not place; prints as a table.
+
+    Args:
+        rules: the rules, each with its reason.
+        unplaced: the kernels that stay whole.
+    """
+
+    unplaced: tuple[Unplaced, ...] = ()
+
+    def table(self) -> Table:
+        """What becomes of every layer, and why."""
+        table = Table(title="tensor-parallel plan", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("layers", "mode", "reason"):
+            table.add_column(column, overflow="fold")
+        for rule in self.rules:
+            table.add_row(rule.pattern, rule.mode.value, rule.reason)
+        for left in self.unplaced:
+            table.add_row(left.path, "(whole)", left.reason)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def suggest_plan(model: nnx.Module | Callable[[], nnx.Module], *inputs: Any) -> Suggestion:
+    """Derives the plan of a model from the flow of data between its kernels.
+
+    The model is traced without running. A hidden dim that one kernel makes, that nothing but
+    elementwise operations and batched products touch, and that a later kernel sums over, can be
+    split with one sum over the ranks: its makers are columns, its consumers rows. Heads are such a
+    dim; the residual stream is not, for norms reduce it. Tables that tokens index, and heads that
+    give logits for each of their rows, are split by vocabulary.
+
+    Args:
+        model: an NNX module, or a function of no arguments that makes one. A Linen module goes
+            through `nnx.bridge.ToNNX` and `lazy_init`.
+        *inputs: arrays or shapes that the model is called with; without any, tokens `[2, 12]` are
+            tried, then floats whose last dim is the first of some kernel.
+
+    Returns:
+        The plan; `print` it for the reasons.
+
+    Raises:
+        UnsupportedError: when the model cannot be traced without inputs being given.
+
+    Example:
+        >>> from axon_dist.nn import ParallelMLP
+        >>> plan = suggest_plan(lambda: ParallelMLP(4, 8, rngs=nnx.Rngs(0)))
+        >>> [(rule.pattern, rule.mode.value) for rule in plan.rules]
+        [('^down$', 'row'), ('^up$', 'column')]
+    """
+    abstract = nnx.eval_shape(model if not isinstance(model, nnx.Module) else lambda: model)
+    return _Placement(*_trace(abstract, inputs)).suggestion()
+
+
+def _trace(model: nnx.Module, inputs: tuple[Any, ...]) -> tuple[Flow, dict[Path, list[int]]]:
+    """Follows the model's program; gives the flow and the nodes of its parameters."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+
+    def call(params: Any, rest: Any, inputs: Any) -> Any:
+        merged = nnx.merge(graphdef, params, rest, copy=True)
+        for _, module in list(nnx.iter_modules(merged)):
+            if mixes(module):
+                wrap_calls(module, {"attend": _plain_attention})
+        return merged(*inputs)
+
+    closed, inputs = _make_jaxpr(call, params, rest, inputs)
+    flow, nodes, values = Flow(), {}, []
+    for path, leaf in leaves_with_paths(params):
+        nodes[path] = flow.new(leaf.shape)
+        values.append(Value(nodes[path], origin=path))
+    values += [Value(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
+    for leaf in jax.tree.leaves(inputs):
+        values.append(Value(flow.new(leaf.shape), from_input=True))
+        for node in values[-1].dims:
+            flow.spoil(node, "is a dim of the model's input")
+    outputs = follow(flow, closed.jaxpr, values)
+    for node in (node for output in outputs for node in output.dims[-1:]):
+        flow.outputs.add(node)
+        flow.spoil(node, "is the model's output")
+    return flow, nodes
+
+
+def _plain_attention(attend: Any, module: Any, query: Any, key: Any, value: Any) -> Any:
+    """Stands for attention of any form: fused kernels show nothing of their heads."""
+    share = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(heads, share, axis=2) for heads in (key, value))
+    return softmax_attention(query, key, value, causal=True)
+
+
+def _make_jaxpr(call: Any, params: Any, rest: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    if inputs:
+        return jax.make_jaxpr(call)(params, rest, inputs), inputs
+    failures = []
+    for guess in _guesses(params):
+        try:
+            return jax.make_jaxpr(call)(params, rest, (guess,)), (guess,)
+        except Exception as error:  # whatever somebody's model raises on a wrong input
+            failures.append(f"{guess.dtype}{list(guess.shape)}: {str(error).splitlines()[0]}")
+    raise UnsupportedError(
+        f"the model could not be traced with any of the inputs tried ({'; '.join(failures[:3])}); "
+        "give suggest_plan the inputs that it takes, arrays or jax.ShapeDtypeStruct"
+    )
+
+
+def _guesses(params: Any) -> Iterator[jax.ShapeDtypeStruct]:
+    yield jax.ShapeDtypeStruct((SAMPLES, POSITIONS), jnp.int32)
+    sizes = dict.fromkeys(x.shape[0] for x in jax.tree.leaves(params) if len(x.shape) > 1)
+    for size in sizes:
+        yield jax.ShapeDtypeStruct((SAMPLES, POSITIONS, size), jnp.float32)
+        yield jax.ShapeDtypeStruct((SAMPLES, size), jnp.float32)
+
+
+class _Placement:
+    """From segments to rules."""
+
+    def __init__(self, flow: Flow, nodes: dict[Path, list[int]]):
+        self.flow, self.nodes = flow, nodes
+        self.reasons = flow.reasons()
+        self.group_of = self._groups()
+        self.rules: dict[Path, Rule] = {}
+
+    def suggestion(self) -> Suggestion:
+        """Places the vocabulary, then every hidden dim, then the norms between them."""
+        self._place_vocabulary()
+        for group in dict.fromkeys(self._group(p.free) for p in self.flow.products):
+            if group is not None:
+                self._place_hidden(group)
+        self._place_norms()
+        return Suggestion(tuple(_as_layers(self.rules)), tuple(self._unplaced()))
+
+    def _groups(self) -> dict[int, int]:
+        """Joins segments with their usable parts: the major factor, or else the next one."""
+        parent: dict[int, int] = {}
+
+        def find(segment: int) -> int:
+            while parent.setdefault(segment, segment) != segment:
+                segment = parent[segment]
+            return segment
+
+        taken: set[int] = set()
+        for cut in self.flow.cuts:
+            whole, piece = self.flow.find(cut.whole), self.flow.find(cut.piece)
+            if piece in self.reasons or whole in self.reasons or cut.whole in taken:
+                continue
+            if cut.parts == 1:
+                taken.add(cut.whole)
+            parent[find(piece)] = find(whole)
+        return {segment: find(segment) for segment in list(parent)}
+
+    def _segment(self, node: int) -> int:
+        return self.flow.find(node)
+
+    def _of(self, node: int) -> int:
+        """The group of a node."""
+        segment = self._segment(node)
+        return self.group_of.get(segment, segment)
+
+    def _group(self, nodes: tuple[int, ...]) -> int | None:
+        """The first group among some nodes that can be split."""
+        return next((self._of(n) for n in nodes if self._why_not(n) is None), None)
+
+    def _why_not(self, node: int) -> str | None:
+        if self.flow.sizes[node] == 1:
+            return "has size 1"
+        return self.reasons.get(self._segment(node))
+
+    def _place_vocabulary(self) -> None:
+        summed = {self._segment(node) for p in self.flow.products for node in p.contracted}
+        outputs = {self._segment(node) for node in self.flow.outputs} - summed
+        for path, rows in self.flow.lookups.items():
+            self._set(path, rows, ParallelMode.VOCAB, "tokens index its rows")
+            for product in self.flow.products:
+                logits = [node for node in product.free if self._segment(node) in outputs]
+                sizes = [self.flow.sizes[node] for node in logits]
+                if product.path != path and sizes == [self.flow.sizes[rows]]:
+                    why = "its outputs are logits, one for each row of the token table"
+                    self._set(product.path, logits[0], ParallelMode.VOCAB, why)
+
+    def _place_hidden(self, group: int) -> None:
+        """Makers of a hidden dim become columns, its consumers rows."""
+        of_group = lambda nodes: [node for node in nodes if self._of(node) == group]
+        products = self.flow.products
+        makers = [(p, of_group(p.free)) for p in products if of_group(p.free)]
+        users = [(p, of_group(p.contracted)) for p in products if of_group(p.contracted)]
+        if not users or max(p.order for p, _ in makers) > min(p.order for p, _ in users):
+            return
+        if any(p.path in self.rules for p, _ in (*makers, *users)):
+            return
+        names = lambda pairs: ", ".join(dict.fromkeys(_layer(p.path)[0] for p, _ in pairs))
+        most = max(self._units(node) for _, nodes in (*makers, *users) for node in nodes)
+        for product, (node, *_) in makers:
+            why = f"its outputs reach {names(users)} feature by feature"
+            self._set(product.path, node, ParallelMode.COLUMN, why, most)
+            self._place_bias(product, node)
+        for product, (node, *_) in users:
+            why = f"sums over what {names(makers)} give"
+            self._set(product.path, node, ParallelMode.ROW, why, most)
+
+    def _place_bias(self, product: Product, node: int) -> None:
+        """A bias that is a parameter without a layer's name lies like the outputs."""
+        for path, dims in self.nodes.items():
+            lone = len(dims) < len(self.nodes[product.path]) and path not in self.rules
+            if lone and path.rpartition("/")[2] not in BIAS:
+                mine = [d for d in dims if self._segment(d) == self._segment(node)]
+                for dim in mine[:1]:
+                    self._set(path, dim, ParallelMode.COLUMN, "is added to split outputs")
+
+    def _place_norms(self) -> None:
+        """Layers that hold nothing but scales of the residual stream split positions instead."""
+        streams = {
+            self._segment(node)
+            for product in self.flow.products
+            for node in product.free
+            if self._mode(product.path) is ParallelMode.ROW
+        }
+        for path, dims in self.nodes.items():
+            is_scale = path.rpartition("/")[2] == "scale"
+            if is_scale and self._segment(dims[-1]) in streams:
+                why = "works on each position of the residual stream by itself"
+                self.rules[path] = Rule(path, ParallelMode.SEQUENCE, reason=why)
+
+    def _mode(self, path: Path) -> ParallelMode | None:
+        rule = self.rules.get(path)
+        return None if rule is None else rule.mode
+
+    def _set(self, path: Path, node: int, mode: ParallelMode, why: str, most: int = 1) -> None:
+        dims = self.nodes[path]
+        position = next(
+            i for i, own in enumerate(dims) if self._segment(own) == self._segment(node)
+        )
+        units = self._units(node)
+        cut = self._blocks(node)
+        if cut is not None:
+            why += f"; {cut.parts} blocks lie side by side"
+        size = self.flow.sizes[node]
+        self.rules[path] = Rule(
+            path,
+            mode,
+            dim=position - len(dims),
+            unit=1 if units in (size, 0) else size // units,
+            optional=0 < units < most,
+            parts=1 if cut is None else cut.parts,
+            stacked=cut is not None and cut.by_reshape,
+            reason=why,
+        )
+
+    def _units(self, node: int) -> int:
+        """How many indivisible units a dim has: heads where it is cut into heads."""
+        segment, size = self._segment(node), self.flow.sizes[node]
+        used = [
+            cut
+            for cut in self.flow.cuts
+            if self._segment(cut.whole) == segment
+            and self._of(cut.piece) == self._of(node)
+            and not cut.repeats
+        ]
+        majors = [self.flow.sizes[cut.piece] for cut in used if cut.parts == 1]
+        inner = [self._units(cut.piece) * cut.parts for cut in used if cut.parts > 1]
+        return min([size, *majors, *inner])
+
+    def _blocks(self, node: int) -> Cut | None:
+        """The cut that tells blocks of the same units apart, where they lie side by side."""
+        segment = self._segment(node)
+        used = [
+            cut
+            for cut in self.flow.cuts
+            if self._segment(cut.whole) == segment
+            and self._of(cut.piece) == self._of(node)
+            and self._segment(cut.piece) not in self.reasons
+        ]
+        first = min(used, key=lambda cut: cut.parts, default=None)
+        return None if first is None or first.parts == 1 else first
+
+    def _unplaced(self) -> Iterator[Unplaced]:
+        used = {product.path: product for product in self.flow.products}
+        for path, dims in self.nodes.items():
+            if path in self.rules or len(dims) < 2 or path.rpartition("/")[2] in (*BIAS, "scale"):
+                continue
+            if path not in used:
+                yield Unplaced(path, "no product with activations was found")
+                continue
+            whys = [self._why_not(node) for node in (*used[path].free, *used[path].contracted)]
+            kept = [why for why in whys if why] or ["no later kernel sums over its outputs"]
+            yield Unplaced(path, "; ".join(dict.fromkeys(f"a dim {why}" for why in kept)))
+
+
+def _layer(path: Path) -> tuple[Path, str]:
+    """The layer that a parameter belongs to and its name there; a lone parameter is its own."""
+    layer, _, leaf = path.rpartition("/")
+    return (layer, leaf) if leaf in LAYER_LEAVES or leaf == "scale" else (path, "")
+
+
+def _as_layers(rules: dict[Path, Rule]) -> Iterator[Rule]:
+    """Joins the rules of layers that repeat: numbers in their paths become `\\d+`."""
+    joined: dict[str, Rule] = {}
+    clashing: set[str] = set()
+    for path, rule in rules.items():
+        pattern = _pattern(_layer(path)[0])
+        reason = re.sub(r"(^|[/ ])\d+(?=/)", r"\1*", rule.reason)
+        general = dataclasses.replace(rule, pattern=pattern, reason=reason)
+        if joined.setdefault(pattern, general) != general:
+            clashing.add(pattern)
+    for path, rule in rules.items():
+        pattern = _pattern(_layer(path)[0])
+        if pattern in clashing:
+            joined[f"^{re.escape(_layer(path)[0])}$"] = rule
+    kept = {pattern: rule for pattern, rule in joined.items() if pattern not in clashing}
+    yield from (dataclasses.replace(kept[pattern], pattern=pattern) for pattern in sorted(kept))
+
+
+def _pattern(layer: Path) -> str:
+    names = (r"\d+" if name.isdigit() else re.escape(name) for name in layer.split("/"))
+    return f"^{'/'.join(names)}$"

@@ -1,0 +1,315 @@
+"""Tensor parallelism of an unmodified model: a plan, the layout it gives, and pinned calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..core.errors import UnsupportedError
+from ..core.typing import Array, Path
+from ..nn import Layout, ParallelMode, own_rows, wrap_calls
+from .plan import ByPlan, Plan, PlanLike, Rule
+from .strategy import Strategy
+
+
+def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) -> Strategy:
+    """Splits the layers of a model over a mesh axis, without a change to its source.
+
+    A column layer followed by a row layer computes
+
+        y = sum_r f(x A[:, r]) B[r, :]        r = the rank's share of the hidden features
+
+    with one sum over the ranks at its end, forward, and one at its start, backward. The model
+    stays the single-device program that it is: the plan says how the kernels lie, activations are
+    pinned where a layer of the plan takes or gives them, and the compiler partitions the rest.
+
+    Args:
+        plan: a `Plan`, a dict from path pattern to mode, or the name of a preset.
+        axis: the mesh axis.
+        sequence: sequence parallelism: norms, dropout and residuals hold 1/size of the positions,
+            and each sum becomes a reduce-scatter, with an all-gather before the next column
+            layer. As many bytes, and 1/size of the activations.
+
+    Returns:
+        The strategy; it splits no batch: compose it with `ddp`, `zero` or `fsdp`.
+
+    Raises:
+        ConfigError: for an unknown preset or mode.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> strategy = tensor_parallel({"up$": "column", "down$": "row"})
+        >>> strategy.params("mlp/down/kernel", (256, 64), MeshSpec(tp=4))
+        P('tp',)
+
+    Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation
+    Recomputation, arXiv:2205.05198.
+    """
+    policy = ByPlan(Plan.of(plan), axis)
+    return Strategy(
+        "tensor",
+        params=policy,
+        grads=policy,
+        opt_state=policy,
+        layers=(TensorLayers(policy, sequence),),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorLayers:
+    """Pins activations at the layers of a plan.
+
+    Args:
+        policy: the plan and its axis.
+        sequence: whether positions are split between a row layer and the next column layer.
+    """
+
+    policy: ByPlan
+    sequence: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes it needs."""
+        return (self.policy.axis,)
+
+    def extend(self, layout: Layout) -> Layout:
+        """Heads are split, as the features that they are made of."""
+        return dataclasses.replace(layout, heads=(self.policy.axis,))
+
+    def __call__(self, model: nnx.Module, layout: Layout) -> None:
+        """Changes the calls of a merged model's layers, in place.
+
+        Raises:
+            UnsupportedError: when the plan matches no layer and no parameter of the model.
+        """
+        found = 0
+        for keys, module in list(nnx.iter_modules(model)):
+            path = "/".join(map(str, keys))
+            if isinstance(module, nnx.bridge.ToNNX):
+                found += wrap_linen(module, LinenPins(self, layout, path, shapes_below(module)))
+            elif rule := self.policy.plan.rule_of(path):
+                pin = self.pin(rule, path, shapes_of(module), layout)
+                wrap_calls(module, pin.calls(module))
+                found += 1
+        if not found and not self._holds_parameter(model):
+            patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
+            paths = sorted("/".join(map(str, keys)) for keys, _ in nnx.iter_modules(model))
+            raise UnsupportedError(
+                f"the plan matches no layer of the model: patterns {patterns}; the layers are "
+                f"{', '.join(filter(None, paths))}. Change the patterns, or ask suggest_plan(model)"
+            )
+
+    def pin(self, rule: Rule, path: Path, shapes: dict[str, Any], layout: Layout) -> Pin:
+        """How the calls of one layer are pinned.
+
+        Args:
+            rule: its rule.
+            path: its path.
+            shapes: the shapes of its own parameters, by name.
+            layout: where activations lie.
+        """
+        is_split = any(
+            self.policy(f"{path}/{name}", shape, layout.mesh) for name, shape in shapes.items()
+        )
+        return Pin(rule.as_value(), self.policy.axis, is_split, self.sequence, layout)
+
+    def _holds_parameter(self, model: nnx.Module) -> bool:
+        paths = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
+        return any(self.policy.plan.rule_of_parameter(path) for path in paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """Where the activations around one layer lie; a value, so that equal layers stay equal.
+
+    Args:
+        rule: the rule of the layer, the pattern left out.
+        axis: the mesh axis.
+        is_split: whether any of its parameters is split; an optional layer may stay whole.
+        sequence: whether positions are split between layers.
+        layout: where activations lie otherwise.
+    """
+
+    rule: Rule
+    axis: str
+    is_split: bool
+    sequence: bool
+    layout: Layout
+
+    def calls(self, module: nnx.Module) -> dict[str, Any]:
+        """What runs in place of the module's methods."""
+        if self.rule.mode is ParallelMode.VOCAB and hasattr(module, "attend"):
+            columns = dataclasses.replace(self.rule, mode=ParallelMode.COLUMN, dim=-1)
+            head = dataclasses.replace(self, rule=columns)
+            return {"__call__": self, "attend": head}
+        return {"__call__": self}
+
+    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call between its pins, by the mode."""
+        return _AROUND[self.rule.mode](self, call, module, *args, **kwargs)
+
+    def around_columns(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+        """Whole features in, split features out."""
+        x, parts = self._whole(x), self.rule.parts
+        features = (self.axis,) if self.is_split else ()
+        dim = self.rule.dim or -1
+        run = lambda layer: self.layout.constrain(call(layer, x, *args, **kwargs), features, dim)
+        if parts == 1 or not self.is_split or not isinstance(module, nnx.Module):
+            return run(module)
+        blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
+        if not self.rule.stacked:
+            return jnp.concatenate(blocks, dim)
+        whole = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
+        return jnp.stack(blocks, dim - 1).reshape(whole)
+
+    def around_rows(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+        """Split features in, the sum over the ranks out."""
+        features = (self.axis,) if self.is_split else ()
+        x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
+        return self._residual(call(module, x, *args, **kwargs))
+
+    def around_lookup(self, call: Any, module: Any, tokens: Array) -> Any:
+        """Token ids in, rows of the table out: every rank looks up those that it holds.
+
+        Written with `shard_map`, for left to itself the compiler may move the table, or the
+        gradients of all positions, instead of one sum of rows.
+        """
+        if not self.is_split or not hasattr(module, "embedding"):
+            return self._residual(call(module, tokens))
+        graphdef, table, rest = nnx.split(module, nnx.Param, ...)
+        rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
+
+        def local(table: Any, tokens: Array) -> Array:
+            own = nnx.merge(graphdef, table, rest, copy=True)
+            found = own_rows(
+                lambda ids: call(own, ids), tokens, own.embedding[...].shape[0], self.axis
+            )
+            if self.sequence:
+                return jax.lax.psum_scatter(found, self.axis, scatter_dimension=1, tiled=True)
+            return jax.lax.psum(found, self.axis)
+
+        ids = self.layout.spec((*tokens.shape, 1))
+        mapped = self.layout.mapped(
+            local, (PartitionSpec(self.axis), PartitionSpec(*ids[:-1])), rows
+        )
+        return mapped(table, tokens)
+
+    def around_vocabulary(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+        """A table looks tokens up, a head gives split logits."""
+        looks_up = not jnp.issubdtype(x.dtype, jnp.floating)
+        around = self.around_lookup if looks_up else self.around_columns
+        return around(call, module, x, *args, **kwargs)
+
+    def around_positions(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every position is computed by itself, so positions may be split."""
+        return self._residual(call(module, *args, **kwargs))
+
+    def around_whole(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Whole features in and out."""
+        return jax.tree.map(self._whole, call(module, *args, **kwargs))
+
+    def _whole(self, x: Array) -> Array:
+        return self.layout.constrain(x) if _is_float(x) else x
+
+    def _residual(self, x: Array) -> Array:
+        return self.layout.constrain(x, sequence=self._positions)
+
+    @property
+    def _positions(self) -> tuple[str, ...]:
+        return (self.axis,) if self.sequence else ()
+
+
+_AROUND = {
+    ParallelMode.COLUMN: Pin.around_columns,
+    ParallelMode.ROW: Pin.around_rows,
+    ParallelMode.VOCAB: Pin.around_vocabulary,
+    ParallelMode.SEQUENCE: Pin.around_positions,
+    ParallelMode.REPLICATE: Pin.around_whole,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenPins:
+    """Pins the layers inside a bridged Linen module, which are no NNX modules.
+
+    Args:
+        layers: the plan.
+        layout: where activations lie.
+        path: the path of the bridge.
+        shapes: the shapes of its parameters by path below it, as sorted pairs.
+    """
+
+    layers: TensorLayers
+    layout: Layout
+    path: Path
+    shapes: tuple[tuple[Path, tuple[int, ...]], ...]
+
+    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the bridge with its inner calls intercepted."""
+        with nn.intercept_methods(self.intercept):
+            return call(module, *args, **kwargs)
+
+    def intercept(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext):
+        """Runs one Linen method between the pins of its layer."""
+        path = "/".join(filter(None, (self.path, *context.module.path)))
+        rule = self.layers.policy.plan.rule_of(path)
+        if rule is None or context.method_name != "__call__":
+            return call(*args, **kwargs)
+        below = "/".join(context.module.path) + "/"
+        shapes = {p.removeprefix(below): s for p, s in self.shapes if p.startswith(below)}
+        pin = self.layers.pin(rule, path, shapes, self.layout)
+        return pin(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
+
+
+def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
+    """Cuts a layer into several with equal shares of its outputs, side by side.
+
+    Ranks that each hold some columns of `[q | k | v]` hold no head of all three. Cut up, each block
+    is split by itself: the kernel moves between the ranks, which is small, and not the activations.
+    """
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    pieces = jax.tree.map(lambda leaf: jnp.split(leaf, parts, dim), params)
+    is_list = lambda value: isinstance(value, list)
+    pick = lambda index: jax.tree.map(lambda piece: piece[index], pieces, is_leaf=is_list)
+    return [nnx.merge(graphdef, pick(index), rest, copy=True) for index in range(parts)]
+
+
+def wrap_linen(module: nnx.Module, pins: LinenPins) -> int:
+    """Has a bridged Linen module run between pins; returns how many of its layers have a rule."""
+    wrap_calls(module, {"__call__": pins})
+    layers = {path.rpartition("/")[0] for path, _ in pins.shapes}
+    rule_of = pins.layers.policy.plan.rule_of
+    return sum(rule_of("/".join(filter(None, (pins.path, layer)))) is not None for layer in layers)
+
+
+def shapes_of(module: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters that a module holds itself, by name."""
+    return {
+        name: value.get_value().shape for name, value in vars(module).items() if is_param(value)
+    }
+
+
+def shapes_below(module: nnx.Module) -> tuple[tuple[Path, tuple[int, ...]], ...]:
+    """The shapes of all parameters below a module, by path."""
+    return tuple(
+        sorted(
+            ("/".join(map(str, keys)), value.get_value().shape)
+            for keys, value in nnx.iter_graph(module)
+            if is_param(value)
+        )
+    )
+
+
+def is_param(value: Any) -> bool:
+    """Whether a node of a model's graph is a trained parameter."""
+    return isinstance(value, nnx.Param)
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

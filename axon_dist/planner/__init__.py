@@ -1,0 +1,49 @@
+"""What a model needs on devices that are not here: bytes, traffic, time, and a plan.
+
+No array is made and no device is asked: everything follows from sizes, formulas with their papers,
+and peak rates. The compiled step has the last word; `axon inspect` reads it. Imports `parallel`,
+`precision`, `schedule`, `mesh` and `core`. Start reading in `recommend.py`, then `plan.py`.
+"""
+
+from .activations import layer_activations as layer_activations
+from .activations import step_activations as step_activations
+from .arrangement import Arrangement as Arrangement
+from .arrangement import arrange as arrange
+from .candidates import candidates as candidates
+from .cost import StepTime as StepTime
+from .cost import estimate_step_time as estimate_step_time
+from .cost import idle_share as idle_share
+from .decide import Direction as Direction
+from .decide import decide as decide
+from .hardware import HARDWARE as HARDWARE
+from .hardware import Hardware as Hardware
+from .hardware import hardware as hardware
+from .hardware import parse_cluster as parse_cluster
+from .lint import Finding as Finding
+from .lint import lint as lint
+from .memory import OPTIMIZERS as OPTIMIZERS
+from .memory import BytesPerParam as BytesPerParam
+from .memory import MemoryEstimate as MemoryEstimate
+from .memory import ModelSize as ModelSize
+from .memory import bytes_per_param as bytes_per_param
+from .memory import estimate_memory as estimate_memory
+from .memory import model_size as model_size
+from .plan import Plan as Plan
+from .plan import evaluate as evaluate
+from .quantity import parse_bytes as parse_bytes
+from .quantity import parse_count as parse_count
+from .recommend import Recommendation as Recommendation
+from .recommend import recommend as recommend
+from .scaling import effective_batch as effective_batch
+from .scaling import scale_lr as scale_lr
+from .scaling import scaling_efficiency as scaling_efficiency
+from .shape import TransformerShape as TransformerShape
+from .shape import guess_shape as guess_shape
+from .traffic import comm_bytes as comm_bytes
+from .traffic import context_bytes as context_bytes
+from .traffic import pipeline_bytes as pipeline_bytes
+from .traffic import sequence_bytes as sequence_bytes
+from .traffic import tensor_bytes as tensor_bytes
+from .transfer import Transfer as Transfer
+from .transfer import transfers as transfers
+from .workload import Workload as Workload

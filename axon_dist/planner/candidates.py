@@ -1,0 +1,75 @@
+"""Every arrangement worth comparing on a number of devices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from ..parallel import ZERO
+from .arrangement import STAGES, Arrangement, arrange
+from .hardware import Hardware
+from .workload import Workload
+
+_MAX_MICROBATCH = 64
+
+
+def candidates(work: Workload, num_devices: int, hardware: Hardware) -> Iterator[Arrangement]:
+    """Yields the arrangements whose sizes divide the devices, the heads, the layers and the batch.
+
+    Tensor parallelism stays inside a node. In a pipeline, whose ranks gather their stage once per
+    step, sharding moves no more than replicating, so replicas are always sharded there.
+
+    Args:
+        work: the model and its batch.
+        num_devices: all of them are used.
+        hardware: how many devices a node has.
+
+    Yields:
+        Arrangements over `num_devices`.
+    """
+    for tp, pp in itertools.product(divisors(num_devices), repeat=2):
+        if num_devices % (tp * pp) or not _splits(work, tp, pp, hardware):
+            continue
+        ranks = num_devices // (tp * pp)
+        if work.global_batch % ranks == 0:
+            local = work.global_batch // ranks
+            for base in _strategies(ranks, tp, pp, hardware):
+                yield from _microbatches(base, local)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending.
+
+    Example:
+        >>> divisors(12)
+        (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(i for i in range(1, number + 1) if number % i == 0)
+
+
+def _splits(work: Workload, tp: int, pp: int, hardware: Hardware) -> bool:
+    shape = work.shape
+    inside = tp <= (hardware.node_size or 8)
+    return inside and shape.num_heads % tp == 0 and shape.num_layers % pp == 0
+
+
+def _strategies(ranks: int, tp: int, pp: int, hardware: Hardware) -> Iterator[Arrangement]:
+    model = {"tp": tp, "pp": pp, "sequence": tp > 1}
+    if ranks == 1:
+        yield Arrangement(strategy="ddp", **model)
+        return
+    for name in STAGES:
+        if pp > 1 and not ZERO[STAGES[name]].params:
+            continue
+        if name != "hybrid_shard":
+            yield arrange(name, ranks, **model)
+        elif tp * pp == 1 and 1 < hardware.node_size < ranks and ranks % hardware.node_size == 0:
+            size = hardware.node_size
+            yield Arrangement(strategy=name, dp=ranks // size, fsdp=size)
+
+
+def _microbatches(base: Arrangement, local: int) -> Iterator[Arrangement]:
+    fields = {name: getattr(base, name) for name in Arrangement.__dataclass_fields__}
+    sizes = [size for size in divisors(min(local, _MAX_MICROBATCH)) if local % size == 0]
+    for size, remat in itertools.product(sizes, (False, True)):
+        yield Arrangement(**{**fields, "num_microbatches": local // size, "remat": remat})

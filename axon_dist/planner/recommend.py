@@ -1,0 +1,176 @@
+"""`recommend`: arrangements ranked by what fits, what is simple, and what is fast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import optax
+
+from ..core.errors import ConfigError
+from ..precision import MixedPrecision
+from .candidates import candidates
+from .hardware import Hardware
+from .hardware import hardware as look_up
+from .lint import Finding, lint
+from .plan import ROOMY, USABLE, Plan, evaluate
+from .shape import TransformerShape, guess_shape
+from .workload import Workload
+
+GLOBAL_BATCH = 1024
+"""Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
+(arXiv:2005.14165, table 2.1)."""
+
+
+SIMPLICITY = ("ddp", "shard_grad_op", "zero1", "full_shard", "hybrid_shard")
+"""Data-parallel strategies in the order in which they are taken. ZeRO-1 holds more than ZeRO-2, and
+is for steps of so many microbatches that reducing each is no longer quiet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """The plans of a workload, best first.
+
+    Args:
+        work: the model and its batch.
+        hardware: the rates that times are estimated with.
+        num_devices: how many devices.
+        plans: the best plan of every combination; those that fit come first.
+        findings: what is worth knowing about the best one.
+    """
+
+    work: Workload
+    hardware: Hardware
+    num_devices: int
+    plans: tuple[Plan, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def best(self) -> Plan:
+        """The plan to take, or the one that comes nearest to fitting."""
+        return self.plans[0]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan fits."""
+        return self.best.fits
+
+    @property
+    def faster(self) -> Plan | None:
+        """The plan with the shortest estimated step, where it fits and is not the best one.
+
+        Estimates let all transfers of layers hide; a plan that relies on it is not taken first.
+        """
+        quickest = min((p for p in self.plans if p.fits), key=lambda p: p.time.total, default=None)
+        return quickest if quickest and quickest.time.total < self.best.time.total else None
+
+    @property
+    def strategy(self) -> str:
+        """The name of the best plan, or `"does not fit"`."""
+        return self.best.name if self.fits else "does not fit"
+
+    @property
+    def reason(self) -> str:
+        """Why, in one sentence."""
+        if self.fits:
+            return f"{self.best.name}: {'; '.join(self.best.reasons)}"
+        best = self.best
+        return (
+            f"does not fit: split over all {self.num_devices} devices, the training state alone "
+            f"is {best.memory.states / 1e9:.4g} GB on each, {best.memory.total / 1e9:.4g} GB with "
+            f"activations, and {USABLE:.0%} of {best.device_bytes / 1e9:.4g} GB can be used; take "
+            f"at least {self.devices_needed} devices, or an optimizer with less state"
+        )
+
+    @property
+    def devices_needed(self) -> int:
+        """Devices over which the training state alone would fit, if all of it is split."""
+        whole = self.best.memory.states * self.num_devices
+        return -(-whole // int(USABLE * self.best.device_bytes))
+
+
+def recommend(
+    num_params: float | TransformerShape,
+    num_devices: int,
+    device_bytes: float | None = None,
+    *,
+    hardware: Hardware | str = "h100",
+    global_batch: int | None = None,
+    sequence_length: int = 2048,
+    optimizer: str | optax.GradientTransformation = "adam",
+    precision: MixedPrecision | str | bool | None = None,
+) -> Recommendation:
+    """Ranks every arrangement of a model on some devices.
+
+    Of what fits, the simplest comes first that leaves room (its training state takes at most half
+    of the memory) and is quiet (transfers and bubble are at most 30 % of a step): replicate before
+    sharding, shard before splitting layers, split layers before cutting the model into stages.
+    Where nothing leaves room, nothing is held twice. Among equals the faster one is better.
+
+    Args:
+        num_params: trainable scalars, or the sizes of a transformer; a number is taken for a
+            transformer of usual proportions.
+        num_devices: all of them are used.
+        device_bytes: memory of a device, bytes; None takes the hardware's.
+        hardware: a name of `HARDWARE`, or any description.
+        global_batch: samples of a step; by default the multiple of `num_devices` from 1024 on.
+        sequence_length: tokens of a sample, where the model is given by a number.
+        optimizer: a name of `OPTIMIZERS` or an optax transformation.
+        precision: a policy or a preset's name; float32 by default.
+
+    Returns:
+        The plans, best first, the best of every combination of strategies.
+
+    Raises:
+        ConfigError: for a number that is not positive, or a batch that no mesh of all the devices
+            divides.
+
+    Example:
+        >>> recommend(0.5e9, 4).strategy, recommend(10e9, 8, 80e9).strategy
+        ('ddp', 'full_shard')
+        >>> recommend(70e9, 8, 80e9).reason[:82]
+        'does not fit: split over all 8 devices, the training state alone is 140 GB on each'
+    """
+    row = look_up(hardware) if isinstance(hardware, str) else hardware
+    memory = int(row.memory_bytes if device_bytes is None else device_bytes)
+    if num_devices < 1 or memory < 1:
+        raise ConfigError(
+            f"got num_devices={num_devices} and device_bytes={memory}; both must be positive"
+        )
+    known = isinstance(num_params, TransformerShape)
+    shape = num_params if known else guess_shape(num_params, sequence_length)
+    batch = -(-GLOBAL_BATCH // num_devices) * num_devices if global_batch is None else global_batch
+    work = Workload(shape=shape, global_batch=batch, optimizer=optimizer, precision=precision)
+    found = [evaluate(one, work, row, memory) for one in candidates(work, num_devices, row)]
+    if not found:
+        raise ConfigError(
+            f"no mesh of {num_devices} devices divides global_batch={batch}, "
+            f"{shape.num_heads} heads and {shape.num_layers} layers; make the batch a multiple "
+            f"of {num_devices}, such as {-(-batch // num_devices) * num_devices}"
+        )
+    plans = best_of_each(found)
+    return Recommendation(work, row, num_devices, plans, lint(plans[0], work, row))
+
+
+def best_of_each(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Sorts plans, and keeps the first of every name."""
+    best: dict[str, Plan] = {}
+    for plan in sorted(plans, key=preference):
+        best.setdefault(plan.name, plan)
+    return tuple(best.values())
+
+
+def preference(plan: Plan) -> tuple[float, ...]:
+    """The order of plans: fits, roomy, quiet, simple, fast; smaller is better."""
+    if not plan.fits:
+        return (1, plan.memory.total)
+    arrangement = plan.arrangement
+    wasteful = not plan.is_roomy and arrangement.shards[0] < arrangement.data_ranks
+    simplicity = (
+        2 * (arrangement.pp > 1) + (arrangement.tp > 1),
+        SIMPLICITY.index(arrangement.strategy),
+    )
+    wishes = (not plan.is_roomy, wasteful, not plan.is_quiet)
+    # Memory below half is no matter; fewer microbatches keep a device busier.
+    ties = (max(plan.memory.total, ROOMY * plan.device_bytes), arrangement.num_microbatches)
+    return (0, *wishes, *simplicity, plan.time.total, arrangement.remat, *ties)

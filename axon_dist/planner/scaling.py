@@ -1,0 +1,88 @@
+"""What more devices change: the batch, the learning rate, and how much faster it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import MappingProxyType
+
+from ..core.errors import ConfigError, did_you_mean
+
+LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
+    {"linear": lambda ratio: ratio, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
+)
+"""By what the learning rate grows, given by what the batch grows."""
+
+
+def effective_batch(local: int, dp: int, accum: int = 1) -> int:
+    """Samples of a step: those of a microbatch, times ranks, times microbatches.
+
+    Args:
+        local: samples that a rank computes at a time.
+        dp: data-parallel ranks.
+        accum: microbatches that a step accumulates.
+
+    Raises:
+        ConfigError: for a number below 1.
+
+    Example:
+        >>> effective_batch(8, 32), effective_batch(4, 2, accum=4)
+        (256, 32)
+    """
+    for name, value in (("local", local), ("dp", dp), ("accum", accum)):
+        if value < 1:
+            raise ConfigError(f"got {name}={value}; it must be at least 1")
+    return local * dp * accum
+
+
+def scale_lr(base: float, batch: int, base_batch: int, rule: str = "linear") -> float:
+    """The learning rate for another batch.
+
+    Args:
+        base: the rate that was good.
+        batch: samples of a step now.
+        base_batch: samples of a step then.
+        rule: `linear` for SGD, `sqrt` for Adam, or `none`.
+
+    Returns:
+        The rate.
+
+    Raises:
+        ConfigError: for an unknown rule or numbers that are not positive.
+
+    Example:
+        >>> scale_lr(0.1, batch=8192, base_batch=256), scale_lr(1e-3, 64, 16, "sqrt")
+        (3.2, 0.002)
+
+    Source: Goyal et al., arXiv:1706.02677 (linear); Malladi et al., arXiv:2205.10287 (sqrt).
+    """
+    if rule not in LR_RULES:
+        raise ConfigError(f"unknown learning-rate rule {rule!r}.{did_you_mean(rule, LR_RULES)}")
+    if min(base, batch, base_batch) <= 0:
+        raise ConfigError(
+            f"got base={base}, batch={batch}, base_batch={base_batch}; all must be positive"
+        )
+    return base * LR_RULES[rule](batch / base_batch)
+
+
+def scaling_efficiency(t1: float, tn: float, n: int) -> float:
+    """How much of n-fold speed n devices reach, from measured times of the same work: `t1/(n tn)`.
+
+    Args:
+        t1: seconds on one device.
+        tn: seconds on n devices.
+        n: devices.
+
+    Returns:
+        1 for perfect scaling.
+
+    Raises:
+        ConfigError: for numbers that are not positive.
+
+    Example:
+        >>> scaling_efficiency(8.0, 1.25, 8)
+        0.8
+    """
+    if min(t1, tn, n) <= 0:
+        raise ConfigError(f"got t1={t1}, tn={tn}, n={n}; all must be positive")
+    return t1 / (n * tn)

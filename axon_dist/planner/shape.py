@@ -1,0 +1,104 @@
+"""`TransformerShape`: the few sizes of a transformer that memory, traffic and FLOPs depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..core.errors import ConfigError
+
+_HEAD_DIM = 128
+_ASPECT = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerShape:
+    """The sizes of a decoder-only transformer and of its input.
+
+    Args:
+        num_params: trainable scalars, embeddings included.
+        num_layers: blocks.
+        width: size of the residual stream.
+        num_heads: query heads per block.
+        sequence_length: tokens of a sample.
+        vocab_size: token ids.
+
+    Raises:
+        ConfigError: for a size that is not positive.
+
+    Example:
+        >>> shape = guess_shape(175e9)
+        >>> shape.num_layers, shape.width, shape.num_heads  # GPT-3's
+        (96, 12288, 96)
+    """
+
+    num_params: int
+    num_layers: int
+    width: int
+    num_heads: int
+    sequence_length: int = 2048
+    vocab_size: int = 32_000
+
+    def __post_init__(self):
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless all sizes are positive."""
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(
+                    f"{field.name} of the transformer is {getattr(self, field.name)}; it must be "
+                    "at least 1"
+                )
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a block, as an equal share of all; what FSDP gathers as one."""
+        return -(-self.num_params // self.num_layers)
+
+    def flops_per_token(self, recomputed: int = 0) -> float:
+        """Operations of a training step per token: `6 P + 12 L h s`.
+
+        A forward pass takes a third of it; each recomputation in the backward pass takes one more.
+
+        Args:
+            recomputed: how many times the forward pass is repeated.
+
+        Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+        """
+        attention = 12 * self.num_layers * self.width * self.sequence_length
+        return (6 * self.num_params + attention) * (3 + recomputed) / 3
+
+
+def guess_shape(num_params: float, sequence_length: int = 2048) -> TransformerShape:
+    """The shape that a transformer of some size usually has, where only the size is known.
+
+    `P = 12 L h**2` with a width of about 128 per layer and heads of 128, as GPT-3 and LLaMA have.
+
+    Args:
+        num_params: trainable scalars.
+        sequence_length: tokens of a sample.
+
+    Returns:
+        A shape; its number of parameters is the one given.
+
+    Raises:
+        ConfigError: for a number that is not positive.
+
+    Source: Kaplan et al., Scaling Laws for Neural Language Models, arXiv:2001.08361, section 2.1.
+    """
+    if num_params < 1:
+        raise ConfigError(f"got num_params={num_params}; a model has at least one parameter")
+    depth = (num_params / (12 * _ASPECT**2)) ** (1 / 3)
+    heads = _nearest(depth * _ASPECT / _HEAD_DIM, 8 if depth >= 16 else 4)
+    width = heads * _HEAD_DIM
+    return TransformerShape(
+        num_params=int(num_params),
+        num_layers=_nearest(num_params / (12 * width**2), 4),
+        width=width,
+        num_heads=heads,
+        sequence_length=sequence_length,
+    )
+
+
+def _nearest(value: float, multiple: int) -> int:
+    return max(1, round(value / multiple)) * multiple

@@ -1,0 +1,115 @@
+"""What an arrangement moves in a step: one `Transfer` per axis and kind, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from .arrangement import Arrangement
+from .hardware import Hardware
+from .traffic import ROUNDS, around, pipeline_bytes, sequence_bytes, tensor_bytes
+from .workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Equal collectives over one axis.
+
+    Args:
+        axis: the mesh axis.
+        kind: what moves, in words.
+        wire_bytes: what a device sends in a step, bytes.
+        num_calls: collectives in a step; each costs the latency of its ring.
+        num_ranks: members of the group.
+        stride: devices between neighbours of the group.
+        hides: whether there is compute that does not wait for it.
+    """
+
+    axis: str
+    kind: str
+    wire_bytes: float
+    num_calls: int
+    num_ranks: int
+    stride: int
+    hides: bool
+
+    def seconds(self, hardware: Hardware) -> float:
+        """The alpha-beta time: latency of all calls, and bytes over bandwidth."""
+        latency = hardware.ring_latency(self.num_ranks, self.stride)
+        return self.num_calls * latency + self.wire_bytes / hardware.bandwidth(
+            self.num_ranks, self.stride
+        )
+
+
+def transfers(arrangement: Arrangement, work: Workload) -> tuple[Transfer, ...]:
+    """Lists what moves in a step.
+
+    Gathers and reductions of layers hide behind the compute of other layers. The parameters that
+    ZeRO-1 and 2 gather after the optimizer hide behind nothing, and neither do the activations of
+    tensor parallelism. A pipeline gathers its stage once per step.
+
+    Args:
+        arrangement: the axes.
+        work: the model and its batch.
+
+    Returns:
+        The transfers; none over an axis of size 1.
+
+    Example:
+        >>> from axon_dist.planner import arrange, guess_shape
+        >>> work = Workload(shape=guess_shape(1e9), global_batch=8)
+        >>> [(t.axis, t.kind, t.wire_bytes) for t in transfers(arrange("ddp", 2), work)]
+        [('dp', 'gradients', 4000000000.0)]
+    """
+    found = (*_data(arrangement, work), *_tensor(arrangement, work), *_pipeline(arrangement, work))
+    return tuple(transfer for transfer in found if transfer.num_ranks > 1)
+
+
+def microbatch_size(arrangement: Arrangement, work: Workload) -> int:
+    """Samples that a data-parallel rank computes at a time, rounded up."""
+    return -(-work.global_batch // (arrangement.data_ranks * arrangement.num_microbatches))
+
+
+def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
+    params = work.shape.num_params / plan.model_ranks
+    layers = -(-work.shape.num_layers // plan.pp)
+    # A pipeline accumulates whole gradients of its stage, and gathers it once.
+    rounds = 1 if plan.pp > 1 else plan.num_microbatches
+    gathers, scatters = ROUNDS[plan.strategy].count(rounds)
+    gathers = 1 if plan.pp > 1 and plan.splits_params else gathers
+    reduced = params * work.policy.reduce_dtype.itemsize
+    ranks, axis = plan.num_shards, "fsdp" if plan.fsdp > 1 else "dp"
+    send = lambda kind, size, calls, hides=True: Transfer(
+        axis, kind, calls * around(ranks) * size, calls * layers, ranks, plan.tp, hides
+    )
+    if plan.strategy == "ddp":
+        yield send("gradients", reduced, 2)
+        return
+    yield send("gradients", reduced, scatters)
+    if plan.splits_params:
+        yield send("layers", params * work.policy.compute.itemsize, gathers)
+    else:
+        yield send("parameters", params * work.policy.param.itemsize, gathers, hides=False)
+    if plan.strategy == "hybrid_shard":
+        wire = 2 * around(plan.dp) * reduced / plan.fsdp
+        stride = plan.tp * plan.fsdp
+        yield Transfer("dp", "gradients", wire, 2 * layers, plan.dp, stride, True)
+
+
+def _tensor(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
+    layers = -(-work.shape.num_layers // plan.pp)
+    residual = work.residual_bytes(microbatch_size(plan, work))
+    count = sequence_bytes if plan.sequence else tensor_bytes
+    again = plan.remat or plan.pp > 1
+    wire = count(residual, layers, plan.tp, remat=again) * plan.num_microbatches
+    # Each all-reduce is a reduce-scatter and an all-gather.
+    calls = (12 if again else 8) * layers * plan.num_microbatches
+    yield Transfer("tp", "activations", wire, calls, plan.tp, 1, False)
+
+
+def _pipeline(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
+    residual = work.residual_bytes(microbatch_size(plan, work))
+    # Neighbouring stages: a pair, whatever the length of the pipeline.
+    pair, stride = min(plan.pp, 2), plan.num_devices // plan.pp
+    wire = pipeline_bytes(residual) * plan.num_microbatches
+    yield Transfer("pp", "activations", wire, 2 * plan.num_microbatches, pair, stride, False)

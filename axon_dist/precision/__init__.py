@@ -1,0 +1,13 @@
+"""Dtypes of a step, and the loss scale that half precision needs.
+
+Imports `core`. Start reading in `policy.py`.
+"""
+
+from .policy import MixedPrecision as MixedPrecision
+from .policy import autocast as autocast
+from .policy import cast_floating as cast_floating
+from .policy import floating_dtype as floating_dtype
+from .scaler import GradScaler as GradScaler
+from .scaler import ScalerState as ScalerState
+from .scaler import all_finite as all_finite
+from .scaler import keep_if as keep_if

@@ -1,0 +1,167 @@
+"""`MixedPrecision`: which dtype parameters, compute, reductions, buffers and outputs have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.typing import Array, PyTree
+
+NAMES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a training step; whatever is not named keeps float32.
+
+    The parameters stay in `param`, which the optimizer updates; the model computes with copies in
+    `compute`; gradients cross the wire in `reduce`. Statistics of norms, softmax and the loss are
+    float32 whatever is chosen.
+
+    Args:
+        param: dtype in which parameters and optimizer state live.
+        compute: dtype of the forward and backward passes.
+        reduce: dtype of gradients while they are reduced; None is `compute`.
+        buffer: dtype of statistics such as BatchNorm's; None leaves them alone.
+        output: dtype of what the model returns to the loss function.
+
+    Raises:
+        ConfigError: for a dtype that is not floating-point.
+
+    Example:
+        >>> MixedPrecision.bf16().compute
+        dtype(bfloat16)
+        >>> MixedPrecision(compute="float16").needs_scaling
+        True
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740.
+    """
+
+    param: Any = "float32"
+    compute: Any = "float32"
+    reduce: Any = None
+    buffer: Any = None
+    output: Any = "float32"
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            dtype = None if value is None else floating_dtype(value, field.name)
+            object.__setattr__(self, field.name, dtype)
+
+    @classmethod
+    def bf16(cls) -> MixedPrecision:
+        """bfloat16 compute and reductions, float32 parameters."""
+        return cls(compute="bfloat16")
+
+    @classmethod
+    def fp16(cls) -> MixedPrecision:
+        """float16 compute with float32 reductions; to be used with a `GradScaler`."""
+        return cls(compute="float16", reduce="float32")
+
+    @classmethod
+    def of(cls, choice: MixedPrecision | str | bool | None) -> MixedPrecision:
+        """Reads a policy, a preset's name, or `mixed_precision=True`.
+
+        `True` is bfloat16 compute with float32 reductions, the careful choice.
+
+        Raises:
+            ConfigError: for an unknown name.
+        """
+        if isinstance(choice, MixedPrecision):
+            return choice
+        presets = {
+            None: cls(),
+            False: cls(),
+            True: cls(compute="bfloat16", reduce="float32"),
+            "float32": cls(),
+            "bf16": cls.bf16(),
+            "fp16": cls.fp16(),
+        }
+        if choice not in presets:
+            names = [name for name in presets if isinstance(name, str)]
+            raise ConfigError(f"unknown precision {choice!r}.{did_you_mean(str(choice), names)}")
+        return presets[choice]
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """The dtype in which gradients are reduced."""
+        return self.reduce or self.compute
+
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether small gradients vanish in the compute dtype, so that the loss is scaled."""
+        return self.compute == jnp.float16
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether compute differs from how parameters are kept."""
+        return self.compute != self.param
+
+
+def floating_dtype(value: Any, what: str) -> Any:
+    """Reads a floating-point dtype or its name.
+
+    Raises:
+        ConfigError: naming what it was for, what was got and what is valid.
+    """
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            f"{what} dtype is {value!r}; it must be a floating-point dtype."
+            f"{did_you_mean(str(value), NAMES)}"
+        )
+    return dtype
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating-point leaves of a tree; integers, keys and flags stay.
+
+    Example:
+        >>> tree = cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "bfloat16")
+        >>> tree["w"].dtype, tree["n"].dtype
+        (dtype(bfloat16), dtype('int32'))
+    """
+    return jax.tree.map(lambda x: _cast(x, dtype), tree)
+
+
+def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
+    """Makes a model compute in the policy's dtype, in place.
+
+    Modules that promote their arguments (every layer of Flax) are told the compute dtype, the
+    model's inputs are cast to it, and its outputs to the output dtype. The statistics of Flax's
+    norms are computed in float32 all the same.
+
+    Args:
+        model: any NNX module; its parameters are cast by whoever owns them.
+        policy: the dtypes.
+
+    Returns:
+        The model.
+    """
+    for _, module in nnx.iter_modules(model):
+        if hasattr(module, "param_dtype") and hasattr(module, "dtype"):
+            setattr(module, "dtype", policy.compute)  # noqa: B010
+    object.__setattr__(model, "__class__", _casting(type(model), policy))
+    return model
+
+
+def _casting(module_type: type[nnx.Module], policy: MixedPrecision) -> type[nnx.Module]:
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_floating((args, kwargs), policy.compute)
+        return cast_floating(module_type.__call__(self, *args, **kwargs), policy.output)  # type: ignore[operator]
+
+    return type(module_type.__name__, (module_type,), {"__call__": call})
+
+
+def _cast(leaf: Any, dtype: Any) -> Array:
+    is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.astype(dtype) if is_float else leaf

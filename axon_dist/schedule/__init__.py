@@ -1,0 +1,49 @@
+"""Pipeline schedules as tables: build, validate, simulate, draw.
+
+A `Schedule` says what every device does in every tick; what runs it lives in `parallel`. This room
+is plain Python: it imports the standard library and `core.errors`, no jax.
+Start reading in `table.py`, then `one_f_one_b.py` and `order.py`.
+"""
+
+from .action import Action as Action
+from .action import Cell as Cell
+from .action import Phase as Phase
+from .compare import ScheduleSummary as ScheduleSummary
+from .compare import Unavailable as Unavailable
+from .compare import compare as compare
+from .compare import summarize as summarize
+from .draw import draw as draw
+from .efficiency import efficiency as efficiency
+from .efficiency import min_microbatches as min_microbatches
+from .efficiency import pipeline_advice as pipeline_advice
+from .gpipe import gpipe as gpipe
+from .interleaved import interleaved_1f1b as interleaved_1f1b
+from .looped_bfs import looped_bfs as looped_bfs
+from .memory import IN_FLIGHT_ENDS as IN_FLIGHT_ENDS
+from .memory import STASH_ENDS as STASH_ENDS
+from .memory import PipelineMemoryStats as PipelineMemoryStats
+from .memory import peak_live as peak_live
+from .one_f_one_b import eager_1f1b as eager_1f1b
+from .one_f_one_b import one_f_one_b as one_f_one_b
+from .order import order_to_table as order_to_table
+from .partition import partition as partition
+from .partition import stage_ranges as stage_ranges
+from .registry import SCHEDULES as SCHEDULES
+from .registry import PipelineSchedule as PipelineSchedule
+from .registry import build_schedule as build_schedule
+from .simulate import Costs as Costs
+from .simulate import Timeline as Timeline
+from .simulate import simulate as simulate
+from .slots import SlotPlan as SlotPlan
+from .slots import Slots as Slots
+from .slots import assign_slots as assign_slots
+from .svg import to_svg as to_svg
+from .table import Placed as Placed
+from .table import Schedule as Schedule
+from .transfers import Payload as Payload
+from .transfers import Transfer as Transfer
+from .transfers import transfers as transfers
+from .validate import validate as validate
+from .zero_bubble import zero_bubble_h1 as zero_bubble_h1
+from .zero_bubble import zero_bubble_h2 as zero_bubble_h2
+from .zero_bubble_v import zero_bubble_v as zero_bubble_v

@@ -1,0 +1,84 @@
+"""One box of a pipeline schedule: which stage does what for which microbatch."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from ..core.errors import ScheduleError
+
+
+class Phase(StrEnum):
+    """What an action computes for its stage and microbatch.
+
+    `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines
+    (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage.
+    """
+
+    F = "F"
+    """The forward pass."""
+    B = "B"
+    """The whole backward pass: the gradients of the input and of the weights."""
+    I = "I"
+    """The gradient of the stage's input alone."""
+    W = "W"
+    """The gradient of the stage's weights alone."""
+
+    # Enum hashes by member name through a Python call; tables are full of dictionary look-ups.
+    __hash__ = str.__hash__
+
+
+class Action(NamedTuple):
+    """One unit of work, printed as torch prints it: `2F0` is stage 2, forward, microbatch 0.
+
+    Args:
+        stage: the stage, counted through the whole model (not per device).
+        phase: what is computed.
+        microbatch: which microbatch, from 0.
+
+    Example:
+        >>> str(Action(2, Phase.F, 0))
+        '2F0'
+        >>> Action.parse("2F0") == Action(2, Phase.F, 0)
+        True
+    """
+
+    stage: int
+    phase: Phase
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.phase}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads an action from its printed form.
+
+        Args:
+            text: for example `"2F0"`; blanks around it are dropped.
+
+        Returns:
+            The action.
+
+        Raises:
+            ScheduleError: the text is not an action.
+
+        Example:
+            >>> Action.parse(" 12W3 ")
+            Action(stage=12, phase=<Phase.W: 'W'>, microbatch=3)
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"got {text!r}, which is not an action. An action is a stage, one of F, B, I, W, "
+                "and a microbatch, such as 2F0; several in one tick are joined by '+'."
+            )
+        stage, phase, microbatch = match.groups()
+        return cls(int(stage), Phase(phase), int(microbatch))
+
+
+Cell = tuple[Action, ...]
+"""What one device does in one tick, left to right; empty when it is idle."""
+
+_PATTERN = re.compile(r"([0-9]+)([FBIW])([0-9]+)")

@@ -1,0 +1,82 @@
+"""What both drawings share: the boxes of a schedule on an axis of ticks or of time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .action import Action, Phase
+from .simulate import Timeline
+from .table import Schedule
+
+MEANINGS = {
+    Phase.F: "forward",
+    Phase.B: "backward",
+    Phase.I: "input gradient",
+    Phase.W: "weight gradient",
+}
+
+
+class Box(NamedTuple):
+    """An action drawn from `start` to `end`; `chunk` counts its device's stages."""
+
+    start: float
+    end: float
+    action: Action
+    chunk: int
+
+
+def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...], ...]:
+    """Lays out every device's actions.
+
+    Args:
+        schedule: the table.
+        timeline: its simulation, for an axis of time; None draws ticks of one width, which
+            several actions share evenly.
+
+    Returns:
+        The boxes of each device, from left to right.
+    """
+    chunk_of = {
+        stage: chunk
+        for device in range(schedule.num_devices)
+        for chunk, stage in enumerate(schedule.stages_of(device))
+    }
+    if timeline is not None:
+        return tuple(
+            tuple(Box(*span, action, chunk_of[action.stage]) for action, span in row)
+            for row in timeline.spans
+        )
+    return tuple(
+        tuple(
+            Box(
+                tick + position / len(cell),
+                tick + (position + 1) / len(cell),
+                action,
+                chunk_of[action.stage],
+            )
+            for tick, cell in enumerate(row)
+            for position, action in enumerate(cell)
+        )
+        for row in schedule.rows
+    )
+
+
+def label(schedule: Schedule, action: Action) -> str:
+    """Names an action: phase and microbatch, after the stage where a row has several."""
+    return str(action) if schedule.chunks > 1 else f"{action.phase}{action.microbatch}"
+
+
+def phases(schedule: Schedule) -> list[Phase]:
+    """The phases that a schedule uses, in the order of `Phase`."""
+    used = {placed.action.phase for placed in schedule.placed()}
+    return [phase for phase in Phase if phase in used]
+
+
+def title(schedule: Schedule, timeline: Timeline | None) -> str:
+    """One line on what is drawn."""
+    sizes = f"{schedule.name}: {schedule.num_stages} stages on {schedule.num_devices} devices"
+    sizes += f", {schedule.num_microbatches} microbatches"
+    if timeline is None:
+        return f"{sizes}, {schedule.num_ticks} ticks"
+    bubble = f"bubble {timeline.bubble_fraction:.1%}".replace("%", " %")
+    return f"{sizes}, makespan {timeline.makespan:g}, {bubble}"

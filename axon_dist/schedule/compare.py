@@ -1,0 +1,130 @@
+"""All schedules side by side, as data for a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.errors import ScheduleError
+from .registry import SCHEDULES, PipelineSchedule, build_schedule
+from .simulate import Costs, simulate
+from .sizes import check_sizes
+from .slots import assign_slots
+from .table import Schedule
+from .transfers import transfers
+
+
+@dataclass(frozen=True)
+class ScheduleSummary:
+    """One row of a comparison. Memory is for the worst device.
+
+    Args:
+        name: the schedule.
+        chunks: stages per device.
+        num_ticks: length of the table.
+        makespan: time of the step, devices running ahead freely.
+        bubble: idle share of that time.
+        span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
+        lockstep_makespan: time of the step with devices kept in step, tick by tick.
+        lockstep_bubble: idle share of that time.
+        peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
+            papers' number.
+        num_inputs: slots for stage inputs, waiting ones included; each is one chunk's input.
+        num_held: slots for what passes from `I` to `W`; 0 with whole backwards.
+        num_transfers: values sent between devices in a step.
+    """
+
+    name: str
+    chunks: int
+    num_ticks: int
+    makespan: float
+    bubble: float
+    span_bubble: float
+    lockstep_makespan: float
+    lockstep_bubble: float
+    peak_live: float
+    num_inputs: int
+    num_held: int
+    num_transfers: int
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """The row of a schedule that cannot be built for these sizes, with the reason."""
+
+    name: str
+    reason: str
+
+
+def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary:
+    """Measures one schedule.
+
+    Args:
+        schedule: a valid table.
+        costs: times per microbatch and device.
+
+    Returns:
+        Its row.
+
+    Example:
+        >>> from axon_dist.schedule import one_f_one_b
+        >>> summarize(one_f_one_b(4, 8)).peak_live
+        4.0
+    """
+    freely, in_step = simulate(schedule, costs), simulate(schedule, costs, lockstep=True)
+    plan = assign_slots(schedule)
+    return ScheduleSummary(
+        name=schedule.name,
+        chunks=schedule.chunks,
+        num_ticks=schedule.num_ticks,
+        makespan=freely.makespan,
+        bubble=freely.bubble_fraction,
+        span_bubble=freely.span_bubble,
+        lockstep_makespan=in_step.makespan,
+        lockstep_bubble=in_step.bubble_fraction,
+        peak_live=max(freely.peak_live) / schedule.chunks,
+        num_inputs=plan.inputs.num_slots,
+        num_held=plan.held.num_slots,
+        num_transfers=len(transfers(schedule)),
+    )
+
+
+def compare(
+    num_stages: int, num_microbatches: int, chunks: int = 2, costs: Costs | None = None
+) -> tuple[ScheduleSummary | Unavailable, ...]:
+    """Measures every schedule for one pipeline.
+
+    Args:
+        num_stages: length of the pipeline: the number of devices.
+        num_microbatches: microbatches per step.
+        chunks: stages per device, for the schedules that leave it open.
+        costs: times per microbatch and device; the default is a backward of twice a forward.
+
+    Returns:
+        One row per schedule, in the order of `SCHEDULES`; `Unavailable` where these sizes are
+        impossible.
+
+    Raises:
+        ScheduleError: a number below 1, which no schedule can do.
+
+    Example:
+        >>> best = min(compare(4, 8), key=lambda row: row.makespan)
+        >>> best.name, best.makespan
+        ('zero_bubble_v', 25.5)
+    """
+    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
+    return tuple(_row(name, num_stages, num_microbatches, chunks, costs) for name in SCHEDULES)
+
+
+def _row(
+    name: PipelineSchedule,
+    num_stages: int,
+    num_microbatches: int,
+    chunks: int,
+    costs: Costs | None,
+) -> ScheduleSummary | Unavailable:
+    own = chunks if SCHEDULES[name].any_chunks else None
+    try:
+        schedule = build_schedule(name, num_stages, num_microbatches, own)
+    except ScheduleError as error:
+        return Unavailable(str(name), str(error))
+    return summarize(schedule, costs)

@@ -1,0 +1,87 @@
+"""All schedules by name: a new one is a new file and a new row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+from ..core.errors import ScheduleError, did_you_mean
+from .gpipe import gpipe
+from .interleaved import interleaved_1f1b
+from .looped_bfs import looped_bfs
+from .one_f_one_b import eager_1f1b, one_f_one_b
+from .table import Schedule
+from .zero_bubble import zero_bubble_h1, zero_bubble_h2
+from .zero_bubble_v import zero_bubble_v
+
+
+class PipelineSchedule(StrEnum):
+    """The schedules that have a name; `ONE_F_ONE_B` is the default."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    EAGER_1F1B = "eager_1f1b"
+    INTERLEAVED_1F1B = "interleaved_1f1b"
+    LOOPED_BFS = "looped_bfs"
+    ZERO_BUBBLE_H1 = "zero_bubble_h1"
+    ZERO_BUBBLE_H2 = "zero_bubble_h2"
+    ZERO_BUBBLE_V = "zero_bubble_v"
+
+
+class Builder(NamedTuple):
+    """A row of `SCHEDULES`: the function, its usual chunks, and whether these can be chosen."""
+
+    build: Callable[..., Schedule]
+    chunks: int = 1
+    any_chunks: bool = False
+
+
+SCHEDULES: dict[PipelineSchedule, Builder] = {
+    PipelineSchedule.GPIPE: Builder(gpipe),
+    PipelineSchedule.ONE_F_ONE_B: Builder(one_f_one_b),
+    PipelineSchedule.EAGER_1F1B: Builder(eager_1f1b),
+    PipelineSchedule.INTERLEAVED_1F1B: Builder(interleaved_1f1b, chunks=2, any_chunks=True),
+    PipelineSchedule.LOOPED_BFS: Builder(looped_bfs, chunks=2, any_chunks=True),
+    PipelineSchedule.ZERO_BUBBLE_H1: Builder(zero_bubble_h1),
+    PipelineSchedule.ZERO_BUBBLE_H2: Builder(zero_bubble_h2),
+    PipelineSchedule.ZERO_BUBBLE_V: Builder(zero_bubble_v, chunks=2),
+}
+
+
+def build_schedule(
+    name: str, num_stages: int, num_microbatches: int, chunks: int | None = None
+) -> Schedule:
+    """Builds a schedule by its name.
+
+    Args:
+        name: one of `PipelineSchedule`, or its text such as `"1f1b"`.
+        num_stages: length of the pipeline: the number of devices, each with `chunks` stages.
+        num_microbatches: microbatches per step.
+        chunks: stages per device. None takes what is usual for the schedule: 2 where it needs
+            several, else 1.
+
+    Returns:
+        The table, of `num_stages * chunks` stages.
+
+    Raises:
+        ScheduleError: an unknown name, sizes the schedule cannot do, or a number of chunks where
+            it has a fixed one.
+
+    Example:
+        >>> build_schedule("1f1b", num_stages=4, num_microbatches=8).num_ticks
+        22
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"got the schedule {name!r}.{did_you_mean(name, SCHEDULES)}")
+    builder = SCHEDULES[PipelineSchedule(name)]
+    if builder.any_chunks:
+        chunks = builder.chunks if chunks is None else chunks
+        return builder.build(num_stages, num_microbatches, chunks)
+    if chunks not in (None, builder.chunks):
+        free = " or ".join(kind for kind, other in SCHEDULES.items() if other.any_chunks)
+        raise ScheduleError(
+            f"{name} got chunks={chunks}, but always has {builder.chunks} per device. Leave chunks "
+            f"out, or use {free}."
+        )
+    return builder.build(num_stages, num_microbatches)

@@ -1,0 +1,193 @@
+"""Runs a table on paper: when every action starts and ends, and how much time is idle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..core.errors import ScheduleError
+from .action import Action, Phase
+from .memory import STASH_ENDS, peak_live
+from .order import earliest_starts
+from .table import Schedule
+from .transfers import transfers
+
+Span = tuple[float, float]
+"""Start and end of an action, in the unit of the costs."""
+
+_Times = dict[tuple[int, Phase], float]
+_Walk = tuple[tuple[tuple[tuple[Action, Span], ...], ...], float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one microbatch on one device, over all the layers that device holds.
+
+    With `V` chunks on a device, an action of one chunk takes a `V`-th of it.
+
+    Args:
+        f: a forward.
+        i: the input gradient.
+        w: the weight gradient.
+        b: a whole backward; None is `i + w`.
+        transfer: from the end of an action until another device can use its result.
+        stage_weights: relative cost of each stage, 1 being an equal share; empty if all are equal.
+
+    Raises:
+        ScheduleError: a negative time, or a forward that takes none.
+
+    Example:
+        >>> Costs(f=1, i=1.2, w=0.8).of(Phase.B)
+        2.0
+    """
+
+    f: float = 1.0
+    i: float = 1.0
+    w: float = 1.0
+    b: float | None = None
+    transfer: float = 0.0
+    stage_weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("f", "i", "w", "b", "transfer"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ScheduleError(f"got the cost {name}={value}. Times must not be negative.")
+        if self.f == 0:
+            raise ScheduleError("got the cost f=0. A forward must take time; use f=1 as the unit.")
+
+    def of(self, phase: Phase) -> float:
+        """The time of a phase over all layers of a device."""
+        if phase is Phase.B:
+            return self.i + self.w if self.b is None else self.b
+        return {Phase.F: self.f, Phase.I: self.i, Phase.W: self.w}[phase]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything happens, and what it costs.
+
+    Args:
+        spans: per device, each action with its start and end, in the order of execution.
+        makespan: time from the start of the step to the end of the last device.
+        peak_live: per device, the most stage inputs between `F` and `B` (or `I`).
+        peak_stashed: the same up to `B` or `W`: what a split backward keeps longer.
+    """
+
+    spans: tuple[tuple[tuple[Action, Span], ...], ...]
+    makespan: float
+    peak_live: tuple[int, ...]
+    peak_stashed: tuple[int, ...]
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """The time each device computes."""
+        return tuple(sum(end - start for _, (start, end) in row) for row in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle share of all devices' time, from the start of the step to its very end.
+
+        This is the right one for a jitted step: all devices wait for the last one.
+        """
+        available = len(self.spans) * self.makespan
+        return (available - sum(self.work)) / available
+
+    @property
+    def span_bubble(self) -> float:
+        """The bubble as the zero-bubble papers count it, on the device with the longest span.
+
+        A device's span goes from its first action to the end of its last.
+        """
+        lengths = [row[-1][1][1] - row[0][1][0] if row else 0.0 for row in self.spans]
+        longest, work = max(zip(lengths, self.work, strict=True))
+        return (longest - work) / longest
+
+    def span(self, action: Action) -> Span:
+        """Start and end of one action.
+
+        Raises:
+            KeyError: the schedule does not have the action.
+        """
+        return self._span_of[action]
+
+    @cached_property
+    def _span_of(self) -> dict[Action, Span]:
+        return dict(entry for row in self.spans for entry in row)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = False) -> Timeline:
+    """Computes when a schedule's actions run.
+
+    By default devices run ahead independently, as separate programs would: the table gives each
+    device's order only. With `lockstep` a tick lasts as long as its slowest device's cell, which is
+    how one scan over the ticks runs it.
+
+    Args:
+        schedule: a valid table.
+        costs: times per microbatch and device; the default is a backward of twice a forward.
+        lockstep: reads the table tick by tick. The transfers of a tick then add
+            `costs.transfer` once.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        ScheduleError: the table's order deadlocks, or `stage_weights` has the wrong length.
+
+    Example:
+        >>> from axon_dist.schedule import eager_1f1b, one_f_one_b
+        >>> simulate(one_f_one_b(4, 8)).makespan
+        33.0
+        >>> simulate(one_f_one_b(4, 8), lockstep=True).makespan
+        40.0
+        >>> simulate(eager_1f1b(4, 8), lockstep=True).makespan
+        33.0
+    """
+    costs = Costs() if costs is None else costs
+    walk = _walk_ticks if lockstep else _walk_freely
+    spans, makespan = walk(schedule, _times(schedule, costs), costs.transfer)
+    return Timeline(spans, makespan, peak_live(schedule), peak_live(schedule, STASH_ENDS))
+
+
+def _times(schedule: Schedule, costs: Costs) -> _Times:
+    weights = costs.stage_weights or (1.0,) * schedule.num_stages
+    if len(weights) != schedule.num_stages:
+        raise ScheduleError(
+            f"got {len(weights)} stage_weights for the {schedule.num_stages} stages of "
+            f"{schedule.name!r}. Give one weight per stage through the whole model, or none."
+        )
+    return {
+        (stage, phase): costs.of(phase) * weight / schedule.chunks
+        for stage, weight in enumerate(weights)
+        for phase in Phase
+    }
+
+
+def _walk_freely(schedule: Schedule, times: _Times, transfer: float) -> _Walk:
+    order = [[(action,) for action in schedule.order(d)] for d in range(schedule.num_devices)]
+    starts = earliest_starts(
+        schedule.name, order, schedule.num_stages, lambda cell: times[cell[0][:2]], transfer
+    )
+    rows = [
+        [(cell[0], (start, start + times[cell[0][:2]])) for cell, start in zip(*row, strict=True)]
+        for row in zip(order, starts, strict=True)
+    ]
+    return tuple(map(tuple, rows)), max(row[-1][1][1] for row in rows if row)
+
+
+def _walk_ticks(schedule: Schedule, times: _Times, transfer: float) -> _Walk:
+    sending = {sent.tick for sent in transfers(schedule)}
+    rows: list[list[tuple[Action, Span]]] = [[] for _ in schedule.rows]
+    clock = 0.0
+    for tick in range(schedule.num_ticks):
+        ends = [clock]
+        for row, cell in zip(rows, schedule.tick(tick), strict=True):
+            start = clock
+            for action in cell:
+                end = start + times[action[:2]]
+                row.append((action, (start, end)))
+                start = end
+            ends.append(start)
+        clock = max(ends) + (transfer if tick in sending else 0.0)
+    return tuple(map(tuple, rows)), clock

@@ -1,0 +1,188 @@
+"""Checks a table before anything runs it: what it accepts, the executor can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core.errors import ScheduleError
+from .action import Action, Phase
+from .dependency import dependencies
+from .grid import render_grid
+from .memory import STASH_ENDS
+from .order import earliest_starts
+from .table import Placed, Schedule
+
+
+def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) -> None:
+    """Raises unless a table is a complete, executable pipeline step.
+
+    It holds that every stage does every microbatch's `F` once, and its `B`, or `I` and `W`, once;
+    that every action stands on its stage's device; and that everything an action needs is there:
+    made by an earlier action of the device, or by another device in an earlier tick.
+
+    Args:
+        schedule: the table.
+        max_live: the most microbatches a device may keep for its backward (from `F` to `B` or
+            `W`), for all devices or for each; None sets no limit.
+
+    Raises:
+        ScheduleError: the table breaks a rule; the message shows the grid, the cell marked.
+
+    Example:
+        >>> from axon_dist.schedule import zero_bubble_v
+        >>> validate(zero_bubble_v(4, 8), max_live=8)
+        >>> validate(Schedule.from_csv("0F0,0F1,0B1,0B0"), max_live=1)
+        Traceback (most recent call last):
+        axon_dist.core.errors.ScheduleError: in schedule 'custom', 0F1 (device 0, tick 1) is ...
+    """
+    _check_names(schedule)
+    _check_once(schedule)
+    _check_complete(schedule)
+    _check_placement(schedule)
+    _check_device_order(schedule)
+    _check_deadlock(schedule)
+    _check_arrivals(schedule)
+    if max_live is not None:
+        _check_memory(schedule, max_live)
+
+
+def _fail(schedule: Schedule, message: str, *cells: Placed) -> ScheduleError:
+    grid = render_grid(schedule.rows, [(placed.device, placed.tick) for placed in cells])
+    return ScheduleError(f"in schedule {schedule.name!r}, {message}\n{grid}")
+
+
+def _at(placed: Placed) -> str:
+    return f"{placed.action} (device {placed.device}, tick {placed.tick})"
+
+
+def _check_names(schedule: Schedule) -> None:
+    for placed in schedule.placed():
+        stage, _, microbatch = placed.action
+        if not (0 <= stage < schedule.num_stages and 0 <= microbatch < schedule.num_microbatches):
+            raise _fail(
+                schedule,
+                f"{_at(placed)} names a stage or microbatch that does not exist. Stages run from 0 "
+                f"to {schedule.num_stages - 1}, microbatches from 0 to "
+                f"{schedule.num_microbatches - 1}.",
+                placed,
+            )
+
+
+def _check_once(schedule: Schedule) -> None:
+    seen: dict[Action, Placed] = {}
+    for placed in schedule.placed():
+        first = seen.setdefault(placed.action, placed)
+        if first is not placed:
+            raise _fail(
+                schedule,
+                f"{placed.action} is scheduled twice: on device {first.device} in tick "
+                f"{first.tick}, and on device {placed.device} in tick {placed.tick}. Every action "
+                "runs exactly once; remove one of them.",
+                first,
+                placed,
+            )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    where = schedule.where
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            f, b, i, w = (Action(stage, phase, microbatch) for phase in Phase)
+            missing = _missing({a for a in (f, b, i, w) if a in where}, f, b, i, w)
+            if missing:
+                present = [where[a] for a in (f, b, i, w) if a in where]
+                raise _fail(
+                    schedule,
+                    f"stage {stage}, microbatch {microbatch} {missing}. Every microbatch passes "
+                    "every stage once: F, and then either B or both I and W.",
+                    *present,
+                )
+
+
+def _missing(present: set[Action], f: Action, b: Action, i: Action, w: Action) -> str:
+    """Says what is wrong with the actions of one stage and microbatch, if anything is."""
+    if f not in present:
+        return f"has no {f}"
+    if b in present and (i in present or w in present):
+        return f"has a whole backward {b} and a split one ({i if i in present else w}) too"
+    if b in present or {i, w} <= present:
+        return ""
+    if i in present or w in present:
+        there, lacking = (i, w) if i in present else (w, i)
+        return f"has {there} but no {lacking}"
+    return f"has no backward: neither {b} nor {i} and {w}"
+
+
+def _check_placement(schedule: Schedule) -> None:
+    for placed in schedule.placed():
+        home = schedule.placement[placed.action.stage]
+        if home != placed.device:
+            raise _fail(
+                schedule,
+                f"{_at(placed)} stands on the wrong device: stage {placed.action.stage} lives on "
+                f"device {home}. Move the action, or change the placement.",
+                placed,
+            )
+
+
+def _needs(schedule: Schedule) -> list[tuple[Placed, Placed]]:
+    """Every action with each action that it needs, from the first tick to the last."""
+    where = schedule.where
+    pairs = [
+        (placed, where[needed])
+        for placed in schedule.placed()
+        for needed in dependencies(placed.action, schedule.num_stages, where)
+    ]
+    return sorted(pairs, key=lambda pair: pair[0].tick)
+
+
+def _check_device_order(schedule: Schedule) -> None:
+    for user, made in _needs(schedule):
+        before = (user.tick, user.position) < (made.tick, made.position)
+        if user.device == made.device and before:
+            raise _fail(
+                schedule,
+                f"{_at(user)} runs before {_at(made)}, whose result it needs. On each device F "
+                "comes before B or I, and I before W; within a tick the order is left to right.",
+                user,
+                made,
+            )
+
+
+def _check_deadlock(schedule: Schedule) -> None:
+    order = [[(action,) for action in schedule.order(d)] for d in range(schedule.num_devices)]
+    earliest_starts(schedule.name, order, schedule.num_stages, lambda cell: 1)
+
+
+def _check_arrivals(schedule: Schedule) -> None:
+    for user, made in _needs(schedule):
+        if user.device != made.device and user.tick <= made.tick:
+            raise _fail(
+                schedule,
+                f"{_at(user)} needs {_at(made)}, whose result arrives for tick {made.tick + 1}: "
+                "what another device makes is there one tick later. Delay the action, or let "
+                "order_to_table place the same order at its earliest ticks.",
+                user,
+                made,
+            )
+
+
+def _check_memory(schedule: Schedule, max_live: int | Sequence[int]) -> None:
+    limits = [max_live] * schedule.num_devices if isinstance(max_live, int) else list(max_live)
+    if len(limits) != schedule.num_devices:
+        raise ScheduleError(
+            f"got {len(limits)} limits in max_live for {schedule.num_devices} devices. Give one "
+            "number for all, or one for each."
+        )
+    live = [0] * schedule.num_devices
+    for placed in schedule.placed():
+        live[placed.device] += placed.action.phase is Phase.F
+        live[placed.device] -= placed.action.phase in STASH_ENDS
+        if live[placed.device] > limits[placed.device]:
+            raise _fail(
+                schedule,
+                f"{_at(placed)} is one microbatch too many: device {placed.device} would keep "
+                f"{live[placed.device]} for their backward, and max_live allows "
+                f"{limits[placed.device]}. Run a backward (and its W) first, or raise max_live.",
+                placed,
+            )

@@ -1,0 +1,324 @@
+"""Policies: pure functions (path, shape, mesh) -> PartitionSpec, and how they merge."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import re
+from typing import Any, TypeAlias
+
+from jax.sharding import PartitionSpec
+
+from ..core.errors import DivisibilityError, StrategyConflictError
+from ..core.typing import Path, Shape
+
+HasShape: TypeAlias = Any
+"""Anything whose `.shape` maps axis names to sizes: a Mesh, an AbstractMesh or a MeshSpec."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a policy decided about one leaf, and why.
+
+    Args:
+        spec: the PartitionSpec.
+        rule: the name of the policy that decided.
+        reason: one clause in plain words, for `explain`.
+    """
+
+    spec: PartitionSpec
+    rule: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(abc.ABC):
+    """Decides how each array of a tree is laid out over a mesh.
+
+    A policy is a value and a pure function: `policy(path, shape, mesh)` is the `PartitionSpec`,
+    the same on every process and before any device exists.
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name that conflict messages and tables show."""
+
+    @property
+    def flexible(self) -> bool:
+        """Whether it picks among the dims that others left free, rather than claiming its own."""
+        return False
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which it splits every array that it can."""
+        return ()
+
+    @property
+    def flexible_part(self) -> Policy:
+        """What of it applies to any array, whatever its path: of fixed policies nothing."""
+        return self if self.flexible else Replicate()
+
+    @abc.abstractmethod
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one leaf.
+
+        Args:
+            path: where the leaf lives, as in `"blocks/0/attn/kernel"`.
+            shape: its global shape.
+            mesh: anything with `.shape`, axis name to size.
+            taken: dims that a fixed policy has claimed already; only flexible ones look at it.
+
+        Returns:
+            The spec of this policy alone, and the reason.
+        """
+
+    def __call__(self, path: Path, shape: Shape, mesh: HasShape) -> PartitionSpec:
+        """The spec alone."""
+        return self.decide(path, shape, mesh).spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate(Policy):
+    """Keeps every leaf whole on every device.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> Replicate()("kernel", (8, 4), MeshSpec(fsdp=4))
+        P()
+    """
+
+    @property
+    def name(self) -> str:
+        """`replicate`."""
+        return "replicate"
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides `PartitionSpec()`."""
+        return Decision(PartitionSpec(), self.name, "replicated")
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestDim(Policy):
+    """Splits the largest free dim that divides by the size of the axes; the FSDP and ZeRO rule.
+
+    Args:
+        axes: the mesh axes that split it, together.
+        min_elements: leaves with fewer elements stay whole, for a gather costs more than they save.
+        label: the name that tables show.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> rule = LargestDim(("fsdp",))
+        >>> rule("kernel", (100, 4096), MeshSpec(fsdp=4))
+        P(None, 'fsdp')
+        >>> rule.decide("scale", (64,), MeshSpec(fsdp=4)).reason
+        'stays whole: 64 elements are fewer than min_elements=1024'
+    """
+
+    axes: tuple[str, ...]
+    min_elements: int = 1024
+    label: str = "largest_dim"
+
+    @property
+    def name(self) -> str:
+        """The label."""
+        return self.label
+
+    @property
+    def flexible(self) -> bool:
+        """True: it fills a dim that others left free."""
+        return True
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes, together."""
+        return self.axes
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides for the largest free dim that divides, the first of equals."""
+        count = math.prod(mesh.shape[axis] for axis in self.axes)
+        elements = math.prod(shape)
+        if elements < self.min_elements:
+            why = f"{elements} elements are fewer than min_elements={self.min_elements}"
+            return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
+        used = [axis for axis in self.axes if axis in spec_axes(taken)]
+        if used:
+            why = f"{taken} splits it over {'×'.join(used)} already"
+            return Decision(PartitionSpec(), self.name, why)
+        free = [dim for dim in range(len(shape)) if not axes_of(taken, dim)]
+        divisible = [dim for dim in free if shape[dim] % count == 0]
+        if not divisible:
+            why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
+            return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
+        dim = max(divisible, key=lambda d: (shape[d], -d))
+        entry = self.axes[0] if len(self.axes) == 1 else self.axes
+        spec = PartitionSpec(*(None,) * dim, entry)
+        return Decision(spec, self.name, f"dim {dim} of {shape} split {count} ways")
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRule(Policy):
+    """Lays leaves out by the first pattern that matches their path; the tensor-parallel rule.
+
+    Args:
+        rules: pairs of a regular expression, searched for in the path, and a PartitionSpec.
+        label: the name that tables show.
+
+    Raises:
+        DivisibilityError: when a claimed dim does not divide by its axes.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> rule = ByRule(((r"up/kernel$", PartitionSpec(None, "tp")),), label="tp")
+        >>> rule("blocks/0/up/kernel", (64, 256), MeshSpec(tp=4))
+        P(None, 'tp')
+    """
+
+    rules: tuple[tuple[str, PartitionSpec], ...]
+    label: str = "by_rule"
+
+    @property
+    def name(self) -> str:
+        """The label."""
+        return self.label
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides by the first matching rule, else to replicate."""
+        for pattern, spec in self.rules:
+            if re.search(pattern, path):
+                check_divides(path, shape, spec, mesh)
+                return Decision(spec, self.name, f"matches {pattern!r}")
+        return Decision(PartitionSpec(), self.name, "no rule matches")
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge(Policy):
+    """Overlays policies; each dim of each array may be claimed by one of them.
+
+    Fixed policies claim first; flexible ones then choose among the dims that are left.
+
+    Args:
+        policies: at least one.
+
+    Raises:
+        StrategyConflictError: when two claim one dim, or one mesh axis on two dims.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> tp = ByRule(((r"up", PartitionSpec(None, "tp")),), label="tp")
+        >>> both = Merge((LargestDim(("fsdp",)), tp))
+        >>> both("up/kernel", (64, 256), MeshSpec(fsdp=4, tp=2))
+        P('fsdp', 'tp')
+    """
+
+    policies: tuple[Policy, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of the parts, joined."""
+        return " + ".join(policy.name for policy in self.policies)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of all parts."""
+        return tuple(axis for policy in self.policies for axis in policy.split_axes)
+
+    @property
+    def flexible_part(self) -> Policy:
+        """The flexible parts of its parts."""
+        return Merge(tuple(policy.flexible_part for policy in self.policies))
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides by overlaying what each part decides."""
+        claims: list[Decision] = []
+        spec = taken
+        for policy in sorted(self.policies, key=lambda policy: policy.flexible):
+            claim = policy.decide(path, shape, mesh, spec)
+            spec = _overlay(path, shape, spec, claim, claims)
+            claims.append(claim)
+        deciding = [claim for claim in claims if claim.spec != PartitionSpec()] or claims[-1:]
+        rule = " + ".join(claim.rule for claim in deciding)
+        return Decision(spec, rule, "; ".join(claim.reason for claim in deciding))
+
+
+def axes_of(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """The mesh axes that split one dim of an array, none where it is whole.
+
+    Example:
+        >>> axes_of(PartitionSpec("dp", ("fsdp", "tp")), 1)
+        ('fsdp', 'tp')
+    """
+    entry = spec[dim] if dim < len(spec) else None
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """All mesh axes that a spec names, by dim."""
+    return tuple(axis for dim in range(len(spec)) for axis in axes_of(spec, dim))
+
+
+def shard_count(spec: PartitionSpec, mesh: HasShape) -> int:
+    """Into how many different shards a spec cuts an array."""
+    return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
+
+
+def check_divides(path: Path, shape: Shape, spec: PartitionSpec, mesh: HasShape) -> None:
+    """Raises unless every dim that a spec splits divides by its axes.
+
+    Raises:
+        DivisibilityError: naming the dim, its size, and the sizes of the axes that would do.
+        StrategyConflictError: when the spec names more dims than the array has.
+    """
+    if len(spec) > len(shape):
+        raise StrategyConflictError(
+            f"{path}: {spec} names {len(spec)} dims, the array of shape {shape} has {len(shape)}; "
+            "shorten the spec of the rule"
+        )
+    for dim in range(len(spec)):
+        axes = axes_of(spec, dim)
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dim] % count:
+            valid = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0][:12]
+            raise DivisibilityError(
+                f"{path}: dim {dim} of {shape} is split over {'×'.join(axes)}={count}, and "
+                f"{shape[dim]} does not divide by {count}; choose a size among {valid}"
+            )
+
+
+def _overlay(
+    path: Path, shape: Shape, spec: PartitionSpec, claim: Decision, earlier: list[Decision]
+) -> PartitionSpec:
+    entries = []
+    for dim in range(max(len(spec), len(claim.spec))):
+        old, new = axes_of(spec, dim), axes_of(claim.spec, dim)
+        if old and new:
+            first = next((c.rule for c in earlier if axes_of(c.spec, dim)), "an earlier policy")
+            raise StrategyConflictError(
+                f"{path}: dim {dim} of {shape} is claimed by {first!r} ({'×'.join(old)}) and "
+                f"{claim.rule!r} ({'×'.join(new)}); leave the dim to one of them"
+            )
+        entry = old or new
+        entries.append(entry[0] if len(entry) == 1 else (entry or None))
+    merged = PartitionSpec(*entries)
+    used = spec_axes(merged)
+    twice = sorted({axis for axis in used if used.count(axis) > 1})
+    if twice:
+        raise StrategyConflictError(
+            f"{path}: mesh axis {twice[0]!r} is claimed for two dims of {shape} in {merged}, the "
+            f"second by {claim.rule!r}; one axis can split one dim"
+        )
+    return merged

@@ -1,0 +1,120 @@
+"""Batches on their way to the devices: split into microbatches, laid over the batch axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ..core.errors import DivisibilityError
+from ..core.tree import leaves_with_paths
+from ..core.typing import Batch
+from .local_view import batch_spec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A batch that lies on the devices as the step wants it.
+
+    Args:
+        arrays: leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+    """
+
+    arrays: Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchLayout:
+    """How a global batch is cut: microbatch k is rows k*B/K to (k+1)*B/K, as on one device.
+
+    Args:
+        mesh: the mesh.
+        axes: the mesh axes that split the samples of each microbatch.
+        num_microbatches: K.
+        num_processes: how many processes bring rows of their own; those that bring the rows of
+            another one are not counted.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    num_microbatches: int
+    num_processes: int = 1
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Where every leaf of the placed batch lies."""
+        return NamedSharding(self.mesh, batch_spec(self.axes, self.num_microbatches))
+
+    @property
+    def divisor(self) -> int:
+        """What the global batch must divide by."""
+        return self.num_microbatches * math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def check(self, batch: Batch, num_processes: int = 1) -> None:
+        """Raises unless every leaf has the same number of samples, and it divides.
+
+        Args:
+            batch: leaves of shape [B, ...].
+            num_processes: how many processes bring a batch of this size.
+
+        Raises:
+            DivisibilityError: naming the leaf, its shape and what it must divide by.
+        """
+        rows = {path: np.shape(leaf)[:1] for path, leaf in leaves_with_paths(batch)}
+        sizes = set(rows.values())
+        if len(sizes) != 1 or () in sizes:
+            raise DivisibilityError(
+                f"the leaves of the batch have {rows} samples in dim 0; every leaf needs the same"
+            )
+        (samples,) = sizes.pop()
+        total = samples * num_processes
+        if total % self.divisor or not total:
+            split = "×".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes) or "1 rank"
+            raise DivisibilityError(
+                f"a batch of {total} samples does not divide over {split} and "
+                f"{self.num_microbatches} microbatches; make it a positive "
+                f"multiple of {self.divisor}"
+            )
+
+    def split(self, leaf: Any) -> Any:
+        """Reshapes [B, ...] to [K, B/K, ...] when there are microbatches."""
+        count = self.num_microbatches
+        return leaf if count == 1 else leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
+
+    def place(self, batch: Batch) -> Placed:
+        """Puts a batch of this process's rows on the devices.
+
+        Args:
+            batch: leaves of shape [B, ...], NumPy or JAX arrays.
+
+        Returns:
+            The placed batch.
+
+        Raises:
+            DivisibilityError: when it cannot be cut evenly.
+        """
+        self.check(batch, self.num_processes)
+        return Placed(jax.tree.map(self._place_leaf, batch))
+
+    def abstract(self, batch: Batch) -> Placed:
+        """A placed global batch as shapes, for lowering without data."""
+        self.check(batch)
+
+        def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+            made = jax.eval_shape(self.split, leaf)
+            return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.sharding)
+
+        return Placed(jax.tree.map(shape_of, batch))
+
+    def _place_leaf(self, leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(self.split(leaf), self.sharding)
+        rows = self.split(np.asarray(leaf))
+        if self.sharding.is_fully_addressable:
+            return jax.device_put(rows, self.sharding)
+        return jax.make_array_from_process_local_data(self.sharding, rows)

@@ -1,0 +1,75 @@
+"""What a strategy claims about the bytes on a device, and the check that it came true."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Group
+
+from ..core.typing import PyTree
+from ..parallel import Strategy
+from ..sharding import Explanation, explain, explain_optimizer
+from .state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Claims:
+    """Where a strategy says that parameters, gradients and moments lie, and why; prints as tables.
+
+    Args:
+        params: about the parameters.
+        grads: about the gradients.
+        opt_state: about the optimizer state.
+    """
+
+    params: Explanation
+    grads: Explanation
+    opt_state: Explanation
+
+    def check(self, state: TrainState, grads: PyTree | None = None) -> None:
+        """Raises unless every array is split as claimed.
+
+        Args:
+            state: arrays, whose shards are measured, or shapes with shardings.
+            grads: gradients, where there are some.
+
+        Raises:
+            ClaimError: naming the leaves that a device holds more of.
+        """
+        self.params.check(state.params)
+        self.opt_state.check(state.opt_state)
+        if grads is not None:
+            self.grads.check(grads)
+
+    def check_compiled(self, compiled: jax.stages.Compiled, state: TrainState) -> None:
+        """Raises unless a compiled step leaves its state split as claimed.
+
+        Args:
+            compiled: from `TrainStep.lower(batch).compile()`.
+            state: the shapes of the state.
+
+        Raises:
+            ClaimError: as `check`.
+        """
+        placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        self.check(jax.tree.map(placed, state, compiled.output_shardings[0]))
+
+    def __rich__(self) -> Group:
+        return Group(self.params.table(), self.grads.table(), self.opt_state.table())
+
+
+def claims_of(strategy: Strategy, mesh: Mesh, state: TrainState) -> Claims:
+    """The claims of a strategy about a state of given shapes."""
+    return Claims(
+        explain(strategy.params, state.params, mesh, f"parameters under {strategy.name}"),
+        explain(strategy.grads, state.params, mesh, f"gradients under {strategy.name}"),
+        explain_optimizer(
+            strategy.opt_state,
+            state.params,
+            state.opt_state,
+            mesh,
+            f"optimizer state under {strategy.name}",
+        ),
+    )

@@ -1,0 +1,128 @@
+"""How long a step takes, how many tokens go through, and how much of the hardware that uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Seconds that each of several calls took, results waited for.
+
+    Args:
+        seconds: one entry per timed call.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """The figure that other programs on the machine disturb least."""
+        return min(self.seconds)
+
+
+def time_step(function: Callable[[], Any], num_calls: int = 10, warmup: int = 1) -> StepTime:
+    """Times calls of a function, waiting each time until its result is there.
+
+    JAX returns from a call before the devices are done: without waiting, one would time the
+    dispatch. The warm-up calls compile and are not counted.
+
+    Args:
+        function: of no arguments; returns the arrays to wait for.
+        num_calls: timed calls.
+        warmup: calls before them.
+
+    Raises:
+        ConfigError: when there is nothing to time.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> time_step(lambda: jnp.ones(3) + 1, num_calls=5).median > 0
+        True
+    """
+    if num_calls < 1 or warmup < 0:
+        raise ConfigError(
+            f"time_step got num_calls={num_calls} and warmup={warmup}; it must time at least one "
+            "call, after no fewer than zero others"
+        )
+    for _ in range(warmup):
+        jax.block_until_ready(function())
+    return StepTime(tuple(_seconds(function) for _ in range(num_calls)))
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(function())
+    return time.perf_counter() - start
+
+
+@contextmanager
+def profile(directory: str | Path) -> Iterator[None]:
+    """Records what host and devices do inside the context, as a trace for Perfetto or XProf.
+
+    Args:
+        directory: the folder to write into; `tensorboard --logdir` (with the xprof plugin) and
+            ui.perfetto.dev read it.
+    """
+    with jax.profiler.trace(str(directory), create_perfetto_trace=False):
+        yield
+
+
+def model_flops_utilization(
+    num_params: int, tokens_per_second: float, peak_flops: float, num_devices: int = 1
+) -> float:
+    """The share of the peak that the model's own arithmetic reaches: an estimate, not a reading.
+
+    `6 N tokens / (t peak)`: a token costs every parameter a multiply-add forward and two backward
+    (arXiv:2001.08361, arXiv:2204.02311). Attention scores and recomputation are not counted, and
+    embedding tables are, though looking up a row computes nothing.
+
+    Args:
+        num_params: N, the parameters of the model.
+        tokens_per_second: through all devices.
+        peak_flops: FLOP/s of one device at best, for the dtype in use.
+        num_devices: how many devices share the work.
+
+    Returns:
+        A number between 0 and 1, if the peak is right.
+
+    Example:
+        >>> model_flops_utilization(1_000_000_000, 10_000, peak_flops=1e14, num_devices=2)
+        0.3
+    """
+    return 6 * num_params * tokens_per_second / (peak_flops * num_devices)
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Counts the bytes that the leaves take on the fullest device of this process.
+
+    Args:
+        tree: arrays that lie on devices.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bytes_per_device({"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
+        80
+    """
+    totals: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            for shard in leaf.addressable_shards:
+                totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
+    return max(totals.values(), default=0)

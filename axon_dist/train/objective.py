@@ -1,0 +1,226 @@
+"""A loss function made uniform: a mean with its weight, its metrics and the changed buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core.errors import ConfigError
+from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.weighted import Weighted
+from .parts import ModelParts, buffers_like
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one evaluation of the loss gives.
+
+    Args:
+        loss: the sum of the losses and the weight it is divided by.
+        metrics: what the loss function reports beside it, each a weighted mean.
+        buffers: the buffers after the forward pass.
+    """
+
+    loss: Weighted
+    metrics: dict[str, Array]
+    buffers: PyTree
+
+
+Prepare: TypeAlias = Callable[[nnx.Module], None]
+"""Adapts a merged model to where it runs, in place; such as statistics over mesh axes."""
+
+
+def evaluate(
+    parts: ModelParts,
+    loss_fn: LossFn,
+    params: PyTree,
+    buffers: PyTree,
+    batch: Batch,
+    prepare: Prepare | None = None,
+) -> Outcome:
+    """Runs the user's loss function on a model put together from arrays.
+
+    Args:
+        parts: the structure of the model.
+        loss_fn: `loss_fn(model, batch)`.
+        params: nested dict of arrays.
+        buffers: nested dict of arrays.
+        batch: what the loss function takes.
+        prepare: adapts the merged model before it runs.
+
+    Returns:
+        The outcome; a plain scalar loss has weight 1.
+
+    Raises:
+        ConfigError: when the loss is not a scalar, or the metrics are not a dict.
+    """
+    model = parts.merge(params, buffers)
+    if prepare is not None:
+        prepare(model)
+    returned = loss_fn(model, batch)
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    weighted = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
+    _check_scalar("loss", weighted.total)
+    _check_scalar("weight", weighted.weight)
+    if not isinstance(metrics, dict):
+        raise ConfigError(
+            f"loss_fn returned {type(metrics).__name__} beside the loss; it must be a dict of "
+            "scalar metrics"
+        )
+    for name, value in metrics.items():
+        _check_scalar(f"metric {name!r}", value)
+    return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
+
+
+def mean_loss(loss: Weighted) -> Array:
+    """`total / weight`, and 0 for a shard that is all padding."""
+    total = jnp.asarray(loss.total)
+    return total if _is_one(loss.weight) else total / _nonzero(loss.weight)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Weighted sums over samples, which add up over microbatches and ranks.
+
+    Args:
+        grads: sum of weight x gradient of the mean loss, like the parameters.
+        loss: sum of the losses, and sum of the weights.
+        metrics: sum of weight x metric.
+    """
+
+    grads: PyTree
+    loss: Weighted
+    metrics: dict[str, Array]
+
+    def __add__(self, other: Sums) -> Sums:
+        return jax.tree.map(jnp.add, self, other)
+
+    def means(self) -> tuple[PyTree, dict[str, Array]]:
+        """Divides by the weight: the gradient of the mean loss, and loss and metrics."""
+        scale = lambda x: x / _nonzero(self.loss.weight).astype(x.dtype)
+        metrics = {name: scale(value) for name, value in self.metrics.items()}
+        return jax.tree.map(scale, self.grads), {"loss": mean_loss(self.loss), **metrics}
+
+
+Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
+"""(params, buffers, batch) -> what the loss function makes of them."""
+
+
+def forward_of(parts: ModelParts, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
+    """The forward pass of a model as a function of its arrays."""
+    return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
+
+
+def gradient_sums(
+    forward: Forward,
+    scale: Array | None = None,
+    common: Callable[[Array], Array] | None = None,
+) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
+    """Makes the function that differentiates the loss and returns weighted sums.
+
+    The mean is differentiated rather than the sum, so that gradients keep the scale of a mean in
+    half precision; the weight is multiplied in afterwards.
+
+    Args:
+        forward: the forward pass.
+        scale: what the loss is multiplied by on the way back, against vanishing gradients.
+        common: makes one weight of those of all ranks; needed where gradients of different ranks
+            are added within the backward pass, before weights of their own could be multiplied in.
+
+    Returns:
+        A function of (params, buffers, batch) giving the sums and the new buffers.
+    """
+    weight_of = lambda loss: loss.weight if _is_one(loss.weight) else (common or _own)(loss.weight)
+    differentiate = _differentiated(forward, weight_of, scale)
+
+    def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+        (_, outcome), grads = differentiate(params, buffers, batch)
+        return weigh(grads, outcome, weight_of(outcome.loss)), outcome.buffers
+
+    return sums
+
+
+def gradient_means(forward: Forward, scale: Array | None = None) -> Callable[..., Any]:
+    """Makes the function that differentiates the mean loss of a whole batch, unweighed.
+
+    Args:
+        forward: the forward pass.
+        scale: what the loss is multiplied by on the way back.
+
+    Returns:
+        A function of (params, buffers, batch) giving float32 gradients, metrics, new buffers.
+    """
+    differentiate = _differentiated(forward, lambda loss: loss.weight, scale)
+
+    def means(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+        (_, outcome), grads = differentiate(params, buffers, batch)
+        metrics = {"loss": mean_loss(outcome.loss), **outcome.metrics}
+        return jax.tree.map(_wide, grads), metrics, outcome.buffers
+
+    return means
+
+
+def _differentiated(
+    forward: Forward, weight_of: Callable[[Weighted], Any], scale: Array | None
+) -> Callable[..., Any]:
+    def objective(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Any, Outcome]:
+        outcome = forward(params, buffers, batch)
+        value = mean_loss(Weighted(outcome.loss.total, weight_of(outcome.loss)))
+        # The first scale, 65536, is more than float16 can hold.
+        return (value if scale is None else _wide(value) * scale), outcome
+
+    return jax.value_and_grad(objective, has_aux=True)
+
+
+def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
+    """Turns the gradients of a mean loss into float32 sums; a weight of 1 costs nothing.
+
+    Args:
+        grads: gradients of `total / grad_weight`.
+        outcome: the loss and metrics, weighed by their own weight.
+        grad_weight: the weight that the gradients were divided by.
+
+    Returns:
+        The sums.
+    """
+    scaled = lambda x, weight: x if _is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
+    as_array = lambda x: jnp.asarray(x, jnp.float32)
+    own = outcome.loss.weight
+    return Sums(
+        grads=jax.tree.map(lambda g: scaled(_wide(g), grad_weight), grads),
+        loss=Weighted(as_array(outcome.loss.total), as_array(own)),
+        metrics={name: scaled(as_array(value), own) for name, value in outcome.metrics.items()},
+    )
+
+
+def _own(weight: Array) -> Array:
+    return weight
+
+
+def _wide(leaf: Array) -> Array:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _is_one(weight: Any) -> bool:
+    return isinstance(weight, (int, float)) and weight == 1
+
+
+def _nonzero(weight: Any) -> Array:
+    weight = jnp.asarray(weight)
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _check_scalar(what: str, value: Any) -> None:
+    shape = jnp.shape(value)
+    if shape != ():
+        raise ConfigError(
+            f"loss_fn returned a {what} of shape {shape}; it must be a scalar. Take the mean over "
+            "the samples, or return Weighted(total, weight)"
+        )

@@ -1,0 +1,77 @@
+"""What a step does besides its strategy, and the strategy with nothing left unsaid."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..core.errors import ConfigError, did_you_mean
+from ..nn import ActivationCheckpointing
+from ..parallel import Reduction, Strategy, compose
+from ..precision import GradScaler, MixedPrecision
+
+METRICS = ("loss", "grad_norm", "param_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What a step does besides the strategy.
+
+    Args:
+        accumulate: K microbatches per step, added up before the optimizer runs.
+        clip_norm: the largest global gradient norm; longer gradients are scaled down to it.
+        metrics: which numbers a step reports, among `loss`, `grad_norm`, `param_norm`.
+        scaler: the loss scale, or None without one.
+    """
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    metrics: tuple[str, ...] = ("loss",)
+    scaler: GradScaler | None = None
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless every option has a possible value."""
+        whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
+        if not whole or self.accumulate < 1:
+            raise ConfigError(
+                f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, "
+                "at least 1"
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(
+                f"clip_norm is {self.clip_norm}; it must be positive, or None not to clip"
+            )
+        for name in self.metrics:
+            if name not in METRICS:
+                raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
+
+
+def resolve(
+    strategy: Strategy, precision: Any, remat: ActivationCheckpointing | None, dtype: Any
+) -> Strategy:
+    """The strategy with everything said: precision, remat, and the dtype of the reduction.
+
+    Without a precision the gradients have the dtype of the parameters, on the wire too.
+
+    Args:
+        strategy: what the user gave.
+        precision: what the step was asked for, or None.
+        remat: likewise.
+        dtype: the dtype of the parameters.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        StrategyConflictError: when strategy and step say different things.
+    """
+    asked = Strategy(
+        "build_train_step",
+        precision=None if precision is None else MixedPrecision.of(precision),
+        remat=remat,
+    )
+    merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
+    reduction = merged.reduction or Reduction()
+    own = dtype if merged.precision is None else merged.precision.reduce_dtype
+    wire = reduction.dtype or own
+    return dataclasses.replace(merged, reduction=dataclasses.replace(reduction, dtype=wire))

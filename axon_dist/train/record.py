@@ -1,0 +1,165 @@
+"""What is known of a run so far: metrics as they come back from the devices, and their history."""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from axon_dist.core.typing import Array
+
+from .metrics import MetricWriter
+from .progress import Progress, Status
+
+_RECENT_STEPS = 50
+
+
+class Record:
+    """Takes metrics as device scalars, fetches them when told to, averages and passes them on.
+
+    The clock runs from `start_clock` to `stop_clock`, so that compiling and validating are not
+    counted as training.
+
+    Args:
+        first_step: steps taken before this run.
+        num_steps: the last step of the run.
+        log_every: steps averaged into one record.
+        writers: take the records.
+        progress: takes a status after every fetched step.
+        device_bytes: bytes of the train state per device, to be shown.
+        tokens_per_step: tokens in a global batch; None leaves the throughput out.
+        utilization: from tokens per second to the share of the hardware's peak, if that is known.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        num_steps: int,
+        log_every: int,
+        writers: Sequence[MetricWriter],
+        progress: Progress,
+        device_bytes: int,
+        tokens_per_step: int | None = None,
+        utilization: Callable[[float], float] | None = None,
+    ):
+        self.step, self.num_steps, self.log_every = first_step, num_steps, log_every
+        self.writers, self.progress, self.device_bytes = writers, progress, device_bytes
+        self.tokens_per_step, self.utilization = tokens_per_step, utilization
+        self.train_curve: list[tuple[int, float]] = []
+        self.validation_curve: list[tuple[int, float]] = []
+        self.latest: dict[str, float] = {}
+        self.train_seconds, self.timed_steps = 0.0, 0
+        self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
+        self._window: list[dict[str, float]] = []
+        self._recent: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self._mark: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Throughput over the whole run while the clock ran."""
+        if self.tokens_per_step is None or not self.train_seconds:
+            return None
+        return self.tokens_per_step * self.timed_steps / self.train_seconds
+
+    def start_clock(self) -> None:
+        """From now on time is training time."""
+        self._mark = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """From now on it is not; first waits for every step taken."""
+        self.settle()
+        self._mark = None
+
+    def add(self, step: int, metrics: Mapping[str, Array]) -> None:
+        """Takes the metrics of a step, which may still be running."""
+        self._pending.append((step, metrics))
+
+    def settle(self, keep: int = 0) -> None:
+        """Fetches all but the newest metrics; waits for the steps they come from.
+
+        Args:
+            keep: how many of the newest to leave on the devices.
+        """
+        while len(self._pending) > keep:
+            step, metrics = self._pending.popleft()
+            fetched = jax.device_get(dict(metrics))
+            self._take(step, {name: float(value) for name, value in fetched.items()})
+
+    def validated(self, loss: float) -> None:
+        """Takes the validation loss after the last step."""
+        self.validation_curve.append((self.step, loss))
+        self._write({"validation/loss": loss})
+        self._show()
+
+    def close_window(self) -> None:
+        """Writes the mean over the steps since the last record, if there are any."""
+        if not self._window:
+            return
+        names = self._window[0]
+        means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
+        self._window.clear()
+        self._warn_of(means["loss"])
+        self.train_curve.append((self.step, means["loss"]))
+        self.latest = {f"train/{name}": value for name, value in means.items()} | self._speed()
+        self._write(self.latest)
+
+    def _take(self, step: int, values: dict[str, float]) -> None:
+        if self._mark is not None:
+            now = time.perf_counter()
+            self._recent.append(now - self._mark)
+            self.train_seconds += now - self._mark
+            self.timed_steps += 1
+            self._mark = now
+        self.step = step
+        self._window.append(values)
+        if step % self.log_every == 0 or step == self.num_steps:
+            self.close_window()
+        self._show()
+
+    def _speed(self) -> dict[str, float]:
+        if not self._recent:
+            return {}
+        seconds = statistics.fmean(self._recent)
+        speed = {"time/step_seconds": seconds}
+        if self.tokens_per_step is not None:
+            speed["time/tokens_per_second"] = self.tokens_per_step / seconds
+            if self.utilization is not None:
+                used = self.utilization(speed["time/tokens_per_second"])
+                speed["time/model_flops_utilization"] = used
+        return speed
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        for writer in self.writers:
+            writer.write(self.step, metrics)
+
+    def _warn_of(self, loss: float) -> None:
+        before = self.train_curve[-1][1] if self.train_curve else 0.0
+        if math.isfinite(before) and not math.isfinite(loss):
+            self.progress.note(
+                f"the training loss became {loss} by step {self.step}: lower the learning rate, or "
+                "clip the gradients"
+            )
+
+    def _show(self) -> None:
+        self.progress.update(self.status())
+
+    def status(self) -> Status:
+        """Where the run stands."""
+        speed = self._speed()
+        seconds = speed.get("time/step_seconds")
+        left = self.num_steps - self.step
+        recent = self._window or [{"loss": value} for _, value in self.train_curve[-1:]]
+        return Status(
+            step=self.step,
+            num_steps=self.num_steps,
+            loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
+            validation_loss=self.validation_curve[-1][1] if self.validation_curve else None,
+            tokens_per_second=speed.get("time/tokens_per_second"),
+            step_seconds=seconds,
+            seconds_left=seconds * left if seconds and left else None,
+            device_bytes=self.device_bytes,
+        )

@@ -1,0 +1,369 @@
+"""`build_train_step`: the one place where a training step is put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..core.errors import ConfigError
+from ..core.typing import Array, Batch, LossFn, PyTree
+from ..mesh import World
+from ..nn import ActivationCheckpointing
+from ..parallel import CPUOffload, HasStrategy, Reduction, Strategy, as_strategy, overlay
+from ..precision import GradScaler, MixedPrecision
+from ..sharding import FromMetadata, annotations_of, optimizer_shardings, shardings
+from .batch import BatchLayout, Placed
+from .claims import claims_of
+from .global_view import evaluation, global_gradients
+from .local_view import buffer_partition, local_gradients, mean_buffers, stack_buffers
+from .options import StepOptions, resolve
+from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
+from .pipeline_view import microbatches_of, pipeline_gradients
+from .rowwise import check_rowwise
+from .state import TrainState
+from .storage import storage_of
+from .throttle import InFlight
+from .update import clip, skip_overflow
+
+STEPS_IN_FLIGHT = 16
+"""The most un-waited steps on emulated devices."""
+
+
+def build_train_step(
+    model: ModelLike,
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFn,
+    strategy: Strategy | HasStrategy,
+    world: World,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: MixedPrecision | str | bool | None = None,
+    remat: ActivationCheckpointing | None = None,
+    scaler: GradScaler | None = None,
+    metrics: tuple[str, ...] = ("loss",),
+) -> TrainStep:
+    """Builds one jitted step that equals the same model on one device.
+
+    The step computes, whatever the mesh,
+
+        loss, grads = value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = params + updates
+
+    Args:
+        model: an NNX module, or a zero-argument function that makes one; the arrays of the
+            latter are born sharded.
+        optimizer: any optax transformation.
+        loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
+            of scalar metrics.
+        strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
+        world: the devices.
+        accumulate: K microbatches per step; with a pipeline its own number.
+        clip_norm: the largest global norm of the gradient.
+        precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
+            not say.
+        remat: what the backward pass recomputes, where the strategy does not say.
+        scaler: the loss scale; float16 compute has one by default.
+        metrics: which numbers a step reports.
+
+    Returns:
+        The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
+
+    Raises:
+        ConfigError: for an option out of range.
+        MeshError: when the strategy names an axis that the mesh lacks.
+        StrategyConflictError: when precision or remat contradict the strategy's.
+
+    Example:
+        >>> from axon_dist import DDP, World
+        >>> world = World.emulate(8)
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        >>> ddp = DDP(model, world.group("dp"))
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp, world)
+        >>> state = step.init()
+        >>> state, metrics = step(state, {"x": jnp.ones((16, 2)), "y": jnp.ones((16, 1))})
+        >>> int(state.step)
+        1
+    """
+    parts, source = take_apart(model)
+    chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
+    chosen.validate(world)
+    if annotations := annotations_of(parts.abstract):
+        chosen = overlay(chosen, FromMetadata(annotations))
+    if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
+        scaler = GradScaler()
+    options = StepOptions(microbatches_of(chosen, accumulate), clip_norm, metrics, scaler)
+    options.validate()
+    if chosen.precision is not None:
+        parts, source = stored_as(parts, source, chosen.precision)
+    return TrainStep(parts, source, optimizer, loss_fn, chosen, world, options)
+
+
+class TrainStep:
+    """A jitted training step, and what belongs to it; made by `build_train_step`.
+
+    Attributes:
+        parts: the structure and shapes of the model.
+        strategy: the strategy it was built for.
+        world: the devices.
+        layout: how batches are cut.
+        state_shardings: a `TrainState` of shardings.
+        claims: where the strategy says that arrays lie, and why; `init` checks it.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        source: Source,
+        optimizer: optax.GradientTransformation,
+        loss_fn: LossFn,
+        strategy: Strategy,
+        world: World,
+        options: StepOptions,
+    ):
+        self.parts, self.strategy, self.world = parts, strategy, world
+        self.optimizer, self.loss_fn, self.options = optimizer, loss_fn, options
+        self.reduction = strategy.reduction or Reduction()
+        self.storage = storage_of(parts, strategy)
+        if self.storage.rows is not None:
+            check_rowwise(optimizer, self.storage.rows)
+        self._source = source
+        self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
+        self.layout = BatchLayout(
+            world.mesh,
+            strategy.batch_axes,
+            options.accumulate,
+            world.num_batch_shares(strategy.batch_axes),
+        )
+        self.abstract_state = self._abstract_state()
+        self.state_shardings = self._shardings()
+        self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
+        self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
+        whole = NamedSharding(world.mesh, PartitionSpec())
+        self._step = jax.jit(
+            self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, whole)
+        )
+        self._evaluate = jax.jit(self._evaluate_batch, out_shardings=whole)
+        grads = self.storage.strategy.grads
+        grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
+        self._differentiate = jax.jit(
+            lambda state, placed: self._gradients(self._on_device(state), placed.arrays)[:2],
+            out_shardings=(grad_shardings, whole),
+        )
+
+    def init(self) -> TrainState:
+        """Makes the first state, every array born where it lives.
+
+        Returns:
+            The state. Its arrays are its own: the module given stays usable.
+
+        Raises:
+            ClaimError: when an array is not split as the strategy claims.
+        """
+        state = self._born()
+        self.claims.check(state)
+        return state
+
+    def lower_init(self) -> jax.stages.Lowered:
+        """Lowers the making of a factory's parameters and buffers, without running it.
+
+        Returns:
+            The lowered program; `.compile()` it to read how much memory their birth takes.
+
+        Raises:
+            ConfigError: when the step was given a module, whose arrays exist already.
+        """
+        if self._source.make is None:
+            raise ConfigError(
+                "the step was given a module, whose arrays exist; give build_train_step a "
+                "function that makes the module, and its arrays are born where they live"
+            )
+        return self._factory().lower()
+
+    def _factory(self) -> Any:
+        make: Any = self._source.make
+        whole = NamedSharding(self.world.mesh, PartitionSpec())
+
+        def born() -> tuple[PyTree, PyTree]:
+            params, buffers = make()
+            return self.storage.from_model(params), buffers
+
+        return jax.jit(born, out_shardings=(self.state_shardings.params, whole))
+
+    def _born(self) -> TrainState:
+        """Parameters first, moments second: what drawing the former took is free again by then."""
+        is_given = self._source.make is None
+        params, buffers = self._placed() if is_given else self._factory()()
+        # A given module keeps its arrays: on the device it lies on, placing makes no copy.
+        donated = () if is_given else (0,)
+        complete = jax.jit(
+            self._new_state, out_shardings=self.state_shardings, donate_argnums=donated
+        )
+        return complete(params, buffers)
+
+    def _placed(self) -> tuple[PyTree, PyTree]:
+        whole = NamedSharding(self.world.mesh, PartitionSpec())
+        params, buffers = self._source.arrays or ({}, {})
+        stored = self.storage.from_model(params)
+        return jax.device_put((stored, buffers), (self.state_shardings.params, whole))
+
+    def __call__(self, state: TrainState, batch: Batch | Placed) -> tuple[TrainState, dict]:
+        """Takes one step; the arrays of the state given are used up.
+
+        Args:
+            state: from `init` or the step before.
+            batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
+                of this one; or what `place` returned.
+
+        Returns:
+            The next state, and the metrics as scalars on the devices, not waited for.
+
+        Raises:
+            DivisibilityError: when the batch cannot be cut evenly.
+        """
+        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        state, metrics = self._step(state, placed)
+        self._in_flight.add(metrics["loss"])
+        return state, metrics
+
+    def place(self, batch: Batch) -> Placed:
+        """Puts a batch on the devices, so that a later step does not wait for it."""
+        return self.layout.place(batch)
+
+    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
+        """The reduced gradients of a batch, before clipping; the state stays.
+
+        Args:
+            state: the state.
+            batch: as for a step.
+
+        Returns:
+            A tree like the parameters, laid out as the strategy lays gradients; and the metrics.
+        """
+        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        return self._differentiate(state, placed)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+        """The loss and metrics of a batch with the model in eval mode; the state stays.
+
+        Args:
+            state: the state.
+            batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
+
+        Returns:
+            `loss` and the metrics of the loss function, scalars on the devices.
+        """
+        layout = dataclasses.replace(self.layout, num_microbatches=1)
+        return self._evaluate(state, layout.place(batch))
+
+    def merge(self, state: TrainState) -> nnx.Module:
+        """The model with the values of a state."""
+        params = self.storage.to_model(state.params)
+        return self.parts.merge(params, mean_buffers(state.buffers, self.reduction))
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """Lowers the step for a batch of shapes or arrays, without running or storing anything.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes;
+                `jax.ShapeDtypeStruct` will do.
+
+        Returns:
+            The lowered step; `.compile()` it to read its memory and collectives.
+        """
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self.abstract_state,
+            self.state_shardings,
+        )
+        return self._step.lower(state, self.layout.abstract(batch))
+
+    def _abstract_state(self) -> TrainState:
+        return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)
+
+    def _first_state(self, params: PyTree, buffers: PyTree) -> TrainState:
+        return self._new_state(self.storage.from_model(params), buffers)
+
+    def _new_state(self, params: PyTree, buffers: PyTree) -> TrainState:
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.optimizer.init(params),
+            buffers=stack_buffers(buffers, self.reduction, self._ranks),
+            scaler=None if self.options.scaler is None else self.options.scaler.init(),
+        )
+
+    def _shardings(self) -> Any:
+        mesh, state = self.world.mesh, self.abstract_state
+        place = functools.partial(NamedSharding, mesh)
+        specs = buffer_partition(self.parts.buffers, self.reduction, self.strategy.batch_axes)
+        offload, stored = self.strategy.offload, self.storage.strategy
+        whole: Any = place(PartitionSpec())
+        return TrainState(
+            step=whole,
+            params=shardings(stored.params, state.params, mesh, offload.params),
+            opt_state=optimizer_shardings(
+                stored.opt_state, state.params, state.opt_state, mesh, offload.opt_state
+            ),
+            buffers=jax.tree.map(place, specs),
+            scaler=jax.tree.map(lambda _: whole, state.scaler),
+        )
+
+    def _gradients(self, state: TrainState, batch: Batch) -> Any:
+        """Mean gradients, metrics and new buffers, whichever view the strategy needs."""
+        scaler, run = self.options.scaler, self._gradient_function()
+        scale = None if scaler is None else state.scaler.scale
+        grads, metrics, buffers = run(state.params, state.buffers, batch, scale)
+        grads = grads if scaler is None else scaler.unscale(grads, state.scaler)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics, buffers
+
+    def _gradient_function(self) -> Any:
+        count, mesh = self.options.accumulate, self.world.mesh
+        if self.strategy.pipeline is not None:
+            return pipeline_gradients(self.parts, self.loss_fn, self.strategy, mesh, self.storage)
+        precision = self.strategy.precision
+        compute = self.parts.dtype if precision is None else precision.compute
+        # Without batch axes no rank has gradients of its own to hold back.
+        has_ranks = bool(self.strategy.batch_axes)
+        is_local = has_ranks and self.reduction.is_local(count, compute)
+        build = local_gradients if is_local else global_gradients
+        return build(self.parts, self.loss_fn, self.strategy, mesh, count)
+
+    def _take_step(self, state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
+        state = self._on_device(state)
+        grads, metrics, buffers = self._gradients(state, placed.arrays)
+        clipped, measured = clip(grads, self.options)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = self.optimizer.update(clipped, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        if "param_norm" in self.options.metrics:
+            measured["param_norm"] = optax.tree.norm(params)
+        new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
+        if self.options.scaler is not None:
+            new = skip_overflow(self.options.scaler, grads, new, state)
+            measured["loss_scale"] = new.scaler.scale
+        return new, {**metrics, **measured}
+
+    def _on_device(self, state: TrainState) -> TrainState:
+        """Copies what lives in host memory to the devices."""
+        if self.strategy.offload is CPUOffload.NONE:
+            return state
+        near = jax.tree.map(lambda s: s.with_memory_kind("device"), self.state_shardings)
+        return jax.device_put(state, near)
+
+    def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
+        state = self._on_device(state)
+        buffers = mean_buffers(state.buffers, self.reduction)
+        params = self.storage.to_model(state.params)
+        run = evaluation(self.parts, self.loss_fn, self.strategy, self.world.mesh)
+        return run(params, buffers, placed.arrays)

@@ -1,0 +1,126 @@
+"""Stopping between two steps: on a signal, and everywhere as soon as anyone wants to."""
+
+from __future__ import annotations
+
+import collections
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axon_dist.core.typing import Array
+from axon_dist.mesh import World
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether somebody asked this process to stop, and who."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def ask(self, reason: str) -> None:
+        """Asks; the first reason stays."""
+        self.reason = self.reason or reason
+
+    def __bool__(self) -> bool:
+        return self.reason is not None
+
+
+@contextmanager
+def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
+    """Turns the first SIGINT (Ctrl-C) or SIGTERM into a request; a second one acts as usual.
+
+    A step that has begun holds donated buffers: an exception in the middle of it would leave no
+    state to save. So the signal only leaves a note, which the loop reads between steps.
+
+    `jax.distributed.initialize` takes SIGTERM for its own preemption notice, so entering this
+    context puts ours in its place for as long as it lasts.
+
+    Args:
+        on_first: called with the name of the first signal, to tell the user; in a thread of its
+            own, for the signal may have come in the middle of a write to the same file.
+
+    Yields:
+        The request; false until a signal came. Outside the main thread, where Python takes no
+        signals, it stays false unless `ask` is called.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        restore()
+        name = signal.Signals(number).name
+        request.ask(name)
+        threading.Thread(target=on_first, args=(name,)).start()
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield request
+    finally:
+        restore()
+
+
+class StopConsensus:
+    """One answer for all processes to "does anyone want to stop?", asked once per step.
+
+    If one process left the loop alone, the others would wait for it in the next collective for
+    good. Here every step starts a reduction over the devices and reads the one that was started
+    `lag` steps before: it never stalls a step, and every process reads the same answer at the same
+    step. A process that is alone answers itself at once.
+
+    Args:
+        world: whose processes have to agree.
+        lag: steps between a question and its answer.
+
+    Example:
+        >>> consensus = StopConsensus(World.emulate(8))
+        >>> consensus(False), consensus(True)
+        (False, True)
+    """
+
+    def __init__(self, world: World, lag: int = 2):
+        self.world, self.lag = world, lag
+        self._split = NamedSharding(world.mesh, PartitionSpec(world.mesh.axis_names))
+        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(world.mesh, PartitionSpec()))
+        self._asked: collections.deque[Array] = collections.deque()
+
+    def __call__(self, wanted: bool) -> bool:
+        """Asks for this step, and tells whether to stop now.
+
+        Args:
+            wanted: whether this process wants to stop.
+        """
+        if self.world.num_processes == 1:
+            return wanted
+        self._asked.append(self.any_rank([wanted] * self.world.size))
+        return len(self._asked) > self.lag and bool(self._asked.popleft())
+
+    def any_rank(self, wanted: Sequence[bool]) -> Array:
+        """Starts the reduction: a scalar on every device, true if any rank wants to stop.
+
+        Args:
+            wanted: one entry per rank; only those of this process's own ranks are read.
+
+        Example:
+            >>> bool(StopConsensus(World.emulate(4)).any_rank([False, False, True, False]))
+            True
+        """
+        flags = np.asarray(wanted)
+        placed = jax.make_array_from_callback(flags.shape, self._split, lambda index: flags[index])
+        return self._any(placed)

@@ -1,0 +1,62 @@
+"""Between gradients and the next state: clipping, and skipping what overflowed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.typing import Array, PyTree
+from ..precision import GradScaler, all_finite, keep_if
+from .options import StepOptions
+from .state import TrainState
+
+
+def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]:
+    """Scales gradients down to the largest norm allowed, if there is one.
+
+    In global view every element counts once, however it is laid out.
+
+    Args:
+        grads: the gradients.
+        options: `clip_norm`, and whether `grad_norm` is among the metrics.
+
+    Returns:
+        The gradients, and the norm before clipping where it is wanted.
+    """
+    limit = options.clip_norm
+    if limit is None and "grad_norm" not in options.metrics:
+        return grads, {}
+    # Squares of bfloat16 must not be added up in bfloat16.
+    wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    norm = optax.tree.norm(jax.tree.map(wide, grads))
+    if limit is None:
+        return grads, {"grad_norm": norm}
+    factor = jnp.where(norm > limit, limit / (norm + 1e-6), 1.0)
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), {"grad_norm": norm}
+
+
+def skip_overflow(
+    scaler: GradScaler, grads: PyTree, new: TrainState, old: TrainState
+) -> TrainState:
+    """Keeps the old state where a gradient is not finite, and adjusts the scale.
+
+    Args:
+        scaler: the loss scale.
+        grads: the unscaled gradients.
+        new: the state that the step would lead to.
+        old: the state that it started from.
+
+    Returns:
+        The state that it leads to; counts of random draws advance either way.
+    """
+    finite = all_finite(grads)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    kept = lambda n, o: jnp.where(finite, n, o) if is_float(n) else n
+    return TrainState(
+        step=new.step,
+        params=keep_if(finite, new.params, old.params),
+        opt_state=keep_if(finite, new.opt_state, old.opt_state),
+        buffers=jax.tree.map(kept, new.buffers, old.buffers),
+        scaler=scaler.update(old.scaler, finite),
+    )

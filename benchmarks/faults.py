@@ -1,0 +1,221 @@
+"""What a run survives: killed at random moments and resumed, and checkpoints that were damaged.
+
+    python -m benchmarks.faults --runs 50 --corruptions 20
+
+Every run trains a small transformer in a process of its own, which is killed with SIGKILL, half of
+the time in the middle of a save, and resumed with `--resume auto`. It has to end with
+the very bits of the run that nobody disturbed. Then copies of a good checkpoint are damaged (bytes
+flipped, files cut short or removed), each of which has to be noticed and passed over for the one
+before it. Exits with 1 if anything was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from axon_dist.checkpoint import CheckpointManager, load_checkpoint, read_manifest
+
+STEPS = 40
+CONFIG = """
+name: faults
+devices: {{emulate: 4}}
+mesh: {{fsdp: 4}}
+parallel: full_shard
+model: {{width: 64, num_layers: 2, num_heads: 2, ffn_width: 128, max_length: 32, dropout: 0.1}}
+data: {{files: [{texts}/a.txt], validation_files: [{texts}/b.txt], sequence_length: 32}}
+optimizer: {{name: adamw, learning_rate: 0.003}}
+train: {{steps: {steps}, global_batch: 8, eval_every: 20, eval_batches: 1, log_every: 1}}
+checkpoint: {{every: 2, keep: 3}}
+"""
+
+
+def start(config: Path, folder: Path) -> subprocess.Popen:
+    """`axon train` on its way; a compilation cache spares every process but the first the wait."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(config.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-m", "axon_dist.cli", "train", str(config), f"run_dir={folder}"]
+    log = open(folder.with_suffix(".log"), "a")  # noqa: SIM115 (the process keeps it open)
+    return subprocess.Popen(
+        [*command, "--resume", "auto"], env=environment, stdout=log, stderr=subprocess.STDOUT
+    )
+
+
+def finish(config: Path, folder: Path) -> bool:
+    """Runs, or goes on, to the end; whether it got there."""
+    return start(config, folder).wait() == 0
+
+
+def final_bits(folder: Path) -> dict[str, bytes]:
+    """Every leaf of the last checkpoint of a finished run."""
+    path = folder / "checkpoints" / f"step_{STEPS:08d}"
+    state = load_checkpoint(path, target_of_manifest(path))
+    is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    plain = {name: jax.random.key_data(x) if is_key(x) else x for name, x in state.items()}
+    return {name: np.asarray(values).tobytes() for name, values in plain.items()}
+
+
+def target_of_manifest(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """All that a checkpoint holds, onto one device; random keys are left as their kind."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaves = read_manifest(path).leaves
+    return {name: describe(spec.dtype, spec.shape, one) for name, spec in leaves.items()}
+
+
+def describe(dtype: str, shape: tuple[int, ...], sharding) -> jax.ShapeDtypeStruct:
+    kind = jax.random.key(0).dtype if dtype.startswith("key<") else jax.numpy.dtype(dtype)
+    return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, chance: random.Random) -> None:
+    """Until a random moment between the first steps and the last."""
+    first = folder / "metrics.jsonl"
+    wanted = chance.randrange(1, STEPS)
+    while process.poll() is None:
+        if first.exists() and first.read_text().count("train/loss") >= wanted:
+            break
+        time.sleep(0.002)
+    time.sleep(chance.random() * 0.03)
+
+
+def wait_for_a_save(process: subprocess.Popen, folder: Path, chance: random.Random) -> None:
+    """Until one of the saves is under way, and a random moment further into it."""
+    seen: set[str] = set()
+    wanted = chance.randrange(1, STEPS // 2)
+    while process.poll() is None:
+        under_way = {path.name for path in (folder / "checkpoints").glob("step_*.tmp")}
+        seen |= under_way
+        if under_way and len(seen) >= wanted:
+            break
+        time.sleep(0.0005)
+    time.sleep(chance.random() * 0.02)
+
+
+SAVING = "killed while saving"
+WAITS: dict[str, Callable] = {"killed": wait_for_steps, SAVING: wait_for_a_save}
+
+
+def kill(config: Path, folder: Path, kind: str, chance: random.Random) -> bool:
+    """Starts a run and kills it; whether it died as it was meant to."""
+    shutil.rmtree(folder, ignore_errors=True)
+    process = start(config, folder)
+    WAITS[kind](process, folder, chance)
+    process.kill()
+    was_alive = process.wait() == -signal.SIGKILL
+    half_written = any((folder / "checkpoints").glob("step_*.tmp"))
+    return was_alive and (half_written or kind != SAVING)
+
+
+def survives(
+    config: Path, folder: Path, kind: str, chance: random.Random, expected: dict[str, bytes]
+) -> bool:
+    """Kills a run, resumes it, and compares its end with that of the undisturbed one."""
+    while not kill(config, folder, kind, chance):
+        pass
+    return finish(config, folder) and final_bits(folder) == expected
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[chance.randrange(len(contents))] ^= 1 << chance.randrange(8)
+    path.write_bytes(contents)
+
+
+def cut(path: Path, chance: random.Random) -> None:
+    os.truncate(path, chance.randrange(path.stat().st_size))
+
+
+def remove(path: Path, chance: random.Random) -> None:
+    path.unlink()
+
+
+DAMAGES: dict[str, Callable] = {"flipped bit": flip, "truncated file": cut, "missing file": remove}
+
+
+def is_noticed(good: Path, work: Path, kind: str, chance: random.Random) -> bool:
+    """Damages the newest of two checkpoints; the one before it has to be the one that is found."""
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(good, work)
+    newest = max(work.iterdir())
+    files = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size]
+    DAMAGES[kind](chance.choice(files), chance)
+    told: list[str] = []
+    manager = CheckpointManager(work, tell=told.append)
+    found = manager.restore_newest(target_of_manifest(good / newest.name))
+    return len(told) == 1 and newest.name in told[0] and found.path.name < newest.name
+
+
+def measure_kills(
+    folder: Path, config: Path, runs: int, chance: random.Random, expected: dict[str, bytes]
+) -> list[tuple[str, int, int]]:
+    """Kills runs, the kinds in turn; rows of fault, how often, and how often it was survived."""
+    good = dict.fromkeys(WAITS, 0)
+    for number in range(runs):
+        kind = list(WAITS)[number % len(WAITS)]
+        good[kind] += survives(config, folder / f"killed-{number}", kind, chance, expected)
+        print(f"run {number + 1} of {runs}, {kind}: {sum(good.values())} ended with the same bits")
+    counts = {kind: len(range(number, runs, len(WAITS))) for number, kind in enumerate(WAITS)}
+    return [(f"{kind}, resumed", counts[kind], good[kind]) for kind in WAITS]
+
+
+def measure_damages(
+    folder: Path, checkpoints: Path, corruptions: int, chance: random.Random
+) -> list[tuple[str, int, int]]:
+    """Damages checkpoints; rows of damage, how often, and how often it was noticed."""
+    rows = []
+    for number, kind in enumerate(DAMAGES):
+        count = len(range(number, corruptions, len(DAMAGES)))
+        noticed = [is_noticed(checkpoints, folder / "damaged", kind, chance) for _ in range(count)]
+        rows.append((kind, count, sum(noticed)))
+    return rows
+
+
+def measure(folder: Path, runs: int, corruptions: int, seed: int) -> list[tuple[str, int, int]]:
+    """Rows of fault, how often, and how often it did no harm."""
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text(f"{name}: the quick brown fox jumps over the lazy dog. " * 200)
+    config = folder / "config.yaml"
+    config.write_text(CONFIG.format(texts=folder, steps=STEPS))
+    undisturbed, chance = folder / "undisturbed", random.Random(seed)
+    if not finish(config, undisturbed):
+        raise SystemExit(undisturbed.with_suffix(".log").read_text())
+    return [
+        *measure_damages(folder, undisturbed / "checkpoints", corruptions, chance),
+        *measure_kills(folder, config, runs, chance, final_bits(undisturbed)),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=4, help="runs to kill")
+    parser.add_argument("--corruptions", type=int, default=20, help="checkpoints to damage")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the places")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder), arguments.runs, arguments.corruptions, arguments.seed)
+    table = Table("fault", "times", "same bits, or noticed", title="faults")
+    for name, count, good in rows:
+        table.add_row(name, str(count), f"{good}/{count}")
+    Console().print(table)
+    return 0 if all(count == good for _, count, good in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Pipelines: what bubbles cost, and our schedules against a GPipe written by hand.
+
+    python -m benchmarks.pipeline [--stages 8] [--microbatches 8 64] [--rounds 3]
+
+The model is a GPT of 8 layers, width 256, 4 heads, 128 tokens, vocabulary 512, two samples per
+microbatch, float32, AdamW. Prints CPU-seconds per microbatch (the least of the rounds): a program
+that computes in its bubbles needs more of them per microbatch when there are few. The GPipe is a
+scan over ticks, differentiated by JAX, each block under `jax.checkpoint`, idle ticks skipped by
+`lax.cond`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from axon_dist import World, build_train_step, ddp, pipelined
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+
+from .timing import alternate
+
+SCHEDULES = ("1f1b", "eager_1f1b", "zero_bubble_h1")
+LAYERS, TOKENS, ROWS = 8, 128, 2
+
+
+def make_model() -> Transformer:
+    """The model."""
+    config = TransformerConfig(
+        vocab_size=512, width=256, num_layers=LAYERS, num_heads=4, ffn_width=1024, max_length=128
+    )
+    return Transformer(config, rngs=nnx.Rngs(0))
+
+
+def gpipe_by_hand(world: World, num_microbatches: int):
+    """What an expert writes without a library; returns a jitted step and its state."""
+    stages = world.mesh.shape["pp"]
+    model = make_model()
+    blocks = [nnx.split(block) for block in model.blocks]
+    graphdef = blocks[0][0]
+    per_stage = LAYERS // stages
+    stack = lambda *leaves: jnp.stack(leaves).reshape(stages, per_stage, *leaves[0].shape)
+    weights = jax.tree.map(stack, *(nnx.to_pure_dict(state) for _, state in blocks))
+    model.blocks = nnx.List([])
+    outer_graph, outer = nnx.split(model)
+    params = {"blocks": weights, "outer": nnx.to_pure_dict(outer)}
+    specs = {
+        "blocks": jax.tree.map(lambda _: PartitionSpec("pp"), weights),
+        "outer": jax.tree.map(lambda _: PartitionSpec(), params["outer"]),
+    }
+    put = lambda x, spec: jax.device_put(x, NamedSharding(world.mesh, spec))
+    params = jax.tree.map(put, params, specs)
+    optimizer = optax.adamw(1e-3)
+
+    @jax.checkpoint
+    def block(leaves, x):
+        return nnx.merge(graphdef, leaves, copy=True)(x)
+
+    def losses(params, tokens):
+        rank = jax.lax.axis_index("pp")
+        own = jax.tree.map(lambda w: w[0], params["blocks"])
+        outside = nnx.merge(outer_graph, params["outer"], copy=True)
+
+        def stage(x):
+            return jax.lax.scan(lambda x, w: (block(w, x), None), x, own)[0]
+
+        def tick(carry, t):
+            x, total = carry
+            m = jnp.clip(t - rank, 0, num_microbatches - 1)
+            active = (t >= rank) & (t < rank + num_microbatches)
+            rows = jax.lax.dynamic_index_in_dim(tokens, m, keepdims=False)
+            x = jax.lax.cond(rank == 0, lambda: outside.embed(rows[:, :-1]), lambda: x)
+            y = jax.lax.cond(active, stage, lambda x: x, x)
+            at_end = active & (rank == stages - 1)
+            loss = jax.lax.cond(at_end, lambda: head(outside, y, rows[:, 1:]), lambda: 0.0)
+            ring = [(i, i + 1) for i in range(stages - 1)]
+            return (jax.lax.ppermute(y, "pp", ring), total + loss), None
+
+        start = jnp.zeros((ROWS, TOKENS, 256)), 0.0
+        ticks = jnp.arange(num_microbatches + stages - 1)
+        (_, total), _ = jax.lax.scan(tick, start, ticks)
+        return jax.lax.psum(total, "pp") / num_microbatches
+
+    mapped = jax.shard_map(
+        losses,
+        mesh=world.mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, tokens):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(mapped)(params, tokens)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step, (params, jax.jit(optimizer.init)(params))
+
+
+def head(model: Transformer, x: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean cross-entropy of a microbatch."""
+    logits = model.head(x)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def tokens_of(num_microbatches: int) -> np.ndarray:
+    """A batch."""
+    shape = (num_microbatches * ROWS, TOKENS + 1)
+    return np.random.default_rng(0).integers(0, 512, shape).astype(np.int32)
+
+
+def program(name: str, stages: int, count: int):
+    """A function that takes one step, and the seconds that compiling it took."""
+    batch = {"tokens": tokens_of(count)}
+    started = time.perf_counter()
+    if name == "gpipe by hand":
+        world = World.emulate(stages, f"pp={stages}")
+        step, state = gpipe_by_hand(world, count)
+        data = batch["tokens"].reshape(count, ROWS, -1)
+        run = lambda state: step(state, data)
+    else:
+        alone = name == "one device"
+        world = World.emulate(1, "dp=1") if alone else World.emulate(stages, f"pp={stages}")
+        strategy = ddp() if alone else pipelined(stages, count, name)
+        built = build_train_step(
+            make_model, optax.adamw(1e-3), next_token_loss, strategy, world, accumulate=count
+        )
+        state, placed = built.init(), built.place(batch)
+        run = lambda state: built(state, placed)
+    kept = [jax.block_until_ready(run(state))[0]]
+
+    def call():
+        kept[0], result = run(kept[0])
+        return jax.block_until_ready(result)
+
+    return call, time.perf_counter() - started
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    args = parser.parse_args()
+    World.emulate(args.stages)
+    names = ["one device", "gpipe by hand", *args.schedules]
+    table = Table(title=f"{args.stages} stages: CPU-seconds per microbatch, seconds to compile")
+    table.add_column("program")
+    for count in args.microbatches:
+        table.add_column(f"M={count}", justify="right")
+        table.add_column("compile", justify="right")
+    cells: dict[str, list[str]] = {name: [] for name in names}
+    for count in args.microbatches:
+        made = {name: program(name, args.stages, count) for name in names}
+        timings = alternate({name: call for name, (call, _) in made.items()}, args.rounds, 1)
+        for name in names:
+            cells[name] += [f"{timings[name].best_cpu / count:.4f}", f"{made[name][1]:.1f}"]
+    for name, row in cells.items():
+        table.add_row(name, *row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Eight emulated devices, a shared compilation cache, and no silent promotion."""
+
+import math
+import os
+import pathlib
+import tempfile
+
+import jax
+import pytest
+
+from axon_dist.mesh import World
+
+DEVICES = 8
+WORLD = World.emulate(DEVICES)
+
+_CACHE = os.environ.get("AXON_TEST_CACHE") or pathlib.Path(tempfile.gettempdir(), "axon-test-cache")
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def world() -> World:
+    """All eight devices on one data axis."""
+    return WORLD
+
+
+@pytest.fixture
+def make_world():
+    """Builds a world over the first devices: `make_world("dp=2,tp=2")`."""
+
+    def make(axes: str) -> World:
+        sizes = [int(part.split("=")[1]) for part in axes.split(",")]
+        return World.emulate(math.prod(sizes), axes)
+
+    return make

@@ -1,0 +1,238 @@
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist.checkpoint import (
+    CheckpointManager,
+    DamagedCheckpointError,
+    Retention,
+    StateDictType,
+    load_checkpoint,
+    read_manifest,
+    store,
+)
+from axon_dist.core.errors import CheckpointError
+
+KINDS = pytest.mark.parametrize("type", list(StateDictType))
+SIZE = 20_000
+
+
+def state(step):
+    """Random, so that no compression makes it small."""
+    values = np.random.default_rng(step).standard_normal(SIZE, np.float32)
+    return {"w": jnp.asarray(values), "step": jnp.int32(step)}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def step_names(*steps):
+    return [f"step_{step:08d}" for step in steps]
+
+
+@KINDS
+@pytest.mark.parametrize("background", [True, False])
+def test_the_last_the_best_and_every_nth_stay(type, background, tmp_path):
+    retention = Retention(last=2, best=1, every=3)
+    with CheckpointManager(tmp_path, retention, type=type, background=background) as manager:
+        for step, score in enumerate([5.0, 1.0, 4.0, 3.0, 2.0, 6.0, 7.0, 8.0], start=1):
+            manager.save(step, state(step), score=score, meta={"step": step})
+    assert names(tmp_path) == step_names(2, 3, 6, 7, 8)
+    restored = CheckpointManager(tmp_path).restore_newest(state(0))
+    assert (restored.step, restored.manifest.meta, restored.manifest.score) == (8, {"step": 8}, 8.0)
+    np.testing.assert_array_equal(restored.state["w"], state(8)["w"])
+
+
+def test_a_save_in_the_background_returns_before_it_is_written(tmp_path, monkeypatch):
+    go, begin = threading.Event(), store.OrbaxStore.begin
+
+    def slow(self, folder, leaves):
+        write = begin(self, folder, leaves)
+        return lambda: (go.wait(60), write())
+
+    monkeypatch.setattr(store.OrbaxStore, "begin", slow)
+    manager = CheckpointManager(tmp_path)
+    values = state(1)
+    manager.save(1, values)
+    assert names(tmp_path) == ["step_00000001.tmp"]
+    values["w"].delete()  # as a step does that takes it as a donation
+    go.set()
+    manager.wait()
+    assert names(tmp_path) == step_names(1)
+    np.testing.assert_array_equal(manager.restore_newest(state(0)).state["w"], state(1)["w"])
+
+
+def test_nothing_to_restore(tmp_path):
+    assert CheckpointManager(tmp_path / "none").restore_newest(state(0)) is None
+    assert CheckpointManager(tmp_path).restore_newest(state(0)) is None
+
+
+def damage(folder):
+    file = max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
+    contents = bytearray(file.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    file.write_bytes(contents)
+
+
+def test_damaged_checkpoints_are_passed_over_and_said(tmp_path):
+    told = []
+    with CheckpointManager(tmp_path, tell=told.append) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait()
+        damage(tmp_path / "step_00000003")
+        (tmp_path / "step_00000002" / "manifest.json").unlink()
+        assert manager.restore_newest(state(0)).step == 1
+        assert ["step_00000003" in told[0], "step_00000002" in told[1]] == [True, True]
+        assert "its bytes changed; use another checkpoint: going back" in told[0]
+        manager.save(3, state(3))  # over the damaged one
+    assert manager.restore_newest(state(0)).step == 3
+    assert len(told) == 2
+
+
+def test_when_all_are_damaged_nothing_starts_anew_by_itself(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        damage(tmp_path / "step_00000001")
+        with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* remove the folder"):
+            manager.restore_newest(state(0))
+
+
+def test_another_model_is_no_reason_to_go_back(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2) | {"more": jnp.ones(1)})
+    with pytest.raises(CheckpointError, match="step_00000002' does not fit: more") as info:
+        manager.restore_newest(state(0))
+    assert not isinstance(info.value, DamagedCheckpointError)
+
+
+def test_the_newest_is_the_last_written(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (10, 30, 20):
+            manager.save(step, state(step))
+    assert manager.restore_newest(state(0)).step == 20
+
+
+@contextmanager
+def full_disk(limit):
+    """Lets no file grow beyond the limit, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@KINDS
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_is_said_and_the_old_checkpoint_stays(type, background, tmp_path):
+    told = []
+    retention = Retention(last=1)
+    manager = CheckpointManager(
+        tmp_path, retention, type=type, background=background, tell=told.append
+    )
+    manager.save(1, state(1))
+    manager.wait()
+    with full_disk(limit=SIZE):
+        manager.save(2, state(2))
+        manager.wait()
+    assert "could not save checkpoint" in manager.failure
+    assert told == [manager.failure]
+    assert "what was saved before stays. Make room there" in told[0]
+    assert names(tmp_path) == step_names(1)
+    assert manager.restore_newest(state(0)).step == 1
+
+    manager.save(3, state(3))
+    manager.wait()
+    assert manager.failure is None
+    assert names(tmp_path) == step_names(3)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = []
+    manager = CheckpointManager(tmp_path / "file" / "checkpoints", tell=told.append)
+    manager.save(1, state(1))
+    assert "could not save checkpoint" in manager.failure
+    assert "Not a directory" in manager.failure
+    assert told == [manager.failure]
+
+
+KILLED = """
+import sys
+import jax.numpy as jnp
+from axon_dist.checkpoint import CheckpointManager, StateDictType
+manager = CheckpointManager(sys.argv[1], type=StateDictType(sys.argv[2]))
+for step in range(1, 1000):
+    manager.save(step, {"w": jnp.full(500_000, float(step)), "step": jnp.int32(step)})
+    print(step, flush=True)
+"""
+
+
+@KINDS
+def test_a_killed_save_is_never_restored(type, tmp_path):
+    """Killed at growing distances after a save began; what is left is whole, and one goes on."""
+    target = {"w": jnp.zeros(500_000), "step": jnp.int32(0)}
+    command = [sys.executable, "-c", KILLED, str(tmp_path), type]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    for tries in range(3):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+            for _ in range(3 + tries):
+                child.stdout.readline()
+            time.sleep(0.01 * tries)
+            child.send_signal(signal.SIGKILL)
+        restored = CheckpointManager(tmp_path, tell=pytest.fail).restore_newest(target)
+        assert int(restored.state["step"]) == restored.step
+        np.testing.assert_array_equal(restored.state["w"], np.full(500_000, restored.step))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(5000, target)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_error_of_the_run_does_not_lose_the_save_under_way(tmp_path):
+    def run():
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, state(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert names(tmp_path) == step_names(1)
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_said(tmp_path, monkeypatch):
+    told = []
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("axon_dist.checkpoint.manager.remove", refuse)
+    with CheckpointManager(tmp_path, Retention(last=1), tell=told.append) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    assert manager.failure is None
+    assert told == [f"could not remove the old checkpoint '{tmp_path}/step_00000001': "
+                    "Permission denied"]  # fmt: skip
+    assert read_manifest(tmp_path / "step_00000002").serial == 1
+
+
+def test_a_moved_folder_of_checkpoints_still_loads(tmp_path):
+    with CheckpointManager(tmp_path / "a") as manager:
+        manager.save(1, state(1))
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    restored = load_checkpoint(tmp_path / "b" / "step_00000001", state(0))
+    np.testing.assert_array_equal(restored["w"], state(1)["w"])

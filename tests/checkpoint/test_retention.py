@@ -1,0 +1,52 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.checkpoint import Entry, Retention
+from axon_dist.core.errors import ConfigError
+
+scores = st.one_of(st.none(), st.just(math.nan), st.floats(-1, 1))
+
+
+@st.composite
+def folders(draw):
+    steps = draw(st.lists(st.integers(0, 50), unique=True, max_size=12))
+    return [Entry(step, serial, draw(scores)) for serial, step in enumerate(steps)]
+
+
+retentions = st.builds(Retention, st.integers(1, 4), st.integers(0, 3), st.sampled_from([0, 1, 5]))
+
+
+@given(folders(), retentions)
+def test_what_stays(entries, retention):
+    gone = retention.outdated(entries)
+    stays = [entry for entry in entries if entry not in gone]
+    assert stays[-1:] == entries[-1:]
+    assert set(entries[-retention.last :]) <= set(stays)
+    if retention.every:
+        assert all(entry in stays for entry in entries if entry.step % retention.every == 0)
+    scored = sorted(e.score for e in entries if e.score is not None and not math.isnan(e.score))
+    best = scored[: retention.best]
+    assert sorted(e.score for e in stays if e.score in best)[: len(best)] == best
+    most = retention.last + retention.best
+    assert retention.every or len(stays) <= most
+    assert not retention.outdated(stays)
+
+
+def test_the_newest_is_the_one_written_last_not_the_one_of_the_highest_step():
+    back = [Entry(step=10, serial=0), Entry(step=30, serial=1), Entry(step=20, serial=2)]
+    assert [entry.step for entry in Retention(last=1).outdated(back)] == [10, 30]
+
+
+def test_ties_go_to_the_newer():
+    entries = [Entry(step, step, 0.5) for step in (1, 2, 3, 4)]
+    assert [e.step for e in Retention(last=1, best=2).outdated(entries)] == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"best": -1}, {"every": -5}])
+def test_impossible_counts(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}.*must be at least"):
+        Retention(**wrong)

@@ -1,0 +1,234 @@
+import functools
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist.checkpoint import (
+    DamagedCheckpointError,
+    StateDictType,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    target_of,
+)
+from axon_dist.core.errors import CheckpointError, UnsupportedError
+from axon_dist.models import MLP
+from axon_dist.parallel import ddp, fsdp, zero
+from axon_dist.precision import GradScaler
+from axon_dist.train import build_train_step
+
+BOTH = pytest.mark.parametrize("type", list(StateDictType))
+MESHES = ("dp=8", "dp=4", "dp=2,fsdp=2", "fsdp=1")
+
+
+@BOTH
+@pytest.mark.parametrize("before", ["fsdp=8", "dp=2,fsdp=2"])
+def test_any_mesh_to_any_mesh_bit_for_bit(type, before, values, place, bits, make_world, tmp_path):
+    save_checkpoint(tmp_path / "c", place(values, make_world(before)), type=type)
+    for after in MESHES:
+        target = place(values, make_world(after), abstract=True)
+        restored = load_checkpoint(tmp_path / "c", target)
+        assert bits(restored) == bits(values)
+        assert jax.tree.map(lambda x: x.dtype, restored) == jax.tree.map(lambda x: x.dtype, values)
+        where = jax.tree.map(lambda x, t: x.sharding.is_equivalent_to(t.sharding, x.ndim),
+                             restored, target)  # fmt: skip
+        assert all(jax.tree.leaves(where))
+
+
+def test_the_manifest_does_not_depend_on_the_mesh_but_names_it(values, place, make_world, tmp_path):
+    manifests = []
+    for axes in ("dp=8", "dp=2,tp=2"):
+        save_checkpoint(tmp_path / axes, place(values, make_world(axes)), meta={"step": 3})
+        manifests.append(read_manifest(tmp_path / axes))
+    one, other = manifests
+    assert (one.leaves, one.checksums) == (other.leaves, other.checksums)
+    assert (one.mesh, other.mesh) == ({"dp": 8}, {"dp": 2, "tp": 2})
+    assert one.meta == {"step": 3}
+    assert str(one.leaves["nested/0/nan"]) == "float32[24]"
+    assert str(one.leaves["key"]) == "key<fry>[8]"
+    assert one.versions["jax"] == jax.__version__
+
+
+@functools.cache
+def step_on(world, strategy, optimizer=None):
+    def loss_fn(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    def model():
+        return MLP((8, 16, 4), rngs=nnx.Rngs(0))
+
+    tx = optimizer or optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+    return build_train_step(model, tx, loss_fn, strategy, world, scaler=GradScaler(1024.0))
+
+
+def batch():
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    return {"x": np.asarray(x), "y": np.ones((16, 4), np.float32)}
+
+
+def test_a_train_state_goes_from_one_strategy_to_others(make_world, bits, tmp_path):
+    step = step_on(make_world("fsdp=8"), fsdp())
+    state, _ = step(step.init(), batch())
+    save_checkpoint(tmp_path / "c", state)
+    was = bits(state)
+    expected = bits(step(state, batch())[0].params)
+    others = [("fsdp=8", fsdp()), ("fsdp=4", fsdp()), ("dp=2", zero(1)), ("dp=1", ddp())]
+    for axes, strategy in others:
+        other = step_on(make_world(axes), strategy)
+        target = target_of(other.abstract_state, other.state_shardings)
+        restored = load_checkpoint(tmp_path / "c", target)
+        assert bits(restored) == was
+        following, _ = other(restored, batch())
+        if axes == "fsdp=8":
+            assert bits(following.params) == expected
+
+
+def test_another_model_optimizer_or_dtype_is_named(world, tmp_path):
+    state = {"params": {"w": jnp.ones((4, 2)), "b": jnp.ones(2)}}
+    state["opt_state"] = optax.adam(0.1).init(state["params"])
+    path = tmp_path / "c"
+    save_checkpoint(path, state)
+
+    def error(**changes):
+        with pytest.raises(CheckpointError, match="restore it into the model, optimizer") as info:
+            load_checkpoint(path, state | changes)
+        assert not isinstance(info.value, DamagedCheckpointError)
+        return str(info.value)
+
+    wider = {"w": jnp.ones((4, 3)), "b": jnp.ones(2)}
+    assert "params/w is float32[4,2] in the checkpoint and float32[4,3] here" in error(params=wider)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["params"])
+    assert "params/w is float32[4,2] in the checkpoint and bfloat16" in error(params=half)
+    sgd = error(opt_state=optax.sgd(0.1).init(state["params"]))
+    assert "opt_state/0/count (int32[]) is in the checkpoint and not here" in sgd
+    assert "and 2 more" in sgd
+    more = {**state["params"], "c": jnp.ones(1)}
+    assert "params/c (float32[1]) is here and not in the checkpoint" in error(params=more)
+
+
+def test_another_kind_of_key(tmp_path):
+    save_checkpoint(tmp_path / "c", {"key": jax.random.key(0)})
+    with pytest.raises(CheckpointError, match=r"key is key<fry>\[\] in .* and key<rbg>\[\] here"):
+        load_checkpoint(tmp_path / "c", {"key": jax.random.key(0, impl="rbg")})
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with pytest.raises(CheckpointError, match=r"numpy int64, which JAX would turn .* convert it"):
+        save_checkpoint(tmp_path / "c", {"n": np.arange(3)})
+    with pytest.raises(CheckpointError, match=r"two leaves .* 'a/b'; rename a key"):
+        save_checkpoint(tmp_path / "c", {"a/b": 1, "a": {"b": 2}})
+    with pytest.raises(UnsupportedError, match=r"w is int4, .* no name.*SHARDED"):
+        save_checkpoint(tmp_path / "c", {"w": jnp.ones(4, jnp.int4)}, type=StateDictType.FULL)
+    with pytest.raises(CheckpointError, match=r"leaf w .* without a sharding; .*target_of"):
+        load_checkpoint(tmp_path / "c", {"w": jax.ShapeDtypeStruct((), jnp.float32)})
+    assert not (tmp_path / "c").exists()
+
+
+def test_numbers_become_arrays_and_meta_comes_back(tmp_path):
+    save_checkpoint(tmp_path / "c", {"n": 3, "x": 0.5}, meta={"data": {"samples_seen": 12}})
+    restored = load_checkpoint(tmp_path / "c", {"n": jnp.int32(0), "x": jnp.float32(0)})
+    assert (int(restored["n"]), float(restored["x"])) == (3, 0.5)
+    assert read_manifest(tmp_path / "c").meta == {"data": {"samples_seen": 12}}
+
+
+def test_host_memory_comes_and_goes(world, place, bits, tmp_path):
+    values = {"w": jnp.arange(16.0)}
+    near = place(values, world)["w"].sharding
+    far = near.with_memory_kind("pinned_host")
+    for before, after in ((near, far), (far, near)):
+        save_checkpoint(tmp_path / "c", {"w": jax.device_put(values["w"], before)})
+        target = {"w": jax.ShapeDtypeStruct((16,), jnp.float32, sharding=after)}
+        restored = load_checkpoint(tmp_path / "c", target)
+        assert restored["w"].sharding == after
+        assert bits(restored) == bits(values)
+
+
+@BOTH
+def test_a_second_save_replaces_the_first(type, tmp_path):
+    for value in (1.0, 2.0):
+        save_checkpoint(tmp_path / "c", {"w": jnp.float32(value)}, type=type)
+    assert float(load_checkpoint(tmp_path / "c", {"w": jnp.float32(0)})["w"]) == 2.0
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_no_checkpoint_and_an_unfinished_one(tmp_path):
+    target = {"w": jnp.ones(3)}
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint '.*none'; name a folder"):
+        load_checkpoint(tmp_path / "none", target)
+    save_checkpoint(tmp_path / "c", target)
+    (tmp_path / "c" / "COMMITTED").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"no COMMITTED file: .*; use another"):
+        load_checkpoint(tmp_path / "c", target)
+
+
+def damages(folder):
+    """Every file in turn: removed, cut short, and a byte flipped at three places."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = file.relative_to(folder)
+        size = file.stat().st_size
+        yield name, lambda path: path.unlink()
+        yield name, lambda path: os.truncate(path, path.stat().st_size - 1)
+        for position in {0, size // 2, size - 1}:
+            yield name, functools.partial(flip, position=position)
+
+
+def flip(path, position):
+    contents = bytearray(path.read_bytes())
+    contents[position] ^= 0x20
+    path.write_bytes(contents)
+
+
+@BOTH
+def test_every_damage_is_noticed_and_the_file_named(type, values, place, world, tmp_path):
+    state = place(values, world)
+    save_checkpoint(tmp_path / "good", state, type=type)
+    count = 0
+    for name, damage in damages(tmp_path / "good"):
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        damage(tmp_path / "bad" / name)
+        with pytest.raises(DamagedCheckpointError, match=name.name):
+            load_checkpoint(tmp_path / "bad", state)
+        shutil.rmtree(tmp_path / "bad")
+        count += 1
+    assert count >= 15
+
+
+def test_a_value_that_changed_before_it_reached_the_disk_is_noticed(tmp_path, monkeypatch):
+    from axon_dist.checkpoint import save
+
+    def corrupted(leaves):
+        sums = checksums(leaves)
+        return sums | {"w": sums["w"] + 1}
+
+    checksums = save.leaf_checksums
+    monkeypatch.setattr(save, "leaf_checksums", corrupted)
+    save_checkpoint(tmp_path / "c", {"v": jnp.ones(3), "w": jnp.ones(3)})
+    with pytest.raises(DamagedCheckpointError, match=r"leaf w came back with .*; use another one"):
+        load_checkpoint(tmp_path / "c", {"v": jnp.ones(3), "w": jnp.ones(3)})
+
+
+def test_a_newer_format_asks_for_a_newer_version(tmp_path, monkeypatch):
+    from axon_dist.checkpoint import manifest
+
+    save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
+    monkeypatch.setattr(manifest, "_FORMAT", 0)
+    with pytest.raises(CheckpointError, match=r"has format 1, .* up to 0; install axon_dist"):
+        load_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
+
+
+def test_values_that_the_store_cannot_read(tmp_path, monkeypatch):
+    from axon_dist.checkpoint.store import OrbaxStore
+
+    def refuse(*args):
+        raise ValueError("no such codec")
+
+    save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
+    monkeypatch.setattr(OrbaxStore, "restore", refuse)
+    with pytest.raises(CheckpointError, match=r"as they were written: no such codec; install"):
+        load_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})

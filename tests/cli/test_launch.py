@@ -1,0 +1,91 @@
+import pathlib
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import yaml
+
+from axon_dist.cli import launch as verb
+from axon_dist.cli.main import main
+from axon_dist.config import load_config
+from axon_dist.mesh import LaunchPlan, from_env
+
+
+def test_the_command_follows_two_dashes(tmp_path):
+    options = ["-n", "4", "--devices-per-process", "2", "--max-restarts", "3", "--elastic"]
+    with mock.patch.object(verb, "launch", return_value=7) as launch:
+        code = main(["launch", *options, "--log-dir", str(tmp_path), "--", "axon", "train", "-x"])
+    plan = launch.call_args.args[0]
+    assert code == 7
+    assert plan == LaunchPlan(
+        command=("axon", "train", "-x"),
+        num_processes=4,
+        devices_per_process=2,
+        max_restarts=3,
+        elastic=True,
+        log_dir=tmp_path,
+    )
+
+
+def test_it_runs(tmp_path, capfd):
+    program = "import os; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    options = ["-n", "2", "--log-dir", str(tmp_path / "logs")]
+    assert main(["launch", *options, "--", sys.executable, "-c", program]) == 0
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "1 of 2\n"
+    assert f"2 processes; their logs: {tmp_path}/logs/rank-*.log" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "got no command; give one after --"),
+        (["-n", "0", "--", "true"], "got 0 processes"),
+        (["-n", "2", "--", "no-such-program"], "there is no program 'no-such-program'"),
+    ],
+)
+def test_mistakes(arguments, words, capsys):
+    assert main(["launch", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+TEMPLATES = pathlib.Path(__file__).parents[2] / "configs" / "launch"
+SCRIPTS = sorted(p for p in TEMPLATES.iterdir() if p.suffix in (".sh", ".sbatch"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_are_bash(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def written_commands():
+    """Every `axon train` of a template, as its words."""
+    for path in SCRIPTS:
+        text = re.sub(r"\\\n", " ", path.read_text())
+        yield from ((path.name, found) for found in re.findall(r"axon train ([^\"\n]+)", text))
+    azure = yaml.safe_load((TEMPLATES / "azure_ml.yaml").read_text())
+    yield "azure_ml.yaml", azure["command"].removeprefix("axon train ")
+    _, job = yaml.safe_load_all((TEMPLATES / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    yield "kubernetes.yaml", " ".join(container["command"][2:])
+
+
+@pytest.mark.parametrize(("name", "words"), list(written_commands()), ids=lambda text: text[:12])
+def test_templates_train_on_the_devices_that_there_are(name, words):
+    config, *rest = words.split()
+    overrides = [word for word in rest if re.fullmatch(r"[a-z_.]+=[^$]+", word)]
+    read = load_config(TEMPLATES.parent / pathlib.Path(config).name, overrides)
+    assert read.devices.emulate is None
+    assert str(read.mesh) == "fsdp=-1"
+
+
+def test_kubernetes_pods_know_their_place():
+    service, job = yaml.safe_load_all((TEMPLATES / "kubernetes.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    variables = {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+    spec = from_env({**variables, "RANK": "1"})
+    assert spec.num_processes == job["spec"]["completions"]
+    assert spec.coordinator_address == "axon-0.axon:29500"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}

@@ -1,0 +1,108 @@
+import subprocess
+import sys
+
+import pytest
+
+from axon_dist import __version__
+from axon_dist.cli.main import VERBS, main
+from axon_dist.core.errors import ConfigError
+
+
+def error_of(capsys, *arguments):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "axon: error: got no verb. Valid: doctor, "),
+        (["trian"], "axon: error: there is no verb 'trian'. Did you mean 'train'?"),
+        (["train", "none.yaml"], "axon: error: cannot read the config 'none.yaml': No such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(capsys, arguments, message):
+    assert error_of(capsys, *arguments).startswith(message)
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "a.yaml", "--fast"], ["doctor", "a"]])
+def test_mistakes_of_arguments_too(capsys, arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert err.startswith("axon: error: ")
+    assert err.endswith("--help\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=3", "train.stepz: there is no such key. Did you mean 'steps'?"),
+        ("train.steps=ten", "train.steps: got 'ten', which must be an integer"),
+        ("mesh=dp=3", "mesh dp=3 needs 3 devices and got 8"),
+        ("data.files=[/none/*]", "data.files: '/none/*' matches no file"),
+        ("nonsense", "cannot read 'nonsense'; write key.path=value"),
+    ],
+)
+def test_mistakes_in_a_config(capsys, tmp_path, override, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"run_dir: {tmp_path / 'run'}\ndevices: {{emulate: 8}}\n")
+    assert error_of(capsys, "train", str(path), override).startswith(f"axon: error: {message}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--resume", "auto", "train.steps=ten"], ["train.steps=ten", "--resume", "auto"]]
+)
+def test_overrides_stand_before_or_behind_options(capsys, tmp_path, arguments):
+    path = tmp_path / "run.yaml"
+    path.write_text("devices: {emulate: 8}")
+    assert "train.steps: got 'ten'" in error_of(capsys, "train", str(path), *arguments)
+
+
+def test_help_names_every_verb(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for verb in VERBS:
+        assert verb.name in text
+        assert verb.help in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"axon_dist {__version__}\n"
+
+
+def test_an_interruption_is_no_traceback(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("axon_dist.cli.train.load_config", interrupted)
+    assert main(["train", "x.yaml"]) == 130
+    assert capsys.readouterr().err == "axon: interrupted\n"
+
+
+def test_a_bug_is_a_traceback(monkeypatch):
+    monkeypatch.setattr("axon_dist.cli.train.load_config", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "x.yaml"])
+
+
+def test_errors_keep_their_kind_for_callers():
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_as_a_module():
+    command = [sys.executable, "-m", "axon_dist.cli", "train", "none.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("axon: error: cannot read the config 'none.yaml'")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,84 @@
+"""`axon train` as users run it: a process of its own, eight emulated devices."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from axon_dist.checkpoint import read_manifest
+
+CONFIG = """
+name: tiny
+devices: {{emulate: 8}}
+mesh: {{dp: 8}}
+model: {{width: 16, num_layers: 1, num_heads: 2, ffn_width: 32, max_length: 32}}
+data:
+  files: [{texts}/train.txt]
+  validation_files: [{texts}/validation.txt]
+  sequence_length: 32
+optimizer: {{name: adamw, learning_rate: 0.01, schedule: {{name: constant}}}}
+train: {{steps: 40, global_batch: 8, eval_every: 20, eval_batches: 2, log_every: 5}}
+run_dir: {texts}/run
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * 99)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG.format(texts=tmp_path))
+    return path
+
+
+def start(config, *overrides):
+    # As on a fresh machine: whatever emulates devices for these tests must not help.
+    plain = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "axon_dist.cli", "train", str(config), *overrides],
+        env=plain, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder):
+    saved = sorted((folder / "checkpoints").iterdir())
+    return [read_manifest(checkpoint).meta["step"] for checkpoint in saved]
+
+
+def test_trains(config, tmp_path):
+    process = start(config, "train.steps=60")
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, err) == (0, ""), err
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["ended"], summary["steps"], summary["devices"]) == ("finished", 60, 8)
+    assert rows_of(folder)[0]["train/loss"] > 4.5
+    assert summary["validation_loss"] < 3.5
+    assert steps_of(folder) == [60]
+    for words in ("compiling the train step: ", "step 60/60", "finished after 60 steps", "nats/",
+                  f"run directory: {folder}"):  # fmt: skip
+        assert words in out
+
+
+def test_ctrl_c_keeps_what_was_done(config, tmp_path):
+    process = start(config, "train.steps=1000000", "train.eval_every=0")
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, err) == (0, ""), err
+    folder = tmp_path / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ended"] == "SIGINT"
+    assert summary["steps"] == steps_of(folder)[-1]
+    assert rows_of(folder)[-1]["step"] == summary["steps"]
+    assert "SIGINT: stopping after this step" in out
+    assert f"SIGINT after {summary['steps']} steps" in out

@@ -1,0 +1,1 @@
+"""Collectives against the dense expression, on eight emulated devices."""

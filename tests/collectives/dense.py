@@ -1,0 +1,48 @@
+"""What a collective means, written on the stack of all ranks' values with plain jax.numpy."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+GROUPS = {
+    "one of two axes": lambda world: world.group("tp"),
+    "both axes": lambda world: world.group("dp", "tp"),
+    "list of ranks": lambda world: world.new_group([5, 0, 2]),
+}
+
+
+def dense(function, x, group):
+    """Applies a function of all rows of a group, [n, ...] -> [n, ...], to each parallel group."""
+    parts = [(jnp.array(ranks), function(x[jnp.array(ranks)])) for ranks in group.partition()]
+    first = parts[0][1]
+    shape = (group.world_size, *first.shape[1:])
+    result = x.astype(first.dtype) if x.shape == shape else jnp.zeros(shape, first.dtype)
+    for ranks, rows in parts:
+        result = result.at[ranks].set(rows)
+    return result
+
+
+def in_shard_map(function, mesh, check_vma, *, replicated=False):
+    """Runs a per-rank function over the rows of an array, all axes manual.
+
+    The result is the stack of the rows; replicated, one value that JAX must find equal on all.
+    """
+    rows = PartitionSpec(mesh.axis_names)
+
+    def body(x):
+        y = function(jax.tree.map(lambda leaf: leaf[0], x))
+        return y if replicated else jax.tree.map(lambda leaf: leaf[None], y)
+
+    out = PartitionSpec() if replicated else rows
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=rows, out_specs=out, check_vma=check_vma)
+    return jax.jit(mapped)
+
+
+def value_and_vjp(function, x, cotangent):
+    """The value of a function, and its transpose applied to a cotangent."""
+
+    def both(x, cotangent):
+        y, vjp = jax.vjp(function, x)
+        return y, vjp(cotangent)[0]
+
+    return jax.jit(both)(x, cotangent)

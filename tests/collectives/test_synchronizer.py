@@ -1,0 +1,116 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist.collectives import GradientSynchronizer, GradSyncStrategy
+from axon_dist.core.errors import ConfigError, DTypeError, GroupError
+
+STACKED = {"w": jnp.arange(24.0).reshape(4, 3, 2), "b": jnp.arange(8.0).reshape(4, 2)}
+
+
+@pytest.fixture
+def group(make_world):
+    return make_world("dp=4").default_group
+
+
+def filled(strategy="synchronous", capacity=4):
+    sync = GradientSynchronizer(strategy, capacity)
+    sync.prepare(jax.tree.map(lambda x: x[0], STACKED))
+    for index, gradient in reversed(list(enumerate(jax.tree.leaves(STACKED)))):
+        sync.add_gradient(index, gradient)
+    return sync
+
+
+def test_defaults():
+    sync = GradientSynchronizer()
+    assert sync.strategy is GradSyncStrategy.SYNCHRONOUS
+    assert sync.bucket_capacity == 25_000_000
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "overlapped"])
+@pytest.mark.parametrize("capacity", [1, 6, 100])
+def test_gradients_are_averaged_and_come_back(strategy, capacity, group):
+    sync = filled(strategy, capacity)
+    sync.sync_all(group)
+    synced = sync.extract()
+    assert jax.tree.structure(synced) == jax.tree.structure(STACKED)
+    for name, gradient in STACKED.items():
+        expected = np.broadcast_to(gradient.mean(0), gradient.shape)
+        np.testing.assert_array_equal(synced[name], expected)
+
+
+def test_no_sync_leaves_values_untouched(group):
+    sync = filled("no_sync")
+    sync.sync_all(group)
+    for name, gradient in STACKED.items():
+        np.testing.assert_array_equal(sync.extract()[name], gradient)
+
+
+def test_inside_shard_map(group):
+    def body(tree):
+        sync = GradientSynchronizer(bucket_capacity=6)
+        sync.prepare(tree)
+        for index, gradient in enumerate(jax.tree.leaves(tree)):
+            sync.add_gradient(index, gradient)
+        sync.sync_all(group)
+        return sync.extract()
+
+    synced = group.spmd(body)(STACKED)
+    np.testing.assert_array_equal(synced["b"], np.tile(STACKED["b"].mean(0), (4, 1)))
+
+
+def test_a_second_step(group):
+    sync = filled()
+    assert sync.ready()
+    sync.sync_all(group)
+    sync.clear()
+    assert not sync.ready()
+    for index, gradient in enumerate(jax.tree.leaves(STACKED)):
+        sync.add_gradient(index, 2 * gradient)
+    sync.sync_all(group)
+    np.testing.assert_array_equal(sync.extract()["b"][0], 2 * STACKED["b"].mean(0))
+
+
+def test_stacked_arrays_may_be_what_is_planned(group):
+    sync = GradientSynchronizer(bucket_capacity=100)
+    sync.prepare(STACKED)
+    for index, gradient in enumerate(jax.tree.leaves(STACKED)):
+        sync.add_gradient(index, gradient)
+    sync.sync_all(group)
+    np.testing.assert_array_equal(sync.extract()["b"][3], STACKED["b"].mean(0))
+
+
+def test_mistakes_with_gradients(group):
+    sync = GradientSynchronizer(bucket_capacity=4)
+    with pytest.raises(ConfigError, match=r"no plan yet; call prepare\(parameters\)"):
+        sync.add_gradient(0, jnp.zeros(2))
+    sync.prepare([(2,), (3,)])
+    sync.add_gradient(0, jnp.zeros(2))
+    with pytest.raises(ConfigError, match=r"gradient 0 was handed in already; call clear\(\)"):
+        sync.add_gradient(0, jnp.zeros(2))
+    for index in (2, -1):
+        with pytest.raises(ConfigError, match=rf"got gradient {index}; the plan has 2, 0\.\.1"):
+            sync.add_gradient(index, jnp.zeros(2))
+    with pytest.raises(ConfigError, match=r"has shape \(2, 2\); the plan expects \(3,\), or"):
+        sync.add_gradient(1, jnp.zeros((2, 2)))
+    with pytest.raises(DTypeError, match="dtype bfloat16, and the plan expects float32; cast"):
+        sync.add_gradient(1, jnp.zeros(3, jnp.bfloat16))
+    for incomplete in (lambda: sync.sync_all(group), sync.extract):
+        with pytest.raises(ConfigError, match=r"gradients \[1\] of 2 are missing; hand each in"):
+            incomplete()
+
+
+def test_gradients_outside_are_rank_stacked(group):
+    sync = GradientSynchronizer()
+    sync.prepare([(3,)])
+    sync.add_gradient(0, jnp.zeros(3))
+    with pytest.raises(GroupError, match="must be rank-stacked"):
+        sync.sync_all(group)
+
+
+def test_impossible_settings():
+    with pytest.raises(ConfigError, match="capacity of -5"):
+        GradientSynchronizer(bucket_capacity=-5)
+    with pytest.raises(ConfigError, match=r"unknown strategy 'later'\. .*no_sync, overlapped"):
+        GradientSynchronizer("later")

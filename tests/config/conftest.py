@@ -1,0 +1,32 @@
+import pytest
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder with a little text for training and for validation."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("train", "validation"):
+        (folder / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * 40)
+    return folder
+
+
+@pytest.fixture
+def tiny(texts, tmp_path):
+    """The smallest config that trains, as plain data."""
+    return {
+        "name": "tiny",
+        "run_dir": str(tmp_path / "run"),
+        "mesh": "dp=8",
+        "devices": {"emulate": 8},
+        "model": {"width": 8, "num_layers": 1, "num_heads": 2, "ffn_width": 16, "max_length": 16},
+        "data": {
+            "files": [str(texts / "train.txt")],
+            "validation_files": [str(texts / "validation.txt")],
+            "sequence_length": 16,
+        },
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "train": {
+            "steps": 6, "global_batch": 8, "eval_every": 3, "eval_batches": 2, "log_every": 2,
+        },
+    }  # fmt: skip

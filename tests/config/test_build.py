@@ -1,0 +1,128 @@
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist.config import (
+    LOGGERS,
+    RunConfig,
+    build_run,
+    build_step,
+    build_strategy,
+    build_world,
+    train,
+)
+from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
+from axon_dist.models import Transformer, next_token_loss
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.precision import MixedPrecision
+from axon_dist.train import SilentProgress
+
+
+def test_the_run_is_what_one_device_trains(tiny):
+    tiny["optimizer"] = {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"}
+    tiny["train"] |= {"steps": 3, "log_every": 1, "clip_norm": 0.2, "accumulate": 1}
+    run = build_run(RunConfig.from_dict(tiny))
+    result = run.trainer(SilentProgress(), (), lambda *saving: None).fit()
+
+    config = run.config
+    model = Transformer(config.model, rngs=nnx.Rngs(config.seed))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss_fn = lambda p, batch: next_token_loss(nnx.merge(graph, p, rest), batch).mean
+    step = jax.jit(jax.value_and_grad(loss_fn))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.2), optax.sgd(0.5))
+    state = optimizer.init(params)
+    again = build_run(config).loader
+    for _, loss in result.train_curve:
+        expected, grads = step(params, next(again))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+
+def test_seeds_change_weights_and_order(tiny):
+    first, second = (build_run(RunConfig.from_dict(tiny | {"seed": seed})) for seed in (0, 1))
+    assert not np.array_equal(next(first.loader)["tokens"], next(second.loader)["tokens"])
+    leaves = [jax.tree.leaves(run.step.init().params) for run in (first, second)]
+    assert any(not np.array_equal(*pair) for pair in zip(*leaves, strict=True))
+
+
+def test_units(tiny):
+    run = build_run(RunConfig.from_dict(tiny))
+    assert (run.unit, run.tokens_per_step) == ("nats/byte", 8 * 16)
+    data = dataclasses.replace(run.config.data, tokenizer="x.json")
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    assert run.unit == "nats/token"
+
+
+def test_the_world_takes_what_there_is_without_emulation():
+    assert build_world(RunConfig.from_dict({"mesh": "dp=-1"})).size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"mesh": "dp=3"}, MeshError, r"mesh dp=3 needs 3 devices and got 8"),
+        ({"mesh": "tp=8"}, MeshError, r"mesh tp=8 has no axis to split the batch over; add dp"),
+        ({"devices": {"emulate": 16}}, BackendStartedError, r"wanted 16 emulated devices"),
+        (
+            {"train": {"global_batch": 12}},
+            ConfigError,
+            r"train.global_batch: got 12 samples, which do not divide over mesh dp=8 and "
+            r"train.accumulate=1 microbatches; make it a multiple of 8, such as 16",
+        ),
+        ({"train": {"global_batch": 8, "accumulate": 2}}, ConfigError, r"a multiple of 16, such a"),
+        (
+            {"data": {"files": ["/none/*.txt"]}},
+            ConfigError,
+            r"data.files: '/none/\*.txt' matches",
+        ),
+        (
+            {"model": {"vocab_size": 100}},
+            ConfigError,
+            r"model.vocab_size: got 100, but the data has tokens up to 255; set it to at least 256",
+        ),
+    ],
+)
+def test_what_cannot_be_built(tiny, changes, error, message):
+    for section, values in changes.items():
+        merged = {**tiny[section], **values} if isinstance(values, dict) else values
+        tiny[section] = merged
+    if "files" in changes.get("data", {}):
+        del tiny["data"]["validation_files"]
+    with pytest.raises(error, match=message):
+        build_run(RunConfig.from_dict(tiny))
+
+
+def test_strategy_options_arrive(tiny, make_world):
+    world = make_world("dp=2,fsdp=4")
+    options = {"sync": "overlapped", "bucket_capacity": 123, "reduce_dtype": "bfloat16"}
+    strategy = build_strategy({"ddp": options}, None, world)
+    assert strategy.batch_axes == ("dp", "fsdp")
+    assert strategy.reduction.bucket_capacity == 123
+    assert strategy.reduction.sync.name == "OVERLAPPED"
+    config = RunConfig.from_dict(tiny | {"mesh": "dp=2,fsdp=4", "parallel": {"ddp": options}})
+    assert build_step(config, world).strategy.reduction == strategy.reduction
+
+
+def test_precision_remat_and_loss_scale_arrive(tiny, world):
+    sections = {
+        "precision": "bf16", "remat": {"interval": "sqrt"}, "loss_scale": {"init_scale": 8.0}
+    }  # fmt: skip
+    step = build_step(RunConfig.from_dict(tiny | sections), world)
+    assert step.strategy.precision == MixedPrecision.bf16()
+    assert step.strategy.remat == ActivationCheckpointing("sqrt")
+    assert float(step.init().scaler.scale) == 8.0
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch, logger):
+    monkeypatch.setitem(sys.modules, LOGGERS[logger].module, None)
+    message = r"the logger \w+ needs the module .*; run: pip install 'axon_dist\[loggers\]'"
+    with pytest.raises(ConfigError, match=message):
+        train(RunConfig.from_dict(tiny | {"loggers": [logger]}))
+    assert not (tmp_path / "run").exists()

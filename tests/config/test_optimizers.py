@@ -1,0 +1,78 @@
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from axon_dist.config.optimizers import (
+    OPTIMIZERS,
+    SCHEDULES,
+    SGD,
+    Adam,
+    AdamW,
+    Constant,
+    Cosine,
+    Linear,
+    Lion,
+)
+from axon_dist.config.read import read
+from axon_dist.core.errors import ConfigError
+
+PARAMS = {"w": jnp.array([1.0, -2.0, 3.0])}
+GRADS = [{"w": jnp.array(values)} for values in ([1.0, 2.0, -1.0], [0.5, -3.0, 2.0])]
+
+
+def run(transform):
+    params, state = PARAMS, transform.init(PARAMS)
+    for grads in GRADS:
+        updates, state = transform.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return np.asarray(params["w"])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            AdamW(b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3),
+            optax.adamw(0.01, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3),
+        ),
+        (Adam(b1=0.8, b2=0.9, eps=1e-3), optax.adam(0.01, b1=0.8, b2=0.9, eps=1e-3)),
+        (Lion(b1=0.8, b2=0.9, weight_decay=0.3), optax.lion(0.01, 0.8, 0.9, weight_decay=0.3)),
+        (SGD(), optax.sgd(0.01)),
+        (SGD(momentum=0.9, nesterov=True), optax.sgd(0.01, 0.9, nesterov=True)),
+    ],
+)
+def test_every_option_reaches_optax(ours, theirs):
+    ours = dataclasses.replace(ours, learning_rate=0.01, schedule=Constant())
+    np.testing.assert_array_equal(run(ours.build(num_steps=10)), run(theirs))
+
+
+def test_every_row_has_a_case_above():
+    assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, SGD}
+    assert set(SCHEDULES.values()) == {Constant, Cosine, Linear}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half", "last"),
+    [
+        (Constant(warmup_steps=4), 1.0, 1.0),
+        (Cosine(warmup_steps=4, final_fraction=0.2), 0.6, 0.2),
+        (Linear(warmup_steps=4, final_fraction=0.2), 0.6, 0.2),
+    ],
+)
+def test_schedules_rise_to_the_peak_and_end_where_they_say(schedule, half, last):
+    rate = schedule.build(2.0, num_steps=14)
+    seen = [float(rate(step)) for step in (0, 2, 4, 9, 14)]
+    np.testing.assert_allclose(seen, [0.0, 1.0, 2.0, 2 * half, 2 * last], rtol=1e-6)
+
+
+def test_a_warmup_as_long_as_the_run():
+    with pytest.raises(ConfigError, match=r"warmup_steps=5 leaves nothing of a run of 5 steps; it"):
+        Cosine(warmup_steps=5).build(1.0, num_steps=5)
+
+
+def test_nesterov_without_momentum():
+    with pytest.raises(ConfigError, match=r"nesterov=true needs a momentum above 0 and got 0"):
+        read(SGD, {"nesterov": True})

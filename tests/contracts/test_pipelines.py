@@ -1,0 +1,377 @@
+"""Every schedule, on every mesh it composes with, equals gradient accumulation on one device."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import Pipeline, World, build_train_step, compose, ddp, zero
+from axon_dist.core.errors import (
+    ConfigError,
+    DivisibilityError,
+    MeshError,
+    ScheduleError,
+    StrategyConflictError,
+    UnsupportedError,
+)
+from axon_dist.models import MLP, next_token_loss
+from axon_dist.parallel import PipelineStage, StageChain, pipelined, tensor_parallel
+from axon_dist.schedule import SCHEDULES, one_f_one_b
+
+from .models import (
+    CASES,
+    Case,
+    mean_square,
+    mean_square_with_metrics,
+    ragged_batch,
+    regression_batch,
+    token_batch,
+    transformer,
+    weighted_square,
+)
+from .reference import assert_close, train
+
+NUM_STEPS = 5
+TINY = {"width": 16, "ffn_width": 16, "vocab_size": 32, "max_length": 16}
+
+
+class AuxBlock(nnx.Module):
+    """A block that adds to a loss of its own, as routers do."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        y = jnp.tanh(self.inner(x))
+        return x + y, jnp.mean(y**2)
+
+
+class AuxNet(nnx.Module):
+    """Blocks whose auxiliary losses skip the blocks behind them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List(AuxBlock(rngs) for _ in range(4))
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        extra = []
+        for block in self.blocks:
+            x, loss = block(x)
+            extra.append(loss)
+        return self.head(x), sum(extra)
+
+
+def auxiliary_loss(model, batch):
+    """The main loss and the blocks' own."""
+    y, extra = model(batch["x"])
+    return jnp.mean((y - batch["y"]) ** 2) + 0.1 * extra, {"extra": extra}
+
+
+def mlp(*sizes: int, **options) -> Case:
+    """Layers of different widths, activations between them."""
+    make = lambda: MLP(sizes, rngs=nnx.Rngs(0, dropout=1), **options)
+    return Case(make, mean_square_with_metrics, regression_batch)
+
+
+def decoder(**changes) -> Case:
+    """A decoder of equal blocks."""
+    return Case(functools.partial(transformer, **TINY | changes), next_token_loss, token_batch)
+
+
+MODELS = {
+    "decoder4": decoder(num_layers=4),
+    "decoder8": decoder(num_layers=8),
+    "uneven": decoder(num_layers=5),
+    "dropout": decoder(num_layers=4, dropout=0.2),
+    "untied": decoder(num_layers=2, tied_head=False),
+    "tied": decoder(num_layers=2, tied_head=True),
+    "mlp": mlp(16, 8, 24, 12, 4),
+    "mlp_dropout": mlp(16, 8, 24, 12, 4, dropout=0.2),
+    "weighted": dataclasses.replace(mlp(16, 8, 8, 4), loss_fn=weighted_square, batch=ragged_batch),
+    "auxiliary": Case(lambda: AuxNet(nnx.Rngs(0)), auxiliary_loss, regression_batch),
+    "modules": Case(
+        lambda: StageChain([nnx.Linear(16, 7, rngs=nnx.Rngs(0)), MLP((7, 9, 4), rngs=nnx.Rngs(1))]),
+        mean_square,
+        regression_batch,
+    ),
+}
+TENSOR = {
+    "attention/(q|k|v)$": "column",
+    "attention/out$": "row",
+    "(gate|up)$": "column",
+    "down$": "row",
+}
+WITH = {
+    "": (),
+    "ddp": (ddp(),),
+    "zero1": (zero(1, min_elements=8),),
+    "zero3": (zero(3, min_elements=8),),
+    "tensor": (tensor_parallel(TENSOR),),
+    "ddp+tensor": (ddp(), tensor_parallel(TENSOR)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    schedule: str
+    mesh: str
+    microbatches: int
+    model: str
+    other: str = ""
+    chunks: int | None = None
+    backward: str = "recompute"
+
+    def __str__(self) -> str:
+        chunks = f"-v{self.chunks}" if self.chunks else ""
+        where = f"{self.schedule}{chunks}-{self.mesh}-m{self.microbatches}"
+        return f"{where}-{self.model}-{self.other}-{self.backward}"
+
+
+ROWS = [
+    Row("gpipe", "pp=2", 4, "untied"),
+    Row("1f1b", "pp=4", 8, "decoder4"),
+    Row("1f1b", "pp=2", 4, "dropout"),
+    Row("1f1b", "pp=2,dp=2", 4, "mlp_dropout", "ddp"),
+    Row("eager_1f1b", "pp=2", 4, "tied"),
+    Row("interleaved_1f1b", "pp=2", 4, "decoder4"),
+    Row("zero_bubble_h1", "pp=4", 8, "mlp"),
+    Row("zero_bubble_v", "pp=2", 4, "decoder4"),
+    Row("1f1b", "pp=2", 2, "uneven"),
+    Row("1f1b", "pp=2", 4, "weighted"),
+    Row("1f1b", "pp=2", 4, "auxiliary"),
+    Row("zero_bubble_h1", "pp=2", 4, "modules"),
+    Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero1"),
+    Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero3"),
+    Row("1f1b", "pp=2,dp=2,tp=2", 2, "decoder4", "ddp+tensor"),
+    Row("1f1b", "pp=1", 1, "mlp"),
+    Row("1f1b", "pp=2", 4, "dropout", backward="residuals"),
+    Row("1f1b", "pp=2", 4, "decoder4", backward="dots"),
+    Row("zero_bubble_v", "pp=2", 4, "mlp", backward="residuals"),
+]
+FULL = [
+    *(
+        Row(name, f"pp={size}", count, "decoder8", chunks=None if size < 8 else 1)
+        for name, row in SCHEDULES.items()
+        for size in (2, 4, 8)
+        for count in (size, 2 * size, 4 * size)
+        if count <= 32 and size * row.chunks <= 8
+    ),
+    *(Row("interleaved_1f1b", "pp=2", 8, "decoder8", chunks=v) for v in (2, 4)),
+    *(Row(name, "pp=2,dp=2,tp=2", 4, "decoder4", "ddp+tensor") for name in SCHEDULES),
+    *(Row(name, "pp=2,dp=4", 4, "dropout", "ddp") for name in SCHEDULES),
+    *(Row(name, "pp=2", 4, "modules") for name, row in SCHEDULES.items() if row.chunks == 1),
+]
+
+
+@functools.cache
+def expected(model: str, microbatches: int):
+    """The one-device run, shared by every row that it is the oracle of."""
+    return train(MODELS[model], optax.sgd(0.05, momentum=0.9), NUM_STEPS, microbatches)
+
+
+def check(row: Row) -> None:
+    """Runs one row and compares everything with one device."""
+    case, want = MODELS[row.model], expected(row.model, row.microbatches)
+    sizes = dict(part.split("=") for part in row.mesh.split(","))
+    world = World.emulate(math.prod(map(int, sizes.values())), row.mesh)
+    pipe = pipelined(
+        int(sizes["pp"]),
+        row.microbatches,
+        row.schedule,
+        chunks=row.chunks,
+        backward=row.backward,
+    )
+    strategy = compose(pipe, *WITH[row.other])
+    step = build_train_step(
+        case.make(), optax.sgd(0.05, momentum=0.9), case.loss_fn, strategy, world
+    )
+    state = step.init()
+    for number in range(NUM_STEPS):
+        if number == NUM_STEPS - 1:
+            grads, _ = step.gradients(state, case.batch(number))
+            grads = step.storage.to_model(grads)
+            assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")
+        state, metrics = step(state, case.batch(number))
+        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+    assert_close(step.storage.to_model(state.params), want.params, 1e-5, "parameter")
+    assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_equals_one_device(row):
+    check(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", FULL, ids=str)
+def test_equals_one_device_full(row):
+    check(row)
+
+
+def build(model, loss_fn, strategy, mesh="pp=2", **options):
+    """A step on the mesh."""
+    size = math.prod(int(part.split("=")[1]) for part in mesh.split(","))
+    world = World.emulate(size, mesh)
+    return build_train_step(model, optax.adam(1e-3), loss_fn, strategy, world, **options)
+
+
+def tokens(samples: int):
+    """The shape of a batch of tokens."""
+    return {"tokens": jax.ShapeDtypeStruct((samples, 9), jnp.int32)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_h1"])
+def test_memory_does_not_grow_with_microbatches(schedule):
+    temp = []
+    case = decoder(num_layers=4, width=64, ffn_width=128)
+    for count in (8, 64):
+        step = build(case.make, case.loss_fn, pipelined(2, count, schedule))
+        compiled = step.lower(tokens(2 * count)).compile()
+        temp.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temp[1] <= 1.02 * temp[0]
+
+
+def test_parameters_and_moments_live_on_their_stages_devices_alone():
+    case = MODELS["decoder4"]
+    step = build(case.make(), case.loss_fn, pipelined(4, 4), "pp=4")
+    state = step.init()
+    blocks = state.params["blocks"]
+    assert list(blocks) == [0]
+    model = nnx.to_pure_dict(nnx.state(case.make(), nnx.Param))
+    for leaf, stacked in zip(
+        jax.tree.leaves(model["blocks"][2]), jax.tree.leaves(blocks[0]), strict=True
+    ):
+        (shard,) = [s for s in stacked.addressable_shards if s.index[0] == slice(2, 3, None)]
+        np.testing.assert_array_equal(shard.data[0], leaf)
+        assert shard.data.shape == (1, *leaf.shape)
+    for moment in jax.tree.leaves(state.opt_state):
+        assert (
+            moment.ndim == 0
+            or moment.size < 1024
+            or moment.sharding.spec[0] == "pp"
+            or ("pp" in moment.sharding.spec)
+        )
+
+
+def test_merge_gives_the_model_back_exactly():
+    case = MODELS["mlp"]
+    step = build(case.make(), case.loss_fn, pipelined(2, 4))
+    merged = step.merge(step.init())
+    assert_close(nnx.state(merged, nnx.Param), nnx.state(case.make(), nnx.Param), 0, "parameter")
+    x = jnp.ones((2, 16))
+    np.testing.assert_allclose(merged(x), case.make()(x), rtol=1e-6)
+
+
+def test_evaluate_equals_the_model():
+    case = MODELS["decoder4"]
+    step = build(case.make(), case.loss_fn, pipelined(2, 4))
+    loss = case.loss_fn(case.make(), case.batch(0))
+    got = step.evaluate(step.init(), case.batch(0))["loss"]
+    assert float(got) == pytest.approx(float(loss.total / loss.weight), rel=1e-5)
+
+
+def test_a_table_of_ones_own_runs(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(one_f_one_b(2, 4).to_csv())
+    pipe = pipelined(2, 4, str(path))
+    assert pipe.pipeline.schedule.name == "mine"
+    step = build(MODELS["mlp"].make(), MODELS["mlp"].loss_fn, pipe)
+    _, metrics = step(step.init(), regression_batch(0))
+    want = expected("mlp", 4).losses[0]
+    assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
+
+
+def test_batch_statistics_raise():
+    net = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.blocks, self.norm = net, nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.blocks[1](self.norm(self.blocks[0](x)))[:, :4]
+
+    step = build(Net(), mean_square, pipelined(2, 4))
+    with pytest.raises(UnsupportedError, match=r"'norm/mean' depends on the batch.*nnx.LayerNorm"):
+        step.lower(regression_batch(0))
+
+
+def test_too_few_blocks_raise():
+    with pytest.raises(UnsupportedError, match=r"4 stages.* 2 blocks.*from_modules"):
+        build(MODELS["untied"].make(), next_token_loss, pipelined(4, 4), "pp=4")
+
+
+def test_a_model_without_blocks_raises():
+    with pytest.raises(UnsupportedError, match=r"0 blocks.*Linear.*from_modules"):
+        build(CASES["dropout"].make(), mean_square, pipelined(2, 4))
+
+
+def test_blocks_out_of_order_raise():
+    class Backwards(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3))
+
+        def __call__(self, x):
+            for block in reversed(list(self.blocks)):
+                x = block(x)
+            return x[:, :4]
+
+    step = build(Backwards(), mean_square, pipelined(2, 4))
+    with pytest.raises(UnsupportedError, match=r"blocks/2.*called once, in the order"):
+        step.lower(regression_batch(0))
+
+
+def test_mesh_and_schedule_must_agree():
+    with pytest.raises(MeshError, match=r"for 4 devices.* 2 along 'pp'"):
+        build(MODELS["mlp"].make(), mean_square, pipelined(4, 4))
+    with pytest.raises(MeshError, match=r"axis 'pp'.*lacks"):
+        build(MODELS["mlp"].make(), mean_square, pipelined(2, 4), "dp=2")
+
+
+def test_accumulation_must_be_the_pipelines():
+    with pytest.raises(StrategyConflictError, match=r"accumulate=2.*4 microbatches"):
+        build(MODELS["mlp"].make(), mean_square, pipelined(2, 4), accumulate=2)
+
+
+def test_a_batch_that_does_not_divide_raises():
+    step = build(MODELS["mlp"].make(), MODELS["mlp"].loss_fn, pipelined(2, 5))
+    with pytest.raises(DivisibilityError, match=r"32 samples.*5 microbatches.*multiple of 5"):
+        step.lower(regression_batch(0))
+
+
+def test_options_of_a_pipeline():
+    with pytest.raises(ScheduleError, match="1f1c"):
+        pipelined(2, 4, "1f1c")
+    with pytest.raises(ConfigError, match=r"'num_stages': 2.*'num_stages': 4"):
+        pipelined(4, 4, one_f_one_b(2, 4))
+
+
+def test_pipeline_from_modules():
+    stages = [PipelineStage(nnx.Linear(16, 4, rngs=nnx.Rngs(1)), 1, device_rank=1)]
+    stages.append(PipelineStage(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0))
+    pipe = Pipeline.from_modules(stages, num_microbatches=4)
+    assert pipe.num_stages() == 2
+    x = regression_batch(0)["x"]
+    np.testing.assert_allclose(pipe.forward(x), stages[0](stages[1](x)), rtol=1e-5)
+    step = build(pipe.module, mean_square, pipe)
+    _, metrics = step(step.init(), regression_batch(0))
+    want = mean_square(pipe, regression_batch(0))
+    assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-5)
+
+
+def test_stages_that_do_not_fit_raise():
+    linear = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"stage ids \[0, 2\].*0\.\.1"):
+        Pipeline.from_modules([PipelineStage(linear(), 0), PipelineStage(linear(), 2)], 4)
+    with pytest.raises(ConfigError, match=r"asks for rank 0.*on rank 1"):
+        Pipeline.from_modules([linear(), PipelineStage(linear(), 1, device_rank=0)], 4)
+    with pytest.raises(ConfigError, match=r"3 stages and 2 chunks.*multiple of 2"):
+        Pipeline.from_modules([linear()] * 3, 4, "interleaved_1f1b")

@@ -1,0 +1,160 @@
+"""One table: every strategy on every mesh with every model equals one device."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import optax
+import pytest
+
+from axon_dist import DDP, Reduction, Strategy, World, build_train_step, compose, ddp
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.parallel import STRATEGIES as AXON
+from axon_dist.parallel import data_axes, fsdp
+
+from .models import CASES
+from .reference import assert_close, train
+
+NUM_STEPS = 5
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.05, momentum=0.9),
+    # Adam hides constant factors of the gradient; SGD rows are what prove them absent.
+    "adam": lambda: optax.adam(1e-2, eps=1e-4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    strategy: str
+    mesh: str
+    model: str
+    accumulate: int = 1
+    optimizer: str = "sgd"
+    clip_norm: float | None = None
+
+    def __str__(self) -> str:
+        clip = "-clip" if self.clip_norm else ""
+        return f"{self.strategy}-{self.mesh}-{self.model}-k{self.accumulate}-{self.optimizer}{clip}"
+
+
+STRATEGIES: dict[str, Callable] = {
+    "ddp": lambda model, world: DDP(model, world.group("dp")),
+    "ddp_buckets": lambda model, world: ddp(bucket_capacity=100),
+    "ddp_overlapped": lambda model, world: DDP(model, world.group("dp"), sync="overlapped"),
+    "ddp_microbatch": lambda model, world: ddp(per="microbatch"),
+    **{
+        name: lambda model, world, name=name: AXON[name](model, world, min_elements=8)
+        for name in ("zero1", "zero2", "zero3", "shard_grad_op", "full_shard", "hybrid_shard")
+    },
+    "full_shard_once": lambda model, world: fsdp(
+        axes=data_axes(world), min_elements=8, reduction=Reduction(per="step")
+    ),
+    "full_shard_by_hand": lambda model, world: fsdp(
+        axes=data_axes(world),
+        min_elements=8,
+        reduction=Reduction(per="microbatch", by_hand=True),
+    ),
+    "full_shard_remat": lambda model, world: fsdp(
+        axes=data_axes(world), min_elements=8, activation_checkpointing=REMAT
+    ),
+    "ddp_remat": lambda model, world: compose(ddp(), Strategy("remat", remat=REMAT)),
+    "full_shard_offload": lambda model, world: fsdp(
+        axes=data_axes(world), min_elements=8, cpu_offload="full"
+    ),
+}
+REMAT = ActivationCheckpointing(2)
+
+ROWS = [
+    *(Row("ddp", "dp=8", model, k) for model in CASES for k in (1, 2)),
+    *(Row("ddp", mesh, "weighted", k) for mesh in ("dp=2", "dp=4") for k in (1, 4)),
+    Row("ddp_buckets", "dp=4", "dropout", 2),
+    Row("ddp_buckets", "dp=8", "weighted", 1),
+    Row("ddp_overlapped", "dp=4", "batchnorm", 2),
+    Row("ddp_microbatch", "dp=4", "dropout", 2),
+    Row("ddp", "dp=4", "mlp", 2, "adam"),
+    Row("ddp", "dp=8", "mlp", 1, "sgd", 0.1),
+    Row("ddp", "dp=4", "mlp", 2, "sgd", 0.1),
+    Row("zero1", "dp=8", "mlp", 1, "adam"),
+    Row("zero1", "dp=4", "batchnorm", 2),
+    Row("zero2", "dp=8", "weighted", 2),
+    Row("zero3", "dp=8", "dropout", 2),
+    Row("shard_grad_op", "fsdp=8", "transformer", 1),
+    Row("full_shard", "fsdp=8", "transformer", 2),
+    Row("full_shard", "fsdp=4", "mlp", 1, "adam"),
+    Row("full_shard", "fsdp=4", "mlp", 1, "sgd", 0.1),
+    Row("full_shard_once", "fsdp=4", "dropout", 4),
+    Row("full_shard_by_hand", "fsdp=4", "weighted", 2),
+    Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1),
+    Row("full_shard_remat", "fsdp=4", "transformer", 1),
+    Row("full_shard_offload", "fsdp=4", "mlp", 2),
+    Row("ddp_remat", "dp=4", "transformer", 2),
+]
+BLOCKS = ("mlp", "weighted", "transformer")
+"""The models that repeat blocks, which rematerialisation needs."""
+
+
+def _mesh(strategy: str, size: int) -> str:
+    return f"dp=2,fsdp={size // 2}" if strategy == "hybrid_shard" else f"dp={size}"
+
+
+# Every strategy meets every model; sizes and microbatches take turns, so that each pair of them
+# meets too without running their product.
+TURNS = ((2, 4), (4, 1), (8, 2))
+FULL = [
+    Row(strategy, _mesh(strategy, size), model, k, optimizer)
+    for strategy in STRATEGIES
+    for model in (BLOCKS if "remat" in strategy else CASES)
+    for size, k in TURNS
+    for optimizer in (("sgd", "adam") if model == "mlp" else ("sgd",))
+]
+
+
+@functools.cache
+def expected(model: str, accumulate: int, optimizer: str, clip_norm: float | None):
+    """The one-device run, shared by every row that it is the oracle of."""
+    return train(CASES[model], OPTIMIZERS[optimizer](), NUM_STEPS, accumulate, clip_norm)
+
+
+def check(row: Row, strategies: dict[str, Callable] = STRATEGIES) -> None:
+    """Runs one row and compares everything with one device."""
+    case, want = CASES[row.model], expected(row.model, row.accumulate, row.optimizer, row.clip_norm)
+    world = World.emulate(_size(row.mesh), row.mesh)
+    model = case.make()
+    step = build_train_step(
+        model,
+        OPTIMIZERS[row.optimizer](),
+        case.loss_fn,
+        strategies[row.strategy](model, world),
+        world,
+        accumulate=row.accumulate,
+        clip_norm=row.clip_norm,
+    )
+    state = step.init()
+    for number in range(NUM_STEPS):
+        if number in (0, NUM_STEPS - 1):
+            grads, _ = step.gradients(state, case.batch(number))
+            assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")
+        state, metrics = step(state, case.batch(number))
+        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+    assert_close(state.params, want.params, 1e-5, "parameter")
+    assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+
+
+def _size(mesh: str) -> int:
+    size = 1
+    for part in mesh.split(","):
+        size *= int(part.split("=")[1])
+    return size
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_equals_one_device(row):
+    check(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", FULL, ids=str)
+def test_equals_one_device_full(row):
+    check(row)

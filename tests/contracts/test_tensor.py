@@ -1,0 +1,81 @@
+"""Tensor and sequence parallelism, alone and composed, equal one device."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import pytest
+
+from axon_dist import compose, ddp
+from axon_dist.parallel import STRATEGIES as AXON
+from axon_dist.parallel import data_axes, fsdp, suggest_plan, tensor_parallel, zero
+
+from .models import linen_net
+from .test_strategies import Row, check
+
+
+def tensor(model, world, sequence=False):
+    inputs = (jax.ShapeDtypeStruct((2, 16), "float32"),) if type(model).__name__ == "ToNNX" else ()
+    return tensor_parallel(suggest_plan(model, *inputs), sequence=sequence)
+
+
+def with_data(make: Callable, sequence: bool = False) -> Callable:
+    return lambda model, world: compose(make(world), tensor(model, world, sequence))
+
+
+TENSOR: dict[str, Callable] = {
+    "tensor": tensor,
+    "tensor_sp": functools.partial(tensor, sequence=True),
+    "tensor_row": lambda model, world: AXON["tensor"](model, world, plan="transformer"),
+    "ddp_tensor": with_data(lambda world: ddp()),
+    "ddp_tensor_sp": with_data(lambda world: ddp(), sequence=True),
+    "zero1_tensor": with_data(lambda world: zero(1, min_elements=8)),
+    "zero2_tensor_sp": with_data(lambda world: zero(2, min_elements=8), sequence=True),
+    "fsdp_tensor": with_data(lambda world: fsdp(min_elements=8)),
+    "fsdp_tensor_sp": with_data(lambda world: fsdp(min_elements=8), sequence=True),
+    "hybrid_tensor_sp": with_data(
+        lambda world: fsdp("hybrid_shard", data_axes(world), min_elements=8), sequence=True
+    ),
+}
+
+ROWS = [
+    Row("tensor", "tp=2", "dropout"),
+    Row("tensor", "tp=8", "linen"),
+    Row("tensor_sp", "tp=4", "transformer", 2),
+    Row("tensor_row", "tp=2", "transformer"),
+    Row("ddp_tensor", "dp=2,tp=2", "dropout", 2),
+    Row("ddp_tensor", "dp=2,tp=4", "batchnorm", 1, "adam"),
+    Row("ddp_tensor_sp", "dp=2,tp=2", "transformer", 2),
+    Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
+    Row("zero2_tensor_sp", "dp=2,tp=2", "transformer"),
+    Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
+    Row("fsdp_tensor_sp", "fsdp=2,tp=4", "transformer"),
+    Row("hybrid_tensor_sp", "dp=2,fsdp=2,tp=2", "transformer"),
+]
+MODELS = ("mlp", "weighted", "batchnorm", "dropout", "linen", "transformer")
+MESHES = {"tensor": ("tp=2", "tp=4"), "hybrid": ("dp=2,fsdp=2,tp=2",)}
+FULL = [
+    Row(strategy, mesh, model, k)
+    for strategy in TENSOR
+    for data in (strategy.split("_")[0],)
+    for axis in ("fsdp" if data == "fsdp" else "dp",)
+    for mesh in MESHES.get(data, (f"{axis}=2,tp=4", f"{axis}=4,tp=2"))
+    for model in (("transformer",) if strategy == "tensor_row" else MODELS)
+    for k in (1, 2)
+    if not (strategy == "tensor_row" and mesh == "tp=4")
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_equals_one_device(row):
+    check(row, TENSOR)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", FULL, ids=str)
+def test_equals_one_device_full(row):
+    check(row, TENSOR)
+
+
+def test_a_linen_module_is_split_within_its_bridge():
+    assert len(tensor(linen_net(), None).layers[0].policy.plan.rules) == 2

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import TextFile, files, find_files, split_files, standard_library_files
+
+NAMES = st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=20)
+
+
+def as_files(names):
+    return [TextFile(name, Path(f"/somewhere/{i}.txt")) for i, name in enumerate(names)]
+
+
+@given(NAMES, st.randoms(), st.floats(0.01, 0.99))
+def test_the_side_of_a_file_depends_on_its_name_alone(names, random, fraction):
+    sides = split_files(as_files(names), fraction)
+    assert sorted(file.name for side in sides for file in side) == sorted(names)
+    some = random.sample(names, len(names) // 2)
+    for side, other in zip(sides, split_files(as_files(some), fraction), strict=True):
+        assert {file.name for file in other} <= {file.name for file in side}
+
+
+@given(NAMES, st.floats(0.01, 0.5))
+def test_a_larger_fraction_only_adds_to_validation(names, fraction):
+    _, small = split_files(as_files(names), fraction)
+    _, large = split_files(as_files(names), fraction * 1.5)
+    assert set(small) <= set(large)
+
+
+def test_the_split_is_the_same_in_every_process_and_release():
+    _, validation = split_files(as_files([f"{i}.txt" for i in range(30)]), 0.2)
+    assert [int(file.path.stem) for file in validation] == [1, 2, 18, 20, 24, 27, 28]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a.txt", "b.md", "sub/a.txt", "sub/deep/c.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["*.txt"], ["a.txt"]),
+        (["**/*.txt"], ["a.txt", "sub/a.txt", "sub/deep/c.txt"]),
+        (["s*/*.txt"], ["sub/a.txt"]),
+        (["sub/deep/c.txt"], ["c.txt"]),
+        (["b.md", "a.txt"], ["a.txt", "b.md"]),
+        (["*.txt", "**/*.txt"], ["a.txt", "sub/a.txt", "sub/deep/c.txt"]),
+    ],
+)
+def test_files_are_named_from_the_folder_without_wildcards(folder, patterns, names):
+    found = find_files([str(folder / pattern) for pattern in patterns])
+    assert [file.name for file in found] == names
+    assert all(file.path.is_file() for file in found)
+
+
+def test_relative_patterns_look_from_the_working_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert [file.name for file in find_files(["**/*.txt"])] == [
+        "a.txt",
+        "sub/a.txt",
+        "sub/deep/c.txt",
+    ]
+    assert [file.name for file in find_files(["a.txt"])] == ["a.txt"]
+
+
+def test_a_pattern_without_a_match_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"none\*' matches no file .*correct the path.*glob"):
+        find_files([str(folder / "*.txt"), str(folder / "none*")])
+    with pytest.raises(ConfigError, match=r"sub' matches no file .*a folder needs a glob"):
+        find_files([str(folder / "sub")])
+
+
+def test_the_standard_library_is_there_and_without_its_tests():
+    found = standard_library_files()
+    names = [file.name for file in found]
+    assert names == sorted(names)
+    assert {"argparse.py", "json/decoder.py"} <= set(names)
+    assert not any("test" in Path(name).parts or "site-packages" in name for name in names)
+    assert sum(file.path.stat().st_size for file in found) > 2e6
+
+
+def test_a_python_without_sources_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(files.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"no Python sources in {tmp_path}.*data.files"):
+        standard_library_files()

@@ -1,0 +1,164 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import ConfigError, DivisibilityError
+from axon_dist.data import Text, TextLoader
+
+LENGTH = 4
+NUM_SAMPLES = 10
+TEXT = Text(
+    train=np.arange(NUM_SAMPLES * LENGTH + 1, dtype=np.uint16),
+    validation=np.arange(1000, 1060, dtype=np.uint16),
+    vocab_size=2000,
+    description="numbers",
+)
+
+
+def loader(global_batch=4, **fields):
+    return TextLoader(TEXT, length=LENGTH, **{"global_batch": global_batch, **fields})
+
+
+def samples_of(batches):
+    """Which window each row is, since token values are positions."""
+    return [int(row[0]) // LENGTH for batch in batches for row in batch["tokens"]]
+
+
+def run(one, num_batches):
+    return samples_of(itertools.islice(one, num_batches))
+
+
+def run_on(num_processes, num_batches, state=None, **fields):
+    """The global order of samples, put together from the batches of every process."""
+    loaders = [
+        loader(process=p, num_processes=num_processes, **fields) for p in range(num_processes)
+    ]
+    if state is not None:
+        for one in loaders:
+            one.restore(state)
+    steps = [[next(one) for one in loaders] for _ in range(num_batches)]
+    assert len({json.dumps(one.state()) for one in loaders}) == 1
+    return samples_of(itertools.chain.from_iterable(steps)), loaders[0].state()
+
+
+ORDER = run(loader(global_batch=1), 60)
+
+
+def test_rows_are_windows_of_the_text():
+    batch = next(loader())
+    assert batch["tokens"].dtype == np.int32
+    assert batch["tokens"].shape == (4, LENGTH + 1)
+    starts = batch["tokens"][:, :1]
+    np.testing.assert_array_equal(batch["tokens"], starts + np.arange(LENGTH + 1))
+    assert np.all(starts % LENGTH == 0)
+
+
+def test_epochs_hold_every_window_once_in_another_order():
+    epochs = [ORDER[i : i + NUM_SAMPLES] for i in range(0, 60, NUM_SAMPLES)]
+    assert all(sorted(epoch) == list(range(NUM_SAMPLES)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_seeds_have_orders_of_their_own():
+    assert run(loader(seed=1), 5) != run(loader(seed=0), 5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_the_global_order_does_not_know_the_number_of_processes(rows, num_processes, num_batches):
+    batch = rows * num_processes
+    order, state = run_on(num_processes, num_batches, global_batch=batch)
+    assert order == ORDER[: batch * num_batches]
+    assert state["samples_seen"] == batch * num_batches
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+def test_resuming_repeats_none_and_skips_none(num_batches, before, after):
+    first, state = run_on(before, num_batches, global_batch=4)
+    rest, _ = run_on(after, 3, json.loads(json.dumps(state)), global_batch=6)
+    assert first + rest == ORDER[: 4 * num_batches + 18]
+
+
+def test_what_is_loaded_ahead_is_not_counted():
+    for num_ahead in (0, 1, 5):
+        one = loader(num_ahead=num_ahead)
+        assert run(one, 3) == ORDER[:12]
+        assert one.state()["samples_seen"] == 12
+        one.restore({**one.state(), "samples_seen": 2})
+        assert run(one, 2) == ORDER[2:10]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_validation_batches_are_the_same_every_time(num_processes):
+    def rows(one):
+        return [batch["tokens"] for batch in one.validation_batches(3)]
+
+    parts = [rows(loader(process=p, num_processes=num_processes)) for p in range(num_processes)]
+    whole = np.stack([np.concatenate(step) for step in zip(*parts, strict=True)])
+    np.testing.assert_array_equal(whole, rows(loader()))
+    np.testing.assert_array_equal(whole, rows(loader(seed=3)))
+    assert whole.shape == (3, 4, LENGTH + 1)
+    assert whole[0, 0, 0] == 1000
+    assert whole[-1, -1, -1] == 1059
+
+
+def test_validation_leaves_the_position_alone():
+    one = loader()
+    first = run(one, 1)
+    list(one.validation_batches(2))
+    assert first + run(one, 2) == ORDER[:12]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"global_batch": 5, "num_processes": 2}, DivisibilityError, r"5 rows .* 2 processes.*4"),
+        ({"length": 0}, ConfigError, r"length=0 must be at least 1.*change them"),
+        ({"num_ahead": -1}, ConfigError, r"num_ahead=-1 at least 0; change them"),
+        ({"length": 59}, ConfigError, r"training text has 41 tokens, .*60: give more text"),
+        ({"length": 40}, None, None),
+    ],
+)
+def test_bad_settings_are_refused(fields, error, message):
+    settings = {"length": LENGTH, "global_batch": 4, **fields}
+    if error is None:
+        assert TextLoader(TEXT, **settings).num_samples == 1
+        return
+    with pytest.raises(error, match=message):
+        TextLoader(TEXT, **settings)
+
+
+def test_a_short_validation_text_is_refused():
+    text = Text(TEXT.train, TEXT.validation[:4], 2000, "numbers")
+    with pytest.raises(ConfigError, match=r"validation text has 4 tokens, .*of 5: give more text"):
+        TextLoader(text, length=LENGTH, global_batch=1)
+
+
+def test_no_validation_batches_is_refused():
+    with pytest.raises(ConfigError, match=r"0 validation batches must be at least 1; raise it"):
+        loader().validation_batches(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 7}, r"seed=7, this loader has seed=0: .*same text, length and seed"),
+        ({"num_samples": 11}, r"num_samples=11, this loader has num_samples=10"),
+        ({"length": 8}, r"length=8, this loader has length=4"),
+        ({"samples_seen": -4}, r"samples_seen=-4, which must be 0 or more"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(change, message):
+    one = loader()
+    with pytest.raises(ConfigError, match=message):
+        one.restore({**one.state(), **change})
+
+
+def test_something_else_than_a_state_is_refused():
+    with pytest.raises(ConfigError, match=r"has no 'samples_seen': give what state\(\) returned"):
+        loader().restore({"next_index": 3})

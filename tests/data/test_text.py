@@ -1,0 +1,142 @@
+import numpy as np
+import pytest
+import tokenizers
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import TextSource, byte_tokenizer, load_text, load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.txt").write_text(f"this is {name} " * 3)
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    words = {"[UNK]": 0, "this": 1, "is": 2, "a": 3, "far": 700}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "words.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def source(folder, **fields):
+    return TextSource(files=(str(folder / "*.txt"),), validation_fraction=0.3, **fields)
+
+
+def documents(stream):
+    return {part.decode() for part in bytes(stream).split(b"\0") if part}
+
+
+def test_bytes_are_all_there_and_each_document_on_one_side(folder):
+    text = load_text(source(folder))
+    train, validation = documents(text.train), documents(text.validation)
+    assert train
+    assert validation
+    assert not train & validation
+    assert train | validation == {f"this is {name} " * 3 for name in "abcdefgh"}
+    assert text.vocab_size == 256
+    assert text.train.dtype == np.uint8
+    assert len(text.train) == sum(len(document) + 1 for document in train)
+    assert str(folder) in text.description
+    assert "as bytes" in text.description
+
+
+def test_loading_twice_gives_the_same(folder):
+    first, second = (load_text(source(folder)) for _ in range(2))
+    np.testing.assert_array_equal(first.train, second.train)
+    np.testing.assert_array_equal(first.validation, second.validation)
+
+
+def test_without_files_it_is_the_standard_library_and_says_so():
+    text = load_text(TextSource(max_bytes=300_000))
+    assert "standard library" in text.description
+    assert 10_000 < len(text.train) < 310_000
+    assert b"import" in bytes(text.validation)
+
+
+def test_named_validation_files_are_used_whole(folder):
+    text = load_text(
+        TextSource(files=(str(folder / "[ab].txt"),), validation_files=(str(folder / "h.txt"),))
+    )
+    assert documents(text.train) == {"this is a " * 3, "this is b " * 3}
+    assert documents(text.validation) == {"this is h " * 3}
+
+
+def test_max_bytes_keeps_whole_files(folder):
+    everything = load_text(source(folder))
+    text = load_text(source(folder, max_bytes=70))
+    assert len(text.train) == 62
+    assert documents(text.train) < documents(everything.train)
+
+
+def test_tokens_by_a_tokenizers_file(folder, tokenizer_file):
+    text = load_text(source(folder, tokenizer=tokenizer_file))
+    assert text.vocab_size == 701
+    assert text.train.dtype == np.uint16
+    both = [text.train.tolist(), text.validation.tolist()]
+    assert sum(tokens.count(3) for tokens in both) == 3
+    assert both[0][:2] == [1, 2]
+    assert "tokens of words.json" in text.description
+
+
+def test_byte_tokens_end_a_document_with_zero():
+    assert byte_tokenizer().encode(b"\xffa").tolist() == [255, 97, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"validation_fraction": 0.0}, r"validation_fraction=0.0 must lie between 0 and 1"),
+        ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must lie between 0 and 1"),
+        ({"max_bytes": 0}, r"max_bytes=0 must be at least 1; leave it out"),
+        ({"files": "a.txt"}, r"data.files='a.txt' is a single text: write a list"),
+        ({"validation_files": ("x",)}, r"validation_files=\('x',\) without data.files: name"),
+    ],
+)
+def test_validate_names_value_and_remedy(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        load_text(TextSource(**fields))
+
+
+def test_an_empty_side_is_refused(folder):
+    one = (str(folder / "a.txt"),)
+    with pytest.raises(ConfigError, match=r"0.001 of 1 files .* validation.*validation_files"):
+        load_text(TextSource(files=one, validation_fraction=0.001))
+    with pytest.raises(ConfigError, match=r"0.999 of 1 files .* training.*Give more files"):
+        load_text(TextSource(files=one, validation_fraction=0.999))
+
+
+def test_a_file_on_both_sides_is_refused(folder):
+    overlapping = TextSource(
+        files=(str(folder / "*.txt"),), validation_files=(str(folder / "a.txt"),)
+    )
+    with pytest.raises(ConfigError, match=r"1 files are in .*a\.txt.*take them out of one"):
+        load_text(overlapping)
+
+
+def test_max_bytes_below_the_first_file_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"max_bytes=5 is less than .*\.txt of 30 bytes: raise"):
+        load_text(source(folder, max_bytes=5))
+
+
+def test_a_tokenizer_needs_utf8(folder, tokenizer_file):
+    (folder / "a.txt").write_bytes(b"abc\xff")
+    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 \(byte 3\): convert it"):
+        load_text(source(folder, tokenizer=tokenizer_file))
+
+
+def test_a_missing_or_broken_tokenizer_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"'none.json' is not a file .*give the path"):
+        load_tokenizer("none.json")
+    with pytest.raises(ConfigError, match=r"a\.txt' is not a tokenizer.json .*Tokenizer.save"):
+        load_tokenizer(str(folder / "a.txt"))
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'axon_dist\[tokenizers\]'"):
+        load_tokenizer("words.json")

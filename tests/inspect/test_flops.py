@@ -1,0 +1,134 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from axon_dist.inspect import flops
+
+
+def compiled_flops(function, *args):
+    return flops(jax.jit(function).lower(*args).compile())
+
+
+def test_a_product_and_its_gradient():
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 8))
+    one = 2 * 16 * 32 * 8
+    assert compiled_flops(lambda x, w: x @ w, x, w).high == one
+    both = jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), argnums=(0, 1))
+    assert compiled_flops(both, x, w).high == 3 * one
+
+
+def test_batched_products():
+    q, k = jnp.ones((3, 5, 7)), jnp.ones((3, 11, 7))
+    assert compiled_flops(lambda q, k: jnp.einsum("btd,bsd->bts", q, k), q, k).high == (
+        2 * 3 * 5 * 11 * 7
+    )
+
+
+def test_loops_count_every_iteration():
+    def body(x, w):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=9)[0]
+
+    assert compiled_flops(body, jnp.ones((4, 8)), jnp.ones((8, 8))).high == 9 * 2 * 4 * 8 * 8
+
+
+def test_branches_give_bounds():
+    def body(flag, x, w):
+        return lax.cond(flag, lambda h: h @ w @ w, lambda h: h @ w, x)
+
+    count = compiled_flops(body, True, jnp.ones((4, 8)), jnp.ones((8, 8)))
+    one = 2 * 4 * 8 * 8
+    assert (count.low, count.high) == (one, 2 * one)
+
+
+def test_a_loop_that_data_decide_is_flagged():
+    def body(x):
+        return lax.while_loop(lambda h: jnp.sum(h) < 10, lambda h: h @ h, x)
+
+    count = compiled_flops(body, jnp.ones((4, 4)))
+    assert count.unknown_trip
+    assert count.high == 2 * 4**3
+
+
+def test_the_work_is_that_of_one_device():
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("dp"))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+    assert compiled_flops(lambda x, w: x @ w, x, jnp.ones((32, 8))).high == 2 * 64 * 32 * 8 // 8
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_a_convolution_counts_only_positions_inside(padding):
+    image, kernel = jnp.ones((2, 9, 3)), jnp.ones((3, 3, 5))
+
+    def body(image, kernel):
+        return lax.conv_general_dilated(
+            image, kernel, (2,), padding, dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    positions = {"SAME": 5 * 3 - 2, "VALID": 4 * 3}[padding]
+    assert compiled_flops(body, image, kernel).high == 2 * 2 * 3 * 5 * positions
+
+
+def entry(line, *parameters):
+    names = [f"  %{name} = {shape} parameter({n})" for n, (name, shape) in enumerate(parameters)]
+    return "HloModule step\n\nENTRY %main () -> f32[] {{\n{}\n  ROOT {}\n}}\n".format(
+        "\n".join(names), line
+    )
+
+
+def test_a_base_dilated_convolution_is_a_batched_product():
+    # XLA:TPU writes the batch of a product as a spatial dim whose window meets one element only.
+    text = entry(
+        "%c = f32[16,4096,128] convolution(%x, %w), window={size=16 stride=15 lhs_dilate=16}, "
+        "dim_labels=0fb_i0o->0bf",
+        ("x", "bf16[16,512,4096]"),
+        ("w", "bf16[512,16,128]"),
+    )
+    assert flops(text).high == 2 * 16 * 4096 * 512 * 128
+
+
+def test_grouped_convolutions_use_the_inputs_of_one_group():
+    text = entry(
+        "%c = f32[2,8,6] convolution(%x, %w), window={size=1}, dim_labels=b0f_0io->b0f, "
+        "feature_group_count=3",
+        ("x", "f32[2,8,12]"),
+        ("w", "f32[1,4,6]"),
+    )
+    assert flops(text).high == 2 * 2 * 8 * 6 * 4
+
+
+def test_cublas_products():
+    text = entry(
+        '%g = (bf16[64,32], s8[128]) custom-call(%x, %w), custom_call_target="__cublas$gemm", '
+        'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+        '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}',
+        ("x", "bf16[64,128]"),
+        ("w", "bf16[128,32]"),
+    )
+    assert flops(text).high == 2 * 64 * 32 * 128
+
+
+@pytest.mark.parametrize(("suffix", "products"), [("", 2), ("Backward", 5)])
+def test_cudnn_attention(suffix, products):
+    text = entry(
+        "%a = (bf16[1,256,4,64], u8[0]) custom-call(%q), "
+        f'custom_call_target="__cudnn$fmhaSoftmax{suffix}", backend_config='
+        '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16",'
+        '"dimensions":["1","4","256","256"]},"mask_type":"CAUSAL"}}',
+        ("q", "bf16[1,256,4,64]"),
+    )
+    assert flops(text).high == products * 2 * 4 * 256 * 256 * 64
+
+
+def test_kernels_state_their_cost_or_are_named():
+    stated = entry(
+        '%k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", backend_config='
+        '{"custom_call_config":{"cost_estimate":{"flops":"123","bytes_accessed":"9"}}}',
+        ("x", "f32[8]"),
+    )
+    silent = entry(
+        '%k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"', ("x", "f32[8]")
+    )
+    assert (flops(stated).high, flops(stated).opaque) == (123, ())
+    assert (flops(silent).high, flops(silent).opaque) == (0, ("tpu_custom_call",))

@@ -1,0 +1,134 @@
+import dataclasses
+import json
+
+import pytest
+
+from axon_dist.inspect import MACHINES, Machine, collectives, machine_of
+
+MACHINE = Machine(
+    name="toy",
+    kinds=("toy",),
+    flops=1e6,
+    memory=1e12,
+    link=1e3,
+    network=1e3,
+    node_size=0,
+    hbm_bytes=1,
+)
+
+
+def schedule(*lines):
+    """Two gathers of 8 x 100 bytes (0.7 s each on the wire) around products of 0.524 s each."""
+    body = "\n  ".join(lines)
+    return f"""HloModule step, num_partitions=8
+
+ENTRY %main (x: u8[100], a: f32[64,64]) -> f32[64,64] {{
+  %x = u8[100]{{0}} parameter(0)
+  %a = f32[64,64]{{1,0}} parameter(1)
+  {body}
+}}
+"""
+
+
+def start(n):
+    return (
+        f"%s{n} = (u8[100]{{0}}, u8[800]{{0}}) all-gather-start(%x), "
+        "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    )
+
+
+def done(n):
+    return f"%d{n} = u8[800]{{0}} all-gather-done(%s{n})"
+
+
+def product(n):
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    return f"%p{n} = f32[64,64]{{1,0}} dot(%a, %a), {dims}"
+
+
+def judged(*lines, machine=MACHINE):
+    return [row.exposure for row in collectives(schedule(*lines), machine=machine)]
+
+
+def test_enough_compute_hides_a_transfer():
+    assert judged(start(1), product(1), product(2), done(1)) == ["overlapped"]
+
+
+def test_too_little_compute_is_light():
+    assert judged(start(1), product(1), done(1)) == ["light"]
+
+
+def test_no_compute_is_exposed():
+    assert judged(product(1), start(1), done(1), product(2)) == ["exposed"]
+
+
+def test_one_product_does_not_hide_two_transfers():
+    lines = (start(1), start(2), product(1), product(2), done(1), done(2))
+    assert judged(*lines) == ["overlapped", "light"]
+    assert judged(*lines[:4], product(3), *lines[4:]) == ["overlapped", "overlapped"]
+
+
+def test_waiting_for_one_transfer_gives_time_to_the_next():
+    lines = (start(1), start(2), product(1), done(1), product(2), product(3), done(2))
+    assert judged(*lines) == ["light", "overlapped"]
+
+
+def test_without_a_machine_nothing_is_called_overlapped():
+    lines = (start(1), product(1), product(2), done(1))
+    assert judged(*lines, machine=None) == ["light"]
+
+
+def test_compute_inside_a_loop_between_start_and_done_counts_as_often_as_it_runs():
+    text = """HloModule step, num_partitions=8
+
+%body (c: (f32[64,64])) -> (f32[64,64]) {
+  %c = (f32[64,64]{1,0}) parameter(0)
+  %e = f32[64,64]{1,0} get-tuple-element(%c), index=0
+  %p = f32[64,64]{1,0} dot(%e, %e), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (f32[64,64]{1,0}) tuple(%p)
+}
+
+%cond (c: (f32[64,64])) -> pred[] {
+  %c = (f32[64,64]{1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: u8[100], a: f32[64,64]) -> u8[800] {
+  %x = u8[100]{0} parameter(0)
+  %a = f32[64,64]{1,0} parameter(1)
+  %init = (f32[64,64]{1,0}) tuple(%a)
+  %s = (u8[100]{0}, u8[800]{0}) all-gather-start(%x), replica_groups={}, dimensions={0}
+  %w = (f32[64,64]{1,0}) while(%init), condition=%cond, body=%body, backend_config=TRIPS
+  ROOT %d = u8[800]{0} all-gather-done(%s)
+}
+"""
+    for trips, expected in ((1, "light"), (2, "overlapped")):
+        config = {"known_trip_count": {"n": str(trips)}}
+        ledger = collectives(text.replace("TRIPS", json.dumps(config)), machine=MACHINE)
+        assert [row.exposure for row in ledger] == [expected]
+
+
+def test_a_ring_that_leaves_the_node_shares_its_network():
+    node = dataclasses.replace(MACHINE, link=400.0, network=50.0, node_size=4)
+    inside, across = ((0, 1, 2, 3),), ((0, 4), (1, 5), (2, 6), (3, 7))
+    everyone = (tuple(range(8)),)
+    assert node.wire_seconds(400, inside) == pytest.approx(1)
+    assert node.wire_seconds(400, across) == pytest.approx(8)
+    assert node.wire_seconds(400, everyone) == pytest.approx(2)
+
+
+def test_machines_are_found_by_their_devices():
+    class Device:
+        device_kind = "TPU v5 lite"
+
+    class Mesh:
+        class devices:
+            flat = (Device(),)
+
+    machine = machine_of(Mesh())
+    assert machine is not None
+    assert machine.name == "v5e"
+    assert machine_of(None) is None
+    assert len({kind for machine in MACHINES for kind in machine.kinds}) == sum(
+        len(machine.kinds) for machine in MACHINES
+    )

@@ -1,0 +1,46 @@
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from axon_dist.inspect import MACHINES, report
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture(scope="module")
+def compiled(mesh):
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("dp")))
+    w = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+    return jax.jit(jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))).lower(w, x).compile()
+
+
+def test_the_three_witnesses_agree_with_arithmetic(compiled, mesh):
+    found = json.loads(report(compiled, mesh).to_json())
+    assert found["num_devices"] == 8
+    assert found["wire_bytes_by_axis"] == {"dp": 2 * 32 * 16 * 4 * 7 // 8}
+    assert found["flops"]["high"] == 2 * 2 * 8 * 32 * 16
+    assert found["memory"]["arguments"] == 8 * 32 * 4 + 32 * 16 * 4
+    assert (found["machine"], found["fits"]) == (None, None)
+    assert found["collectives"][0]["axis"] == "dp"
+
+
+def test_a_known_machine_tells_whether_the_step_fits(compiled, mesh):
+    assert report(compiled, mesh, machine=MACHINES[0]).fits is True
+
+
+def test_it_prints_as_tables(compiled, mesh):
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(report(compiled, mesh, machine=MACHINES[0]))
+    text = capture.get()
+    for words in ("memory per device", "collectives per device", "matrix TFLOP", "fits", "over dp"):
+        assert words in text

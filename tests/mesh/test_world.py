@@ -1,0 +1,85 @@
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from axon_dist.core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
+from axon_dist.mesh import Backend, MeshSpec, World
+from axon_dist.mesh import world as world_module
+
+
+def test_a_world_of_emulated_devices(world):
+    assert (world.size, world.backend, world.is_emulated) == (8, Backend.EMULATED, True)
+    assert world.spec == MeshSpec(dp=8)
+    assert world.default_group.size == 8
+    assert (world.process_index, world.num_processes) == (0, 1)
+
+
+@pytest.mark.parametrize("axes", ["dp=2,tp=4", {"dp": 2, "tp": -1}, MeshSpec(dp=2, tp=4)])
+def test_axes_are_laid_out_row_major(axes):
+    mesh = World.emulate(8, axes).mesh
+    assert [d.id for d in mesh.devices[1]] == [4, 5, 6, 7]
+    assert mesh.axis_names == ("dp", "tp")
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+
+
+def test_fewer_devices_than_there_are():
+    assert World.emulate(3).size == 3
+    assert World.emulate().size == World.mock().size == len(jax.devices())
+    assert World.init("tp=2", jax.devices()[6:]).mesh.devices.ravel()[0].id == 6
+
+
+def test_groups_come_in_mesh_order(make_world):
+    world = make_world("pp=2,tp=2")
+    assert world.group("tp", "pp").axes == ("pp", "tp") == world.group().axes
+    with pytest.raises(GroupError, match="no axis 'cp'"):
+        world.group("cp")
+
+
+def test_runtime_info(world):
+    info = world.runtime_info()
+    assert (info["backend"], info["devices"], info["mesh"]) == ("emulated", 8, "dp=8")
+    assert info["jax"] == jax.__version__
+
+
+def test_impossible_worlds():
+    with pytest.raises(MeshError, match="dp=3 needs 3 devices and got 8"):
+        World.emulate(8, "dp=3")
+    with pytest.raises(MeshError, match="cannot emulate 0 devices; ask for at least one"):
+        World.emulate(0)
+    with pytest.raises(MeshError, match="empty list of devices"):
+        World.init("dp=1", [])
+    with pytest.raises(
+        BackendStartedError, match=r"wanted 64 .* started its backend with 8 .*NUM_CPU_DEVICES=64"
+    ):
+        World.emulate(64)
+
+
+def test_platforms_without_support():
+    class Device:
+        platform = "rocm-of-tomorrow"
+
+    with pytest.raises(UnsupportedError, match="'rocm-of-tomorrow' are not supported; use cpu"):
+        world_module._backend_of([Device()])
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, flax.nnx, optax
+from axon_dist.mesh import World
+world = World.emulate(8, "dp=4,tp=2")
+step = world.default_group.spmd(lambda x: jax.lax.pmean(x, world.mesh.axis_names) + 1)
+x = jnp.zeros(8)
+for _ in range(1500):
+    x = step(x)
+print(x[0])
+"""
+
+
+def test_a_loop_that_never_waits_does_not_starve():
+    """Eight devices on few cores: XLA's threads would all wait for each other, and it aborts."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
+    assert run.stdout.strip() == "1500.0", run.stderr

@@ -1,0 +1,120 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.models import (
+    ATTENTION_FORMS,
+    attention,
+    auto_attention,
+    cudnn_attention,
+    einsum_attention,
+    flash_attention,
+)
+
+
+def heads(batch=2, length=8, num_heads=4, kv_heads=2, size=6, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    counts = (num_heads, kv_heads, kv_heads)
+    return tuple(
+        jax.random.normal(key, (batch, length, count, size), dtype)
+        for key, count in zip(keys, counts, strict=True)
+    )
+
+
+def one_by_one(query, key, value):
+    """Attention in float64 numpy, a query and a head at a time."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.empty_like(query)
+    group = query.shape[2] // key.shape[2]
+    for b, t, h in np.ndindex(query.shape[:3]):
+        scores = key[b, : t + 1, h // group] @ query[b, t, h] / np.sqrt(query.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights / weights.sum() @ value[b, : t + 1, h // group]
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_einsum_equals_attention_one_query_at_a_time(kv_heads):
+    query, key, value = heads(kv_heads=kv_heads)
+    out = einsum_attention(query, key, value)
+    np.testing.assert_allclose(out, one_by_one(query, key, value), rtol=2e-5, atol=2e-6)
+
+
+def test_no_position_sees_a_later_one():
+    query, key, value = heads(batch=1)
+
+    def row(key, value):
+        return einsum_attention(query, key, value)[0, 3].sum()
+
+    grad_key, grad_value = jax.grad(row, argnums=(0, 1))(key, value)
+    for grad in (grad_key, grad_value):
+        assert np.all(np.asarray(grad)[0, 4:] == 0)
+        assert np.all(np.abs(np.asarray(grad)[0, :4]).sum(axis=(1, 2)) > 0)
+
+
+def test_low_precision_comes_back_as_it_came_and_stays_close():
+    query, key, value = heads(dtype=jnp.bfloat16)
+    out = einsum_attention(query, key, value)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), one_by_one(query, key, value), rtol=0.02, atol=0.02
+    )
+
+
+def test_flash_kernel_equals_einsum_in_value_and_gradients():
+    arrays = heads(batch=1, length=128, num_heads=2, kv_heads=1, size=16)
+
+    def value_and_grads(form):
+        return jax.value_and_grad(lambda *qkv: jnp.sum(form(*qkv) ** 2), (0, 1, 2))(*arrays)
+
+    got = value_and_grads(lambda *qkv: flash_attention(*qkv, interpret=True))
+    want = value_and_grads(einsum_attention)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_flash_lowers_to_one_kernel_for_tpu():
+    arrays = heads(length=256, size=128, dtype=jnp.bfloat16)
+    lowered = jax.jit(flash_attention).trace(*arrays).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 1
+
+
+def test_flash_says_which_lengths_it_takes():
+    with pytest.raises(UnsupportedError, match=r"sequence of 8: .* multiple of 128.*'auto'"):
+        flash_attention(*heads())
+
+
+def test_cudnn_raises_where_it_cannot_run():
+    with pytest.raises(UnsupportedError, match=r"'cudnn' with float32 heads of 6: .*bfloat16"):
+        cudnn_attention(*heads())
+
+
+def test_auto_is_einsum_on_cpu():
+    np.testing.assert_array_equal(auto_attention(*heads()), einsum_attention(*heads()))
+
+
+def test_auto_chooses_by_the_platform_it_is_lowered_for(monkeypatch):
+    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value: jnp.sin(query))
+    traced = jax.jit(auto_attention).trace(*heads())
+    text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
+    assert "sine" in text["cuda"]
+    assert "exponential" not in text["cuda"]
+    assert "exponential" in text["cpu"]
+    assert "sine" not in text["cpu"]
+
+
+@pytest.mark.aot
+def test_auto_takes_the_fused_kernel_when_lowered_for_cuda():
+    arrays = heads(length=64, size=64, dtype=jnp.bfloat16)
+    obstacle = attention.cudnn_obstacle(*arrays)
+    if obstacle is not None:
+        pytest.skip(f"needs axon_dist[cuda]: {obstacle}")
+    grad = jax.jit(jax.grad(lambda q, k, v: auto_attention(q, k, v).astype(jnp.float32).sum()))
+    text = grad.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+    assert "exponential" not in text
+
+
+def test_every_form_has_a_name():
+    assert sorted(ATTENTION_FORMS) == ["auto", "cudnn", "einsum", "flash"]

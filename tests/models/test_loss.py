@@ -1,0 +1,59 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.models import classification_loss, cross_entropy, next_token_loss
+
+TABLE = jax.random.normal(jax.random.key(0), (5, 5)) * 3
+TOKENS = jnp.array([[0, 3, 1, 4], [2, 2, 0, 1]])
+
+
+def bigram(tokens):
+    return TABLE[tokens]
+
+
+def expected_losses():
+    table = np.asarray(TABLE, np.float64)
+    log_probs = table - np.log(np.exp(table).sum(-1, keepdims=True))
+    tokens = np.asarray(TOKENS)
+    return -log_probs[tokens[:, :-1], tokens[:, 1:]]
+
+
+def test_next_token_loss_sums_and_counts():
+    loss = next_token_loss(bigram, {"tokens": TOKENS})
+    np.testing.assert_allclose(loss.total, expected_losses().sum(), rtol=1e-6)
+    assert float(loss.weight) == 6
+
+
+def test_masked_tokens_are_not_targets():
+    mask = jnp.array([[0, 1, 0, 1], [1, 0, 0, 1]])
+    loss = next_token_loss(bigram, {"tokens": TOKENS, "mask": mask})
+    losses = expected_losses()
+    np.testing.assert_allclose(loss.total, losses[0, 0] + losses[0, 2] + losses[1, 2], rtol=1e-6)
+    assert float(loss.weight) == 3
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(ConfigError, match=r"\(2, 3\) beside tokens of shape \(2, 4\).*one mask"):
+        next_token_loss(bigram, {"tokens": TOKENS, "mask": jnp.ones((2, 3))})
+
+
+def test_cross_entropy_gradient_is_softmax_minus_one_hot():
+    labels = jnp.array([1, 4])
+    grad = jax.grad(lambda logits: cross_entropy(logits, labels).sum())(TABLE[:2])
+    want = jax.nn.softmax(TABLE[:2]) - jax.nn.one_hot(labels, 5)
+    np.testing.assert_allclose(grad, want, atol=1e-6)
+
+
+def test_cross_entropy_of_low_precision_logits_is_float32_and_does_not_overflow():
+    loss = cross_entropy(jnp.array([[1e4, 0.0]], jnp.bfloat16), jnp.array([1]))
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, [1e4], rtol=1e-2)
+
+
+def test_classification_loss_is_the_mean():
+    batch = {"x": jnp.array([0, 2, 3]), "y": jnp.array([1, 1, 0])}
+    want = cross_entropy(TABLE[batch["x"]], batch["y"])
+    np.testing.assert_allclose(classification_loss(bigram, batch), np.mean(want), rtol=1e-6)

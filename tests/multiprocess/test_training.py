@@ -1,0 +1,87 @@
+"""Several processes train to the losses of one."""
+
+import json
+import sys
+
+import jax
+import pytest
+
+from axon_dist.config import load_config, train
+from axon_dist.mesh import LaunchPlan, launch
+
+pytestmark = pytest.mark.multiprocess
+
+CONFIG = """
+name: tiny
+devices: {{emulate: 4}}
+mesh: {{dp: 4}}
+model: {{width: 16, num_layers: 2, num_heads: 2, ffn_width: 32, max_length: 16}}
+data:
+  files: [{texts}/train.txt]
+  validation_files: [{texts}/validation.txt]
+  sequence_length: 16
+optimizer: {{name: adamw, learning_rate: 0.01, schedule: {{name: constant}}}}
+train: {{steps: 6, global_batch: 8, eval_every: 3, eval_batches: 2, log_every: 1}}
+checkpoint: {{every: 0}}
+"""
+
+STRATEGIES = {
+    "ddp": ["mesh=dp=4", "parallel=ddp"],
+    "fsdp": ["mesh=fsdp=4", "parallel=full_shard"],
+    "hybrid": ["mesh=dp=2,fsdp=2", "parallel=hybrid_shard"],
+    "accumulated": ["mesh=dp=4", "parallel=ddp", "train.accumulate=2"],
+    "tensor": ["mesh=dp=2,tp=2", "parallel={tensor: {plan: auto}, ddp: {}}"],
+    "pipeline": ["mesh=pp=4", "parallel={pipeline: {num_microbatches: 4}}", "model.num_layers=4"],
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}: the quick brown fox jumps. " * 99)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(CONFIG.format(texts=tmp_path))
+    return path
+
+
+def losses_in(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(row["step"], key): row[key] for row in rows for key in row if key.endswith("loss")}
+
+
+def of_one_process(path, overrides):
+    folder = path.parent / "one"
+    train(load_config(path, [*overrides, f"run_dir={folder}"]))
+    return losses_in(folder)
+
+
+def of_many(path, overrides, count, monkeypatch):
+    """What the launcher makes of it, and what rank 0 said."""
+    folder, logs = path.parent / "many", path.parent / "logs"
+    for name in ("XLA_FLAGS", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
+    arguments = ["train", str(path), *overrides, f"run_dir={folder}"]
+    command = (sys.executable, "-m", "axon_dist.cli", *arguments)
+    plan = LaunchPlan(command=command, num_processes=count, log_dir=logs)
+    told = []
+    assert launch(plan, told.append) == 0, told
+    return losses_in(folder), (logs / "rank-0.log").read_text()
+
+
+CASES = [
+    pytest.param(name, count, marks=[] if (name, count) == ("fsdp", 2) else pytest.mark.slow)
+    for name in STRATEGIES
+    for count in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "count"), CASES)
+def test_the_losses_of_one_process(config, name, count, monkeypatch):
+    expected = of_one_process(config, STRATEGIES[name])
+    losses, said = of_many(config, STRATEGIES[name], count, monkeypatch)
+    assert len(expected) == 8
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for process in range(count):
+        assert f"process {process}  host " in said

@@ -1,0 +1,117 @@
+"""Ring and Ulysses attention on split sequences against whole attention in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from axon_dist.inspect import collectives
+from axon_dist.nn import ring_attention, ulysses_attention
+from axon_dist.nn.ring import Ring
+
+RNG = np.random.default_rng(0)
+SPEC = P(None, "cp")
+
+
+def heads(length, num, size=4):
+    return RNG.normal(size=(2, length, num, size)).astype(np.float32)
+
+
+def whole(query, key, value, causal):
+    """Softmax attention in one piece, with grouped heads."""
+    share = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, share, axis=2) for x in (key, value))
+    scores = jnp.einsum("bthk,bshk->bhts", query, key) * query.shape[-1] ** -0.5
+    if causal:
+        visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(visible, scores, -jnp.inf)
+    return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), value)
+
+
+def split(function, mesh):
+    return jax.shard_map(function, mesh=mesh, in_specs=(SPEC,) * 3, out_specs=SPEC)
+
+
+def compare(attend, causal, arrays):
+    """Outputs and gradients against `whole`."""
+    weigh = jnp.asarray(RNG.normal(size=arrays[0].shape), jnp.float32)
+    loss = lambda f: lambda *x: jnp.sum(f(*x) * weigh)
+    dense = functools.partial(whole, causal=causal)
+    want = jax.value_and_grad(loss(dense), argnums=(0, 1, 2))(*arrays)
+    got = jax.jit(jax.value_and_grad(loss(attend), argnums=(0, 1, 2)))(*arrays)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(attend)(*arrays), dense(*arrays), atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 2), (4, 1), (8, 4)])
+def test_ring_equals_whole_attention(make_world, size, kv_heads, causal):
+    mesh = make_world(f"cp={size}").mesh
+    attend = split(functools.partial(ring_attention, axis="cp", causal=causal), mesh)
+    compare(attend, causal, (heads(16, 4), heads(16, kv_heads), heads(16, kv_heads)))
+
+
+def test_keys_in_blocks_are_the_same_keys(make_world, monkeypatch):
+    monkeypatch.setattr("axon_dist.nn.ring.KEY_BLOCK", 2)
+    mesh = make_world("cp=2").mesh
+    attend = split(functools.partial(ring_attention, axis="cp", causal=True), mesh)
+    compare(attend, True, (heads(16, 2), heads(16, 2), heads(16, 2)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ulysses_equals_whole_attention(make_world, size):
+    mesh = make_world(f"cp={size}").mesh
+    inner = functools.partial(whole, causal=True)
+    attend = split(functools.partial(ulysses_attention, axis="cp", attend=inner), mesh)
+    compare(attend, True, (heads(16, 4), heads(16, 4), heads(16, 4)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_has_the_same_work(size):
+    """Pairs of pieces are visible exactly where a causal mask says so, two per rank and step."""
+    mask = np.tril(np.ones((2 * size, 2 * size), int))
+    seen = np.zeros_like(mask)
+    for rank in range(size):
+        pieces = (rank, 2 * size - 1 - rank)
+        for step in range(size):
+            keys = ((rank - step) % size, 2 * size - 1 - (rank - step) % size)
+            ring = type("At", (Ring,), {"rank": property(lambda self, rank=rank: rank)})
+            pairs = ring("cp", size, True).pairs(step if step == 0 else jnp.asarray(step))
+            assert len(pairs) == (3 if step == 0 else 2)
+            for mine, theirs, masked in pairs:
+                seen[pieces[int(mine)], keys[int(theirs)]] += 1
+                assert masked == (pieces[int(mine)] == keys[int(theirs)])
+    np.testing.assert_array_equal(seen, mask)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_dealing_is_undone(make_world, size):
+    mesh = make_world(f"cp={size}").mesh
+    ring = Ring("cp", size, True)
+    x = jnp.arange(4.0 * size).reshape(1, 4 * size, 1)
+    dealt = jax.shard_map(
+        lambda x: ring.deal(x), mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, None, "cp")
+    )(x)
+    pieces = np.arange(4 * size).reshape(2 * size, 2)
+    np.testing.assert_array_equal(dealt[0].ravel(), pieces[:size].ravel())
+    np.testing.assert_array_equal(dealt[1].ravel(), pieces[: size - 1 : -1].ravel())
+    back = jax.shard_map(
+        lambda x: ring.undeal(ring.deal(x)),
+        mesh=mesh,
+        in_specs=P(None, "cp"),
+        out_specs=P(None, "cp"),
+    )(x)
+    np.testing.assert_array_equal(back, x)
+
+
+def test_the_ring_sends_keys_and_values_and_nothing_else(make_world):
+    world = make_world("cp=4")
+    attend = split(functools.partial(ring_attention, axis="cp", causal=False), world.mesh)
+    arrays = [heads(16, 2) for _ in range(3)]
+    ledger = collectives(jax.jit(attend).lower(*arrays).compile(), world.mesh)
+    assert ledger.by_kind() == {"collective-permute": 3 * 2 * arrays[0].nbytes // 4}

@@ -1,0 +1,109 @@
+"""The token table and the cross-entropy split by vocabulary against the whole ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axon_dist.core.errors import DivisibilityError
+from axon_dist.inspect import collectives
+from axon_dist.nn import (
+    Layout,
+    VocabParallelEmbedding,
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+
+from .test_linear import per_rank
+
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 24, size=(4, 6)).astype(np.int32)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_lookup_equals_indexing(make_world, size):
+    group = make_world(f"tp={size}").group("tp")
+    table = VocabParallelEmbedding(24, 8, group=group, rngs=nnx.Rngs(0))
+    want = np.asarray(table.embedding[...])[TOKENS]
+    np.testing.assert_array_equal(jax.jit(table)(TOKENS), want)
+    for rank in np.split(np.asarray(per_rank(table, group, P("tp"))(TOKENS)), size):
+        np.testing.assert_array_equal(rank, want)
+
+
+def test_head_shares_the_table(make_world):
+    group = make_world("tp=4").group("tp")
+    table = VocabParallelEmbedding(24, 8, group=group, rngs=nnx.Rngs(0))
+    x = RNG.normal(size=(2, 8)).astype(np.float32)
+    logits = jax.jit(table.attend)(x)
+    np.testing.assert_allclose(logits, x @ np.asarray(table.embedding[...]).T, atol=1e-5)
+    assert logits.addressable_shards[0].data.shape == (2, 6)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_cross_entropy_and_gradient_equal_optax(make_world, size):
+    group = make_world(f"tp={size}").group("tp")
+    logits = 5 * RNG.normal(size=(4, 6, 24)).astype(np.float32)
+    whole = lambda x: optax.softmax_cross_entropy_with_integer_labels(x, TOKENS).sum()
+    split = lambda x: vocab_parallel_cross_entropy(x, TOKENS, group).sum()
+    manual = jax.shard_map(
+        lambda x: vocab_parallel_cross_entropy(x, TOKENS, group).sum(),
+        mesh=group.mesh,
+        in_specs=P(None, None, "tp"),
+        out_specs=P(),
+    )
+    want, grad = jax.value_and_grad(whole)(logits)
+    for loss in (split, manual):
+        got, got_grad = jax.jit(jax.value_and_grad(loss))(logits)
+        assert float(got) == pytest.approx(float(want), rel=1e-6)
+        np.testing.assert_allclose(got_grad, grad, atol=1e-6)
+
+
+def test_cross_entropy_moves_labels_not_logits(make_world):
+    world = make_world("tp=4")
+    vocabulary, positions = 4096, 8
+    place = jax.sharding.NamedSharding(world.mesh, P(None, "tp"))
+    logits = jax.ShapeDtypeStruct((positions, vocabulary), jnp.float32, sharding=place)
+    labels = jax.ShapeDtypeStruct((positions,), jnp.int32)
+    loss = lambda x, y: vocab_parallel_cross_entropy(x, y, world.group("tp")).sum()
+    compiled = jax.jit(jax.grad(loss)).lower(logits, labels).compile()
+    moved = collectives(compiled, world.mesh).total_wire_bytes()
+    # Three float32 numbers per position, each all-reduced over four ranks.
+    assert 0 < moved <= 3 * positions * 4 * 2 * 3 / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < positions * vocabulary * 4
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_linear_cross_entropy_equals_the_dense_loss(make_world, num_chunks):
+    mesh = make_world("fsdp=2,tp=4").mesh
+    hidden = RNG.normal(size=(4, 6, 8)).astype(np.float32)
+    kernel = RNG.normal(size=(8, 24)).astype(np.float32)
+    layout = Layout(mesh, batch=("fsdp",))
+    dense = lambda h, k: optax.softmax_cross_entropy_with_integer_labels(h @ k, TOKENS).sum()
+    split = lambda h, k: linear_cross_entropy(
+        h, k, TOKENS, layout, vocab="tp", num_chunks=num_chunks
+    ).sum()
+    want, grads = jax.value_and_grad(dense, argnums=(0, 1))(hidden, kernel)
+    run = jax.jit(jax.value_and_grad(split, argnums=(0, 1)))
+    got, got_grads = run(hidden, kernel)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    for ours, theirs in zip(got_grads, grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    ledger = collectives(run.lower(hidden, kernel).compile(), mesh)
+    kernels = [row for row in ledger.select(axis="fsdp") if row.wire_bytes > kernel.nbytes / 8]
+    assert sum(row.count for row in kernels) == 1
+
+
+def test_errors_name_sizes(make_world):
+    world = make_world("fsdp=2,tp=4")
+    group = world.group("tp")
+    with pytest.raises(DivisibilityError, match=r"num_embeddings=10 .* tp=4"):
+        VocabParallelEmbedding(10, 8, group=group, rngs=nnx.Rngs(0))
+    with pytest.raises(DivisibilityError, match=r"classes=10 .* tp=4"):
+        vocab_parallel_cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, int), group)
+    with pytest.raises(DivisibilityError, match=r"6 positions per rank .* 4 chunks"):
+        linear_cross_entropy(
+            jnp.zeros((4, 6, 8)), jnp.zeros((8, 24)), TOKENS, Layout(world.mesh), num_chunks=4
+        )

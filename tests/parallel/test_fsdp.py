@@ -1,0 +1,155 @@
+"""FSDP: PyTorch's words over the ZeRO table, and wrappers that lose no update."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import FSDP, CPUOffload, MixedPrecision, ShardingStrategy, build_train_step, fsdp
+from axon_dist.core.errors import ConfigError, GroupError
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.parallel import TransformerAutoWrapPolicy, zero
+from axon_dist.sharding import Replicate
+
+from . import tower
+
+
+def test_full_shard_is_the_default_and_every_name_a_stage(world):
+    model = FSDP(nnx.Linear(10, 5, rngs=nnx.Rngs(0)), world.group("dp"))
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    kept = FSDP(model.module, world.group("dp"), ShardingStrategy.SHARD_GRAD_OP)
+    assert kept.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    layout = lambda s: (s.params.split_axes, s.grads.split_axes, s.opt_state.split_axes)
+    stages = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
+    for name, stage in stages.items():
+        assert layout(fsdp(name, ("dp",))) == layout(zero(stage, ("dp",)))
+    assert fsdp("no_shard").params == Replicate()
+    assert layout(fsdp("hybrid_shard", ("dp", "fsdp"))) == (("fsdp",),) * 3
+
+
+def test_options_reach_the_strategy():
+    made = fsdp(
+        cpu_offload="full",
+        mixed_precision="bf16",
+        activation_checkpointing=ActivationCheckpointing(2),
+        auto_wrap_policy=TransformerAutoWrapPolicy("Block"),
+    )
+    assert made.offload is CPUOffload.FULL
+    assert made.precision == MixedPrecision.bf16()
+    assert made.remat == ActivationCheckpointing(2)
+    assert made.wrap == TransformerAutoWrapPolicy("Block")
+    assert fsdp(mixed_precision=True).precision.reduce_dtype == jnp.float32
+
+
+def test_refusals(world):
+    with pytest.raises(ConfigError, match=r"ShardingStrategy 'full'\. Did you mean 'full_shard'"):
+        fsdp("full")
+    with pytest.raises(ConfigError, match=r"hybrid_shard got the axes \('fsdp',\); it needs one"):
+        fsdp("hybrid_shard")
+    with pytest.raises(GroupError, match=r"FSDP got the .*world\.group"):
+        FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.new_group([0, 1]))
+
+
+def test_manners_of_the_wrapper(world):
+    module = nnx.Sequential(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+    model = FSDP(module, world.group("dp"))
+    assert model.eval().is_training is False
+    np.testing.assert_array_equal(model(jnp.ones((1, 4))), module.layers[0](jnp.ones((1, 4))))
+    assert model.train().is_training
+    assert module.layers[1].deterministic is False
+
+
+def test_a_function_that_makes_the_module_is_enough_for_shapes(world):
+    made = FSDP(tower.make(), world.group("dp"))
+    real = FSDP(tower.make()(), world.group("dp"))
+    assert made.memory_estimate() == real.memory_estimate()
+    with pytest.raises(ConfigError, match=r"a forward pass needs a module.*TrainStep\.merge"):
+        made(jnp.ones((1, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["no_shard", "shard_grad_op", "full_shard"])
+def test_gather_and_reshard_are_exact_inverses(world, name):
+    model = FSDP(tower.make()(), world.group("dp"), name, min_elements=8)
+    params = model.parameters()
+    shards = model.reshard_parameters(params)
+    whole = model.gather_parameters(shards)
+    again = model.reshard_parameters(whole)
+    for a, b, c, d in zip(*map(jax.tree.leaves, (params, shards, whole, again)), strict=True):
+        np.testing.assert_array_equal(a, c)
+        np.testing.assert_array_equal(b, d)
+        assert b.sharding == d.sharding
+        assert c.sharding.is_fully_replicated
+
+
+def test_an_update_survives_gathering_and_resharding(world):
+    """Steps, with a round trip between them, end where plain data parallelism ends."""
+    model = FSDP(tower.make(), world.group("dp"), min_elements=8)
+    step = build_train_step(model.module, optax.sgd(0.1), tower.loss_fn, model, world)
+    state, one_device = step.init(), tower.make()()
+    graphdef, params, rest = nnx.split(one_device, nnx.Param, ...)
+    for number in range(2):
+        state, _ = step(state, tower.batch(number))
+        back = model.reshard_parameters(model.gather_parameters(state.params))
+        state = type(state)(state.step, back, state.opt_state, state.buffers)
+        loss = lambda p, n=number: tower.loss_fn(nnx.merge(graphdef, p, rest), tower.batch(n))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+    expected = jax.tree.leaves(nnx.to_pure_dict(params))
+    for got, want in zip(jax.tree.leaves(state.params), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["no_shard", "full_shard"])
+def test_clipping_counts_every_element_once(make_world, name):
+    """[3, 4] has norm 5 whether two ranks share it or four hold copies of it."""
+    world = make_world("dp=2" if name == "full_shard" else "dp=4")
+    model = FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.group("dp"), name, min_elements=1)
+    grads = model.reshard_parameters({"w": jnp.array([3.0, 4.0])})
+    clipped, norm = model.clip_grad_norm(grads, 1.0)
+    assert float(norm) == pytest.approx(5.0)
+    np.testing.assert_allclose(clipped["w"], [0.5999999, 0.7999998], atol=1e-6)
+    assert clipped["w"].sharding == grads["w"].sharding
+    kept, norm = model.clip_grad_norm(grads, 10.0)
+    assert float(norm) == pytest.approx(5.0)
+    np.testing.assert_array_equal(kept["w"], [3.0, 4.0])
+    padded, norm = model.clip_grad_norm({"w": jnp.array([3.0, 4.0, 0.0, 0.0])}, 1.0)
+    assert float(norm) == pytest.approx(5.0)
+    np.testing.assert_allclose(padded["w"], [0.6, 0.8, 0, 0], atol=1e-6)
+
+
+def test_gradients_are_averaged_over_both_axes_of_hybrid_sharding(make_world):
+    world = make_world("dp=2,fsdp=4")
+    model = FSDP(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), world.group("dp", "fsdp"), "hybrid_shard")
+    np.testing.assert_allclose(model.sync_gradients(jnp.arange(1.0, 9.0)), [4.5] * 8)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "totals"), [(4, (80800, 35350, 20200)), (8, (80800, 27775, 10100))]
+)
+def test_estimates_of_a_layer_of_5050_parameters(make_world, num_ranks, totals):
+    world = make_world(f"dp={num_ranks}")
+    model = FSDP(nnx.Linear(100, 50, rngs=nnx.Rngs(0)), world.group("dp"))
+    rows = model.compare_strategies()
+    assert [row.strategy for row in rows] == ["no_shard", "shard_grad_op", "full_shard"]
+    assert tuple(row.total_memory_bytes for row in rows) == totals
+    assert {row.total_params for row in rows} == {5050}
+    assert rows[0].memory_savings == 0.0
+    assert rows[2].memory_savings == pytest.approx(1 - 1 / num_ranks)
+    assert rows[1].memory_savings == pytest.approx(0.75 * (1 - 1 / num_ranks))
+    assert model.memory_estimate() == rows[2]
+
+
+def test_hybrid_is_compared_where_there_are_two_axes(make_world):
+    world = make_world("dp=2,fsdp=4")
+    model = FSDP(tower.make(), world.group("dp", "fsdp"))
+    by_name = {row.strategy: row.memory_savings for row in model.compare_strategies()}
+    assert by_name["hybrid_shard"] == pytest.approx(0.75, abs=1e-3)
+    assert by_name["full_shard"] == pytest.approx(0.875, abs=1e-3)
+
+
+def test_one_rank_saves_nothing(make_world):
+    model = FSDP(nnx.Linear(100, 50, rngs=nnx.Rngs(0)), make_world("dp=1").group("dp"))
+    assert model.memory_estimate().memory_savings == 0.0
+    kernel = model.reshard_parameters(model.parameters())["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (100, 50)

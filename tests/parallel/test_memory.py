@@ -1,0 +1,124 @@
+"""Estimates from shapes agree with the bytes that arrays occupy."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import FSDPMemoryStats, MixedPrecision, build_train_step, fsdp
+from axon_dist.mesh import MeshSpec
+from axon_dist.models import Transformer, TransformerConfig
+from axon_dist.parallel import STRATEGIES, estimate, format_bytes, measure, zero
+from axon_dist.sharding import explain, explain_optimizer
+
+from . import tower
+
+FIELDS = ("param_memory_bytes", "grad_memory_bytes", "optim_memory_bytes", "total_memory_bytes")
+
+
+def test_stats_in_words():
+    stats = FSDPMemoryStats(5050, 20200, 20200, 40400, 4, "no_shard", 80800)
+    assert stats.total_memory_bytes == 80800
+    assert stats.total_memory_mib == stats.total_memory_mb == pytest.approx(0.077057, rel=1e-4)
+    assert str(stats) == "no_shard total: 78.9 KiB (savings 0.0%)"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (5, "5.0 B"),
+        (1536, "1.5 KiB"),
+        (2**21, "2.0 MiB"),
+        (5 * 2**30, "5.0 GiB"),
+        (2**41, "2.0 TiB"),
+    ],
+)
+def test_bytes_in_words(count, text):
+    assert format_bytes(count) == text
+
+
+LINEAR = {
+    "kernel": jax.ShapeDtypeStruct((100, 50), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((50,), jnp.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [(4, (80800, 50500, 35350, 20200)), (8, (80800, 45450, 27775, 10100)), (1, (80800,) * 4)],
+)
+def test_the_table_of_the_zero_paper_on_5050_parameters(num_ranks, expected):
+    found = [
+        estimate(zero(stage), LINEAR, MeshSpec(dp=num_ranks)).total_memory_bytes
+        for stage in range(4)
+    ]
+    assert tuple(found) == expected
+
+
+def test_the_optimizer_counts_what_it_keeps(world):
+    weigh = lambda optimizer: estimate(zero(0), LINEAR, world.mesh, optimizer).optim_memory_bytes
+    assert weigh(optax.sgd(0.1)) == 0
+    assert weigh(optax.sgd(0.1, momentum=0.9)) == 4 * 5050
+    assert weigh(optax.adam(0.1)) == 8 * 5050
+    assert weigh(optax.adam(0.1, mu_dtype="bfloat16")) == 6 * 5050
+
+
+def assert_within(estimated, measured, tolerance=0.05):
+    for field in FIELDS:
+        expected = pytest.approx(getattr(measured, field), rel=tolerance)
+        assert getattr(estimated, field) == expected, field
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["zero1", "shard_grad_op", "full_shard"])
+def test_estimates_are_within_five_percent_of_what_is_measured(world, name, dtype):
+    optimizer = optax.adamw(1e-3)
+    strategy = STRATEGIES[name](None, world, min_elements=8)
+    step = build_train_step(tower.make(1, dtype), optimizer, tower.loss_fn, strategy, world)
+    state = step.init()
+    grads, _ = step.gradients(state, tower.batch())
+    measured = measure(step.strategy, state.params, grads, state.opt_state)
+    assert_within(estimate(strategy, step.parts.params, world.mesh, optimizer), measured)
+    assert measured.total_params == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_real_model_of_which_small_leaves_stay_whole(world, stage):
+    """GPT-2 with the default threshold: what the policies decide, leaf by leaf, within 5 %."""
+    config = TransformerConfig.preset("gpt2-124m")
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    strategy = zero(stage)
+    moments = jax.eval_shape(optax.adam(1e-3).init, params)
+    planned = (
+        explain(strategy.params, params, world.mesh).bytes_per_device
+        + explain(strategy.grads, params, world.mesh).bytes_per_device
+        + explain_optimizer(strategy.opt_state, params, moments, world.mesh).bytes_per_device
+    )
+    found = estimate(strategy, params, world.mesh)
+    assert found.total_memory_bytes == pytest.approx(planned, rel=0.01)
+
+
+def test_a_precision_that_stores_half_is_estimated_so(world):
+    """The estimate of a float32 model knows that the strategy keeps it in bfloat16."""
+    precision = MixedPrecision(param="bfloat16", compute="bfloat16")
+    strategy = fsdp(axes=("dp",), mixed_precision=precision, min_elements=8)
+    optimizer = optax.adamw(1e-3)
+    step = build_train_step(tower.make(1), optimizer, tower.loss_fn, strategy, world)
+    state = step.init()
+    shapes = jax.eval_shape(lambda p: p, state.params)
+    float32 = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
+    estimated = estimate(strategy, float32, world.mesh, optimizer)
+    measured = measure(strategy, state.params, state.params, state.opt_state)
+    assert_within(estimated, measured)
+
+
+def test_hybrid_counts_the_axis_that_splits(make_world):
+    world = make_world("dp=2,fsdp=4")
+    strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8)
+    step = build_train_step(tower.make(), optax.adam(1e-3), tower.loss_fn, strategy, world)
+    state = step.init()
+    measured = measure(strategy, state.params, state.params, state.opt_state)
+    assert_within(estimate(strategy, step.parts.params, world.mesh), measured)
+    assert measured.memory_savings == pytest.approx(0.75, abs=0.02)

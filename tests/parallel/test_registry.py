@@ -1,0 +1,34 @@
+"""Strategies by name, with the options that a config may set."""
+
+import inspect
+
+import pytest
+
+from axon_dist.core.errors import MeshError
+from axon_dist.parallel import STRATEGIES, data_axes, ddp, fsdp, zero
+
+
+def test_rows_are_over_the_data_axes_of_the_mesh(make_world):
+    world = make_world("dp=2,fsdp=2,tp=2")
+    assert data_axes(world) == ("dp", "fsdp")
+    assert STRATEGIES["ddp"](None, world) == ddp(("dp", "fsdp"))
+    assert STRATEGIES["zero2"](None, world, min_elements=3) == zero(
+        2, ("dp", "fsdp"), min_elements=3
+    )
+    assert STRATEGIES["hybrid_shard"](None, world) == fsdp("hybrid_shard", ("dp", "fsdp"))
+    names = {"ddp", "zero1", "zero2", "zero3", "no_shard", "shard_grad_op", "full_shard"}
+    assert names < set(STRATEGIES)
+
+
+def test_a_mesh_without_data_axes(make_world):
+    with pytest.raises(MeshError, match=r"mesh tp=4 has no axis to split the batch over; add dp"):
+        data_axes(make_world("tp=4"))
+
+
+def test_signatures_show_what_is_left_to_say():
+    options = lambda name: set(inspect.signature(STRATEGIES[name]).parameters)
+    assert "bucket_capacity" in options("ddp")
+    assert "cpu_offload" in options("full_shard")
+    assert "min_elements" in options("zero1")
+    for name in ("ddp", "zero1", "full_shard"):
+        assert not options(name) & {"axes", "name", "stage", "sharding_strategy", "shard_axes"}

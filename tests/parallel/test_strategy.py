@@ -1,0 +1,96 @@
+"""Strategies are values: they validate, compose, and say who conflicts."""
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from axon_dist import DDP, CPUOffload, GradSyncStrategy, MixedPrecision
+from axon_dist.core.errors import ConfigError, MeshError, StrategyConflictError
+from axon_dist.mesh import MeshSpec
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.parallel import Reduction, Strategy, as_strategy, compose, ddp, overlay, zero
+from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate
+
+TP = Strategy("tp", params=ByRule(((r"w", P(None, "tp")),), "tp"))
+
+
+def test_reductions_are_normalised_values():
+    assert Reduction(sync="overlapped").sync is GradSyncStrategy.OVERLAPPED
+    assert Reduction(dtype="bfloat16") == Reduction(dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per": "batch"}, "reduction per 'batch' is unknown.*Valid: microbatch, step"),
+        ({"sync": "overlaped"}, "Did you mean 'overlapped'"),
+        ({"bucket_capacity": 0}, "bucket capacity is 0 elements; it must be at least 1"),
+        ({"dtype": "int8"}, "reduce dtype is 'int8'; it must be a floating-point"),
+    ],
+)
+def test_impossible_reductions(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Reduction(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "microbatches", "local"),
+    [
+        ({}, 1, False),
+        ({}, 4, True),
+        ({"per": "microbatch"}, 4, False),
+        ({"bucket_capacity": 10}, 1, True),
+        ({"sync": "overlapped"}, 1, True),
+        ({"dtype": "float32"}, 1, False),
+        ({"dtype": "bfloat16"}, 1, True),
+        ({"sync_buffers": False}, 1, True),
+    ],
+)
+def test_what_needs_a_manual_region(options, microbatches, local):
+    assert Reduction(**options).is_local(microbatches, jnp.dtype("float32")) is local
+
+
+def test_compose_adds_axes_and_overlays_policies():
+    both = compose(zero(3, ("fsdp",), min_elements=1), TP)
+    assert both.name == "zero3 + tp"
+    assert both.batch_axes == ("fsdp",)
+    assert both.params("w", (8, 64), MeshSpec(fsdp=4, tp=2)) == P("fsdp", "tp")
+    assert both.reduction == Reduction(per="microbatch")
+    assert compose(TP).params == TP.params
+
+
+def test_compose_takes_wrappers_and_keeps_what_one_part_says(world):
+
+    wrapper = DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), world.group("dp"))
+    remat, bf16 = ActivationCheckpointing(2), MixedPrecision.bf16()
+    both = compose(wrapper, Strategy("x", remat=remat, precision=bf16))
+    assert (both.remat, both.precision, both.offload) == (remat, bf16, CPUOffload.NONE)
+    assert as_strategy(wrapper) == ddp()
+
+
+def test_compose_of_nothing_and_of_conflicts():
+    with pytest.raises(ConfigError, match=r"compose\(\) got no strategy; give it at least one"):
+        compose()
+    with pytest.raises(StrategyConflictError, match=r"axis 'dp' by 'ddp' and by 'zero1'; give"):
+        compose(ddp(), zero(1))
+    first, second = (Strategy(n, remat=ActivationCheckpointing(k)) for n, k in (("a", 1), ("b", 2)))
+    with pytest.raises(StrategyConflictError, match=r"remat is .*=1.* in 'a' and .* in 'b'"):
+        compose(first, second)
+    assert compose(first, first).remat == ActivationCheckpointing(1)
+
+
+def test_an_overlay_has_a_say_in_every_layout():
+    rule = ByRule(((r"w", P("tp")),), "rule")
+    made = overlay(zero(1, min_elements=1), rule)
+    assert made.params == rule
+    assert made.grads == rule
+    assert made.opt_state == Merge((rule, LargestDim(("dp",), 1, "zero1")))
+    assert overlay(ddp(), Replicate()).params == Replicate()
+
+
+def test_axes_that_the_mesh_lacks(world):
+    with pytest.raises(
+        MeshError, match=r"'ddp' splits the batch over axis 'fsdp', which mesh dp=8 lacks.*dp"
+    ):
+        ddp(("fsdp",)).validate(world)

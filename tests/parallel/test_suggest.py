@@ -1,0 +1,139 @@
+"""Plans read off models: the whole Megatron plan, with no hint, and what cannot be placed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.models import MLP, Transformer, TransformerConfig
+from axon_dist.nn import ParallelMLP
+from axon_dist.parallel import suggest_plan
+
+from .foreign import GPT, Decoder, bridged
+
+
+def transformer(**changes):
+    config = dataclasses.replace(TransformerConfig.preset("tiny"), **changes)
+    return lambda: Transformer(config, rngs=nnx.Rngs(0, dropout=1))
+
+
+def modes(plan):
+    return {rule.pattern.strip("^$"): rule.mode.value for rule in plan.rules}
+
+
+def of_blocks(prefix):
+    return {
+        **dict.fromkeys((f"{prefix}attention/{name}" for name in "qkv"), "column"),
+        f"{prefix}attention/out": "row",
+        f"{prefix}mlp/gate": "column",
+        f"{prefix}mlp/up": "column",
+        f"{prefix}mlp/down": "row",
+        f"{prefix}attention_norm": "sequence",
+        f"{prefix}mlp_norm": "sequence",
+        "final_norm": "sequence",
+        "token_embedding": "vocab",
+    }
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_whole_plan_of_the_transformer(scan):
+    plan = suggest_plan(transformer(scan_layers=scan, dropout=0.1))
+    prefix = "blocks/" if scan else r"blocks/\d+/"
+    assert modes(plan) == of_blocks(prefix) | {"lm_head": "vocab"}
+    assert plan.unplaced == ()
+    q, k = (plan.rule_of(f"{prefix}attention/{name}".replace(r"\d+", "0")) for name in "qk")
+    assert (q.unit, q.optional) == (16, False)
+    assert (k.unit, k.optional) == (16, True)
+
+
+def test_a_fused_kernel_hides_no_heads():
+    """cuDNN's attention refuses float32, the dtype that the model is traced in."""
+    plan = suggest_plan(transformer(attention="cudnn"))
+    assert modes(plan) == of_blocks(r"blocks/\d+/") | {"lm_head": "vocab"}
+
+
+def test_a_tied_head_shares_the_split_table():
+    assert modes(suggest_plan(transformer(tied_head=True))) == of_blocks(r"blocks/\d+/")
+
+
+@pytest.mark.parametrize(
+    ("cut", "parts", "stacked"),
+    [("slices", 3, False), ("reshape", 3, True), ("per_head", 1, False)],
+)
+def test_one_kernel_for_queries_keys_and_values(cut, parts, stacked):
+    plan = suggest_plan(lambda: GPT(cut, nnx.Rngs(0)))
+    assert modes(plan) == {
+        r"h/\d+/c_attn": "column",
+        r"h/\d+/c_proj": "row",
+        r"h/\d+/c_fc": "column",
+        r"h/\d+/c_out": "row",
+        r"h/\d+/ln_1": "sequence",
+        r"h/\d+/ln_2": "sequence",
+        "ln_f": "sequence",
+        "wte": "vocab",
+    }
+    rule = plan.rule_of("h/0/c_attn")
+    assert (rule.parts, rule.stacked) == (parts, stacked)
+    assert [left.path for left in plan.unplaced] == ["wpe/embedding"]
+
+
+def test_bare_parameters_of_another_layout():
+    plan = suggest_plan(lambda: Decoder(nnx.Rngs(0)))
+    assert modes(plan) == {
+        "vocabulary": "vocab",
+        "ask": "column",
+        "keys": "column",
+        "contents": "column",
+        "answer": "row",
+        "expand": "column",
+        "contract": "row",
+        "predict": "vocab",
+    }
+    dims = {rule.pattern.strip("^$"): rule.dim for rule in plan.rules}
+    assert (dims["ask"], dims["answer"], dims["vocabulary"]) == (-2, -3, -2)
+    assert plan.rule_of("expand").parts == 2
+    assert plan.rule_of("keys").optional
+    assert not plan.rule_of("ask").optional
+
+
+def test_a_bridged_linen_module():
+    plan = suggest_plan(bridged, jax.ShapeDtypeStruct((2, 8, 16), jnp.float32))
+    found = modes(plan)
+    assert found["Dense_1"] == "column"
+    assert found["Dense_2"] == "row"
+    assert found["SelfAttention_0/query"] == "column"
+    assert found["SelfAttention_0/out"] == "row"
+    assert plan.rule_of("SelfAttention_0/out").dim == -3
+    assert [left.path for left in plan.unplaced] == ["Dense_0/kernel"]
+
+
+def test_an_odd_chain_leaves_its_last_kernel_whole():
+    plan = suggest_plan(lambda: MLP((16, 24, 24, 4), rngs=nnx.Rngs(0)))
+    assert modes(plan) == {"layers/0": "column", "layers/1": "row"}
+    (left,) = plan.unplaced
+    assert (left.path, left.reason) == ("layers/2/kernel", "a dim is the model's output")
+
+
+def test_it_prints_reasons_and_what_it_could_not_place():
+    text = str(suggest_plan(lambda: GPT("slices", nnx.Rngs(0))))
+    assert "its outputs reach h/*/c_proj feature by feature; 3 blocks lie side by side" in text
+    assert "wpe/embedding" in text
+    assert "no product with activations" in text
+
+
+def test_a_model_that_no_guess_fits_asks_for_its_inputs():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.mlp = ParallelMLP(4, 8, rngs=rngs)
+
+        def __call__(self, x, y):
+            return self.mlp(x + y)
+
+    make = lambda: Two(nnx.Rngs(0))
+    with pytest.raises(UnsupportedError, match=r"inputs tried .*int32\[2, 12\].*give suggest_plan"):
+        suggest_plan(make)
+    x = jnp.ones((2, 4))
+    assert modes(suggest_plan(make, x, x)) == {"mlp/up": "column", "mlp/down": "row"}

@@ -1,0 +1,88 @@
+"""FSDP × tensor parallelism as H100s would run it: the bytes on each axis against arithmetic.
+
+With A bytes of activations per rank, a sum over t ranks moves 2 (t-1)/t A, a gather or a scatter
+half of it. Forward a block has two sums, backward two, and under full rematerialisation the first
+of the forward pass again: ten halves. With sequence parallelism each sum is a scatter and a gather,
+and recomputing gathers the inputs of both column layers: eleven. The token table and the head have
+two sums more.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step, compose
+from axon_dist.inspect import collectives, missing_compiler, target_devices, target_options
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.parallel import context_parallel, fsdp, suggest_plan, tensor_parallel
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(missing_compiler("h100:8") is not None, reason="needs the CUDA compiler"),
+]
+LENGTH = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compilation_cache():
+    """A compiler without its device cannot read back what the persistent cache has stored."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+
+
+def compiled(target, mesh, config, *strategies, length=LENGTH, batch=None):
+    """The step of a transformer with Adam, compiled for a machine that is not here."""
+    world = World.init(mesh, devices=list(target_devices(target)))
+    data = fsdp(mixed_precision="bf16", activation_checkpointing=ActivationCheckpointing())
+    step = build_train_step(
+        lambda: Transformer(config, rngs=nnx.Rngs(0)),
+        optax.adam(1e-4),
+        next_token_loss,
+        compose(data, *strategies),
+        world,
+    )
+    tokens = jax.ShapeDtypeStruct((batch or world.size, length + 1), jnp.int32)
+    program = step.lower({"tokens": tokens}).compile(compiler_options=target_options(target))
+    return world, program
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("target", "preset", "shards", "ranks"), [("h100:8", "7b", 4, 2), ("h100:8x8", "8b", 8, 8)]
+)
+def test_bytes_on_each_axis(target, preset, shards, ranks, sequence):
+    config = TransformerConfig.preset(preset, num_layers=4, attention="cudnn", max_length=LENGTH)
+    plan = suggest_plan(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    world, program = compiled(
+        target,
+        f"fsdp={shards},tp={ranks}",
+        config,
+        tensor_parallel(plan, sequence=sequence),
+    )
+    ledger = collectives(program, world.mesh)
+    activations = world.size // shards * LENGTH * config.width * 2
+    half = (ranks - 1) / ranks * activations
+    over_tp = ((11 if sequence else 10) * config.num_layers + 4) * half
+    over_fsdp = 3 * (shards - 1) / shards * 2 * num_params(config) / ranks
+    assert ledger.total_wire_bytes(axis="tp") <= 1.05 * over_tp
+    assert ledger.total_wire_bytes(axis="fsdp") <= 1.05 * over_fsdp
+    assert ledger.total_wire_bytes(axis=("fsdp", "tp")) <= 0.001 * over_tp
+    sums = ledger.total_wire_bytes("all-reduce", "tp")
+    assert sums < 0.01 * over_tp if sequence else sums > 0.9 * over_tp
+
+
+def test_memory_of_a_long_sequence_falls_with_the_ring():
+    """32k tokens: what is left beside the gradients is 1/size."""
+    config = TransformerConfig.preset("1b", num_layers=2, max_length=32_768, attention="einsum")
+    gradients = 2 * num_params(config)
+    used = []
+    for target, size in (("h100:2", 2), ("h100:8", 8)):
+        mesh = f"fsdp=1,cp={size}"
+        _, program = compiled(target, mesh, config, context_parallel(), length=32_768, batch=1)
+        used.append(program.memory_analysis().temp_size_in_bytes - gradients)
+    assert used[1] <= 1.15 * used[0] / 4

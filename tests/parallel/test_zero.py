@@ -1,0 +1,120 @@
+"""ZeRO as a table, and the bytes on the devices that the table promises."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from axon_dist import ZeROOptimizer, build_train_step
+from axon_dist.core.errors import ConfigError, GroupError, StrategyConflictError
+from axon_dist.inspect import bytes_per_device
+from axon_dist.parallel import ZERO, Reduction, ZeROStage, fsdp, zero
+from axon_dist.sharding import LargestDim, Replicate
+
+from . import tower
+
+
+def test_the_stages_are_rows_of_one_table():
+    rows = {int(stage): (row.params, row.grads, row.opt_state) for stage, row in ZERO.items()}
+    assert rows == {
+        0: (False, False, False),
+        1: (False, False, True),
+        2: (False, True, True),
+        3: (True, True, True),
+    }
+    for stage, row in ZERO.items():
+        made = zero(stage, min_elements=5)
+        split = LargestDim(("dp",), 5, f"zero{int(stage)}")
+        pairs = zip(
+            (made.params, made.grads, made.opt_state),
+            (row.params, row.grads, row.opt_state),
+            strict=True,
+        )
+        assert all(policy == (split if is_split else Replicate()) for policy, is_split in pairs)
+        assert made.batch_axes == ("dp",)
+
+
+def test_split_gradients_are_reduced_every_microbatch_by_default():
+    assert [zero(stage).reduction.per for stage in range(4)] == ["step"] * 2 + ["microbatch"] * 2
+    assert zero(3, reduction=Reduction(per="step")).reduction.per == "step"
+
+
+def test_impossible_stages_and_axes():
+    with pytest.raises(ConfigError, match=r"unknown ZeRO stage 4\..*Valid: 0, 1, 2, 3"):
+        zero(4)
+    for axes in (("tp",), ()):
+        with pytest.raises(ConfigError, match=r"must be one or more of the batch axes \('dp',\)"):
+            zero(1, ("dp",), shard_axes=axes)
+
+
+def test_buckets_of_split_gradients_are_refused(world):
+    strategy = zero(1, reduction=Reduction(bucket_capacity=100))
+    with pytest.raises(StrategyConflictError, match=r"'zero1' .*bucket_capacity=100.*use ddp"):
+        build_train_step(tower.make(), optax.sgd(0.1), tower.loss_fn, strategy, world)
+
+
+def test_the_optimizer_wrapper_is_the_transformation_and_a_strategy(world):
+    adam = optax.adam(1e-2)
+    wrapped = ZeROOptimizer(adam, stage=ZeROStage.STAGE2, group=world.group("dp"), min_elements=7)
+    assert wrapped.strategy == zero(2, ("dp",), min_elements=7)
+    params = {"w": jnp.arange(3.0)}
+    state = wrapped.init(params)
+    updates, _ = wrapped.update({"w": jnp.ones(3)}, state, params)
+    expected, _ = adam.update({"w": jnp.ones(3)}, adam.init(params), params)
+    assert (updates["w"] == expected["w"]).all()
+    with pytest.raises(GroupError, match=r"ZeROOptimizer got the .*world\.group"):
+        ZeROOptimizer(adam, stage=1, group=world.new_group([0, 1]))
+
+
+def built(strategy, world):
+    """A step on the tower and its first state."""
+    step = build_train_step(tower.make(), optax.adam(1e-2), tower.loss_fn, strategy, world)
+    return step, step.init()
+
+
+def share(tree) -> float:
+    """What part of a tree the fullest device holds, counts and other scalars left out."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim]
+    return bytes_per_device(leaves) / sum(leaf.nbytes for leaf in leaves)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_measured_shares_of_eight_devices(world, stage):
+    step, state = built(zero(stage, min_elements=8), world)
+    grads, _ = step.gradients(state, tower.batch())
+    row = ZERO[ZeROStage(stage)]
+    expected = lambda is_split: pytest.approx(1 / 8 if is_split else 1.0, rel=0.02)
+    assert share(state.params) == expected(row.params)
+    assert share(grads) == expected(row.grads)
+    assert share(state.opt_state) == expected(row.opt_state)
+    table = state.params["table"]["embedding"].addressable_shards[0].data
+    assert table.size == (64 * 32 // 8 if row.params else 64 * 32)
+
+
+def test_small_leaves_stay_whole_and_are_reported(world):
+    step, state = built(zero(3), world)
+    whole = {row.path for row in step.claims.params.whole}
+    assert "norm/scale" in whole
+    assert "table/embedding" not in whole
+    assert state.params["norm"]["scale"].sharding.spec == P()
+    small = sum(row.bytes for row in step.claims.params.whole)
+    total = step.claims.params.bytes
+    assert bytes_per_device(state.params) == small + (total - small) // 8
+
+
+def test_hybrid_splits_within_the_last_axis(make_world):
+    world = make_world("dp=2,fsdp=4")
+    strategy = fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8)
+    step, state = built(strategy, world)
+    grads, _ = step.gradients(state, tower.batch())
+    for tree in (state.params, grads, state.opt_state):
+        assert share(tree) == pytest.approx(1 / 4, rel=0.02)
+
+
+def test_moments_stay_split_and_parameters_whole_from_step_to_step(world):
+    step, state = built(zero(1, min_elements=8), world)
+    for number in range(2):
+        state, _ = step(state, tower.batch(number))
+    assert share(state.opt_state) == pytest.approx(1 / 8, rel=0.02)
+    assert share(state.params) == 1.0

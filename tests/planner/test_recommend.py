@@ -1,0 +1,169 @@
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.planner import (
+    Arrangement,
+    Direction,
+    Workload,
+    arrange,
+    candidates,
+    decide,
+    evaluate,
+    guess_shape,
+    hardware,
+    lint,
+    recommend,
+)
+
+H100 = hardware("h100")
+
+
+@pytest.mark.parametrize(
+    ("params", "devices", "memory", "expected"),
+    [
+        (0.5e9, 4, None, "ddp"),
+        (0.5e9, 4, 40e9, "ddp"),
+        (3e9, 8, 80e9, "shard_grad_op"),
+        (3e9, 8, 40e9, "shard_grad_op"),
+        (3e9, 8, 141e9, "ddp"),
+        (10e9, 8, None, "full_shard"),
+        (10e9, 8, 80e9, "full_shard"),
+        (10e9, 8, 40e9, "full_shard"),
+        (13e9, 4, 80e9, "full_shard"),
+        (30e9, 16, 80e9, "full_shard"),
+        (175e9, 1024, 80e9, "pp + tp + full_shard"),
+        (70e9, 8, 80e9, "does not fit"),
+        (1e9, 1, 80e9, "ddp"),
+    ],
+)
+def test_recommendations(params, devices, memory, expected):
+    found = recommend(params, devices, memory)
+    assert found.strategy == expected
+    assert found.best.arrangement.num_devices == devices
+
+
+def test_what_does_not_fit_says_so_with_numbers():
+    found = recommend(70e9, 8, 80e9)
+    assert not found.fits
+    assert found.best.memory.states == 140e9
+    assert "140 GB on each" in found.reason
+    assert "take at least 16 devices" in found.reason
+    assert recommend(70e9, 32, 80e9).fits
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    params=st.floats(1e8, 2e11),
+    devices=st.sampled_from([1, 2, 3, 6, 8]),
+    name=st.sampled_from(["a100-40", "h100", "v5e", "v5p"]),
+)
+def test_every_plan_keeps_its_promises(params, devices, name):
+    found = recommend(params, devices, hardware=name)
+    fits = [plan.fits for plan in found.plans]
+    assert fits == sorted(fits, reverse=True)
+    assert len({plan.name for plan in found.plans}) == len(found.plans)
+    for plan in found.plans:
+        arrangement = plan.arrangement
+        assert arrangement.mesh.size == devices
+        pieces = arrangement.data_ranks * arrangement.num_microbatches
+        assert found.work.global_batch % pieces == 0
+        assert found.work.shape.num_heads % arrangement.tp == 0
+        assert found.work.shape.num_layers % arrangement.pp == 0
+        assert plan.memory.states >= 0.999 * 16 * params / devices - 16
+        assert len(plan.reasons) == 3
+
+
+def test_a_faster_plan_that_hides_everything_is_named():
+    found = recommend(175e9, 1024, 80e9, precision="bf16")
+    assert found.faster is not None
+    assert found.faster.fits
+    assert found.faster.time.total < found.best.time.total
+    assert not found.faster.is_quiet
+    assert recommend(0.5e9, 1, 80e9).faster is None
+
+
+def test_more_memory_never_asks_for_more_sharding():
+    names = [recommend(3e9, 8, size * 1e9).strategy for size in (24, 48, 141)]
+    assert names == ["full_shard", "shard_grad_op", "ddp"]
+
+
+def test_a_batch_that_nothing_divides():
+    with pytest.raises(ConfigError, match=r"mesh of 11 devices divides global_batch=8, .* as 11$"):
+        recommend(1e9, 11, global_batch=8)
+    with pytest.raises(ConfigError, match=r"got num_devices=0 .* both must be positive"):
+        recommend(1e9, 0)
+
+
+def test_tensor_parallelism_stays_inside_a_node():
+    work = Workload(shape=guess_shape(70e9), global_batch=64)
+    sizes = {arrangement.tp for arrangement in candidates(work, 64, H100)}
+    assert sizes == {1, 2, 4, 8}
+
+
+def test_hybrid_sharding_is_tried_between_nodes():
+    work = Workload(shape=guess_shape(1e9), global_batch=64)
+    tried = [a for a in candidates(work, 32, H100) if a.strategy == "hybrid_shard"]
+    assert {(a.dp, a.fsdp) for a in tried} == {(4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"fits": True}, Direction.DATA),
+        ({"fits": True, "sequential": True}, Direction.DATA),
+        ({"fits": False, "sequential": True}, Direction.PIPELINE),
+        ({"fits": False, "interconnect": 450e9}, Direction.FSDP),
+        ({"fits": False, "interconnect": 1.25e9}, Direction.TENSOR),
+    ],
+)
+def test_decide(arguments, expected):
+    assert decide(**arguments) is expected
+
+
+def test_decide_wants_a_bandwidth():
+    with pytest.raises(ConfigError, match="got interconnect=0; it must be positive, in bytes/s"):
+        decide(fits=False, interconnect=0)
+
+
+def rules(plan, work, row=H100):
+    return {finding.rule: finding.message for finding in lint(plan, work, row)}
+
+
+def test_lint_few_microbatches():
+    work = Workload(shape=guess_shape(1e9), global_batch=8)
+    plan = evaluate(Arrangement(pp=4, num_microbatches=8), work, H100)
+    assert "8 microbatches keep 4 stages busy 73 %" in rules(plan, work)["few_microbatches"]
+    plan = evaluate(Arrangement(pp=2, num_microbatches=8), work, H100)
+    assert rules(plan, work) == {}
+
+
+def test_lint_slow_link():
+    ethernet = dataclasses.replace(H100, node_size=1, network=1.25e9)
+    work = Workload(shape=guess_shape(1e9), global_batch=8)
+    plan = evaluate(arrange("full_shard", 8), work, ethernet)
+    assert "links of 1.25 GB/s, and wants 25 GB/s" in rules(plan, work, ethernet)["slow_link"]
+    plan = evaluate(arrange("ddp", 8), work, ethernet)
+    assert "slow_link" not in rules(plan, work, ethernet)
+
+
+def test_lint_indivisible_batch():
+    work = Workload(shape=guess_shape(1e8), global_batch=20)
+    plan = evaluate(arrange("ddp", 8), work, H100)
+    assert "multiple of 8, such as 24" in rules(plan, work)["indivisible_batch"]
+
+
+def test_lint_forgotten_optimizer():
+    work = Workload(shape=guess_shape(10e9), global_batch=8)
+    plan = evaluate(arrange("full_shard", 8), work, H100)
+    assert "40 GB, fit on one device, but" in rules(plan, work)["forgotten_optimizer"]
+    sgd = dataclasses.replace(work, shape=guess_shape(1e9), optimizer="sgd")
+    assert rules(evaluate(arrange("ddp", 8), sgd, H100), sgd) == {}
+
+
+def test_a_step_has_samples():
+    with pytest.raises(ConfigError, match="global_batch=0 must be at least 1 sample"):
+        Workload(shape=guess_shape(1e9), global_batch=0)

@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.planner import (
+    Arrangement,
+    Workload,
+    arrange,
+    comm_bytes,
+    context_bytes,
+    guess_shape,
+    pipeline_bytes,
+    sequence_bytes,
+    tensor_bytes,
+    transfers,
+)
+
+
+@pytest.mark.parametrize(("ranks", "dp", "fsdp"), [(2, 1, 1.5), (4, 1.5, 2.25), (8, 1.75, 2.625)])
+def test_parameters_around_the_ring(ranks, dp, fsdp):
+    assert comm_bytes("ddp", 1e9, ranks, 1) == dp * 1e9
+    assert comm_bytes("zero1", 1e9, ranks, 1) == dp * 1e9
+    assert comm_bytes("shard_grad_op", 1e9, ranks, 1) == dp * 1e9
+    assert comm_bytes("full_shard", 1e9, ranks, 1) == fsdp * 1e9
+    assert comm_bytes("ddp", 1e9, ranks) == 4 * dp * 1e9
+
+
+@given(n=st.integers(1, 512), k=st.integers(1, 32))
+def test_microbatches(n, k):
+    once = (n - 1) / n
+    moved = lambda name: comm_bytes(name, 1, n, 1, num_microbatches=k)
+    assert moved("ddp") == moved("zero1") == pytest.approx(2 * once)
+    assert moved("zero2") == pytest.approx((k + 1) * once)
+    assert moved("zero3") == pytest.approx(3 * k * once)
+
+
+def test_hybrid_adds_an_all_reduce_of_the_shards():
+    expected = 3 * 7 / 8 + 2 * 3 / 4 / 8
+    assert comm_bytes("hybrid_shard", 1, 8, 1, num_replicas=4) == pytest.approx(expected)
+
+
+def test_activations_around_the_ring():
+    assert tensor_bytes(1, num_layers=1, num_ranks=2) == 4  # 4 all-reduces of 2 (t-1)/t
+    assert tensor_bytes(1, num_layers=1, num_ranks=2, remat=True) == 6
+    assert sequence_bytes(1, num_layers=1, num_ranks=2) == 5
+    assert pipeline_bytes(10, chunks=2) == 40
+    assert context_bytes(1, num_layers=2, num_ranks=3) == pytest.approx(8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("tensor", 1, 8), {}, r"'tensor' moves activations .* ask tensor_bytes\(\)"),
+        (("fsdq", 1, 8), {}, "unknown strategy 'fsdq'. Did you mean 'fsdp'"),
+        (("ddp", 1, 0), {}, "got num_ranks=0; it must be at least 1"),
+        (("ddp", 1, 8), {"num_replicas": 2}, "ddp got num_replicas=2; only hybrid_shard has"),
+    ],
+)
+def test_impossible_questions(arguments, options, message):
+    with pytest.raises(ConfigError, match=message):
+        comm_bytes(*arguments, **options)
+
+
+WORK = Workload(shape=guess_shape(1e9), global_batch=64)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "shard_grad_op", "full_shard"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_transfers_add_up_to_the_closed_form(name, count):
+    plan = arrange(name, 8, num_microbatches=count)
+    moved = sum(transfer.wire_bytes for transfer in transfers(plan, WORK))
+    assert moved == pytest.approx(comm_bytes(name, 1e9, 8, num_microbatches=count))
+
+
+def test_transfers_of_hybrid_sharding():
+    plan = Arrangement(strategy="hybrid_shard", dp=4, fsdp=8)
+    moved = sum(transfer.wire_bytes for transfer in transfers(plan, WORK))
+    assert moved == pytest.approx(comm_bytes("hybrid_shard", 1e9, 8, num_replicas=4))
+
+
+def test_tensor_traffic_does_not_depend_on_microbatches():
+    sizes = {
+        sum(t.wire_bytes for t in transfers(Arrangement(tp=8, num_microbatches=k), WORK))
+        for k in (1, 4, 64)
+    }
+    residual = 64 * WORK.shape.sequence_length * WORK.shape.width * 4
+    assert sizes == {tensor_bytes(residual, WORK.shape.num_layers, 8)}
+
+
+def test_neighbours_of_an_axis_are_as_far_apart_as_the_axes_within():
+    plan = Arrangement(strategy="full_shard", pp=2, fsdp=4, tp=8, num_microbatches=4)
+    assert {t.axis: t.stride for t in transfers(plan, WORK)} == {"fsdp": 8, "tp": 1, "pp": 32}
+
+
+def test_one_device_is_silent():
+    assert transfers(Arrangement(), WORK) == ()

@@ -1,0 +1,92 @@
+"""Dtypes by name and preset, casts that leave integers and keys alone, and autocast models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.precision import MixedPrecision, autocast, cast_floating, floating_dtype
+
+
+def test_presets():
+    assert MixedPrecision.bf16() == MixedPrecision(compute="bfloat16")
+    assert MixedPrecision.bf16().reduce_dtype == jnp.bfloat16
+    assert MixedPrecision.fp16().reduce_dtype == jnp.float32
+    assert MixedPrecision.fp16().needs_scaling
+    assert not MixedPrecision.bf16().needs_scaling
+    assert not MixedPrecision().is_mixed
+    assert MixedPrecision().param == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, MixedPrecision()),
+        (False, MixedPrecision()),
+        ("float32", MixedPrecision()),
+        (True, MixedPrecision(compute="bfloat16", reduce="float32")),
+        ("bf16", MixedPrecision.bf16()),
+        ("fp16", MixedPrecision.fp16()),
+        (MixedPrecision(compute=jnp.float16), MixedPrecision(compute="float16")),
+    ],
+)
+def test_of_reads_every_spelling(choice, expected):
+    assert MixedPrecision.of(choice) == expected
+
+
+def test_unknown_names_and_dtypes():
+    with pytest.raises(ConfigError, match=r"unknown precision 'bf61'. Did you mean 'bf16'"):
+        MixedPrecision.of("bf61")
+    with pytest.raises(ConfigError, match=r"compute dtype is 'int8'; it must be a floating-point"):
+        MixedPrecision(compute="int8")
+    with pytest.raises(ConfigError, match=r"reduce dtype is 'bfloat61'.*Did you mean 'bfloat16'"):
+        MixedPrecision(reduce="bfloat61")
+    with pytest.raises(ConfigError, match=r"buffer dtype is 'bool'"):
+        floating_dtype("bool", "buffer")
+
+
+def test_casts_touch_floating_leaves_alone():
+    key = jax.random.key(0)
+    tree = {"w": jnp.ones(2), "n": jnp.arange(2), "k": key, "flag": True}
+    cast = cast_floating(tree, jnp.bfloat16)
+    assert cast["w"].dtype == jnp.bfloat16
+    assert cast["n"].dtype == jnp.int32
+    assert cast["k"] is key
+    assert cast["flag"] is True
+
+
+class Net(nnx.Module):
+    """Records the dtype that its inner layer computes in."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.seen = nnx.static(None)
+
+    def __call__(self, x, mask=None):
+        hidden = self.inner(x)
+        self.seen = (x.dtype, hidden.dtype, None if mask is None else mask.dtype)
+        return self.norm(hidden)
+
+
+def test_autocast_computes_in_one_dtype_and_returns_another():
+    model = autocast(Net(nnx.Rngs(0)), MixedPrecision.bf16())
+    output = model(jnp.ones((2, 4)), mask=jnp.ones(2, jnp.int32))
+    assert model.seen == (jnp.bfloat16, jnp.bfloat16, jnp.int32)
+    assert output.dtype == jnp.float32
+    assert isinstance(model, Net)
+    half = autocast(Net(nnx.Rngs(0)), MixedPrecision(compute="float16", output="float16"))
+    assert half(jnp.ones((2, 4))).dtype == jnp.float16
+
+
+def test_statistics_of_norms_are_float32():
+    """The mean of squares of 300 overflows float16 at 65504, and does not here."""
+    model = autocast(Net(nnx.Rngs(0)), MixedPrecision.fp16())
+    model.inner.kernel[...] = 100 * jnp.linspace(-1, 1, 32).reshape(4, 8)
+    output = model(jnp.full((1, 4), 3.0))
+    hidden = 300 * np.linspace(-1, 1, 32).reshape(4, 8).sum(0)
+    assert np.abs(hidden).max() ** 2 > 65504
+    expected = (hidden - hidden.mean()) / hidden.std()
+    np.testing.assert_allclose(output[0], expected, atol=5e-3)

@@ -1,0 +1,112 @@
+"""The rooms and who may import whom; sizes of files and functions; nothing at import time."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[2] / "axon_dist"
+
+# A room may import the rooms of the lines below its own; siblings on one line do not meet.
+LINES = [
+    {"core"},
+    {"mesh"},
+    {"sharding", "schedule"},
+    {"collectives", "nn", "precision"},
+    {"parallel", "checkpoint", "data", "models"},
+    {"train", "planner", "inspect"},
+    {"config"},
+    {"cli"},
+]
+LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
+# Tighter than the lines: the schedule is plain Python, models are written for one device, and the
+# witness does not know what it is a witness of.
+ONLY = {
+    "schedule": {"core"},
+    "models": {"core"},
+    "inspect": {"core", "mesh"},
+    "data": {"core", "mesh", "sharding"},
+    "checkpoint": {"core", "mesh", "sharding"},
+}
+MAX_FILE = 400
+MAX_FUNCTION = 60
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: pathlib.Path):
+    """Every room of ours that a file imports, with the node; "" for what is not ours."""
+    depth = len(path.relative_to(PACKAGE).parts) - 1
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            here = path.relative_to(PACKAGE).parts[:-1]
+            base = here[: depth - (node.level - 1)]
+            target = (*base, *(node.module or "").split(".")) if node.module else base
+            names = [alias.name for alias in node.names]
+            yield (target[0] if target else names[0]), node
+        elif isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            yield (parts[1] if parts[0] == "axon_dist" and parts[1:] else ""), node
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                yield (parts[1] if parts[0] == "axon_dist" and parts[1:] else ""), node
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    parts = path.relative_to(PACKAGE).parts
+    if len(parts) == 1:
+        return
+    room = parts[0]
+    assert room in LEVEL, f"{room} is a room that the picture of the rooms does not show"
+    for target, node in imports_of(path):
+        if target == room or target not in LEVEL:
+            continue
+        assert LEVEL[target] < LEVEL[room], f"{path}:{node.lineno}: {room} imports {target}"
+        allowed = ONLY.get(room)
+        assert allowed is None or target in allowed, f"{path}:{node.lineno}: {room} -> {target}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "schedule").glob("*.py")), ids=lambda p: p.name)
+def test_schedule_is_plain_python(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                assert alias.name.split(".")[0] in sys.stdlib_module_names
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            top = node.module.split(".")[0]
+            assert top in {*sys.stdlib_module_names, "axon_dist"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body
+            docstring = ast.get_docstring(node, clean=False)
+            lines = node.end_lineno - body[0].lineno + 1
+            lines -= docstring.count("\n") + 1 if docstring else 0
+            assert lines <= MAX_FUNCTION, f"{path}:{node.lineno} {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_globals_and_no_stubs(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
+        raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
+        name = getattr(getattr(raised, "func", raised), "id", None)
+        assert name != "NotImplementedError", f"{path}:{node.lineno} is a stub"
+
+
+def test_importing_starts_no_backend_and_sets_no_variable():
+    program = (
+        "import os; before = dict(os.environ); import axon_dist, axon_dist.cli.main; "
+        "from axon_dist.core.compat import backend_started; "
+        "assert not backend_started(); assert dict(os.environ) == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,141 @@
+"""A second opinion: an executor of tables that knows nothing of `axon_dist.schedule`'s code.
+
+It passes tokens between devices as the definition of a table says, tick by tick, and is slow and
+plain on purpose. `random_table` builds tables with it, `executes` judges tables.
+"""
+
+import random
+
+import pytest
+
+from axon_dist.schedule import Action, Phase, Schedule
+
+
+class Machine:
+    """Devices with a memory of tokens; `run` does one action or says that it cannot."""
+
+    def __init__(self, placement):
+        self.placement = placement
+        self.memory = {device: set() for device in placement}
+        self.sent = []  # (device, token), delivered by end_of_tick
+
+    def can(self, device, action):
+        stage, phase, m = action
+        have = self.memory.get(device, set())
+        if self.placement[stage] != device:
+            return False
+        if phase == "F":
+            return (stage == 0 or ("x", stage, m) in have) and ("ran F", stage, m) not in have
+        if phase == "W":
+            return ("cross", stage, m) in have
+        last = stage + 1 == len(self.placement)
+        return ("saved", stage, m) in have and (last or ("dy", stage, m) in have)
+
+    def run(self, device, action):
+        stage, phase, m = action
+        have = self.memory[device]
+        if phase == "F":
+            have |= {("saved", stage, m), ("ran F", stage, m)}
+            self._send(device, stage + 1, ("x", stage + 1, m))
+        elif phase == "W":
+            have.remove(("cross", stage, m))
+            have.add(("done", stage, m))
+        else:
+            have.remove(("saved", stage, m))
+            have.add(("cross" if phase == "I" else "done", stage, m))
+            self._send(device, stage - 1, ("dy", stage - 1, m))
+
+    def _send(self, device, stage, token):
+        if 0 <= stage < len(self.placement):
+            home = self.placement[stage]
+            if home == device:
+                self.memory[home].add(token)
+            else:
+                self.sent.append((home, token))
+
+    def end_of_tick(self):
+        for device, token in self.sent:
+            self.memory[device].add(token)
+        self.sent.clear()
+
+    def finished(self, num_microbatches):
+        return all(
+            ("done", stage, m) in self.memory[device]
+            for stage, device in enumerate(self.placement)
+            for m in range(num_microbatches)
+        )
+
+
+def _executes(schedule):
+    machine = Machine(schedule.placement)
+    for tick in range(schedule.num_ticks):
+        for device, row in enumerate(schedule.rows):
+            for action in row[tick]:
+                inside = action.stage < schedule.num_stages
+                inside = inside and action.microbatch < schedule.num_microbatches
+                if not inside or not machine.can(device, action):
+                    return False
+                machine.run(device, action)
+        machine.end_of_tick()
+    return machine.finished(schedule.num_microbatches)
+
+
+def _runs_freely(schedule):
+    """Whether every device gets through its own order when all results are sent at once."""
+    machine = Machine(schedule.placement)
+    orders = [list(schedule.order(device)) for device in range(schedule.num_devices)]
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(orders):
+            while order and machine.can(device, order[0]):
+                machine.run(device, order.pop(0))
+                machine.end_of_tick()
+                moved = True
+    return not any(orders)
+
+
+def _random_table(seed):
+    """A valid table: any placement, any topological order, whole and split backwards mixed."""
+    rng = random.Random(seed)
+    num_stages, num_microbatches = rng.randint(1, 5), rng.randint(1, 4)
+    num_devices = rng.randint(1, num_stages)
+    placement = [*range(num_devices)]
+    placement += [rng.randrange(num_devices) for _ in range(num_stages - num_devices)]
+    rng.shuffle(placement)
+    todo = []
+    for stage in range(num_stages):
+        for m in range(num_microbatches):
+            phases = rng.choice(["FB", "FIW"])
+            todo += [Action(stage, Phase(phase), m) for phase in phases]
+    machine, columns = Machine(placement), []
+    while todo:
+        column = []
+        for device in range(num_devices):
+            cell = []
+            for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+                ready = [action for action in todo if machine.can(device, action)]
+                if ready:
+                    cell.append(rng.choice(ready))
+                    todo.remove(cell[-1])
+                    machine.run(device, cell[-1])
+            column.append(tuple(cell))
+        machine.end_of_tick()
+        columns.append(column)
+    rows = tuple(tuple(column[device] for column in columns) for device in range(num_devices))
+    return Schedule("random", num_microbatches, tuple(placement), rows)
+
+
+@pytest.fixture(scope="session")
+def executes():
+    return _executes
+
+
+@pytest.fixture(scope="session")
+def runs_freely():
+    return _runs_freely
+
+
+@pytest.fixture(scope="session")
+def random_table():
+    return _random_table

@@ -1,0 +1,24 @@
+import pytest
+
+from axon_dist.schedule import Action
+from axon_dist.schedule.dependency import dependencies
+
+
+@pytest.mark.parametrize(
+    ("action", "scheduled", "needed"),
+    [
+        ("0F1", "", ""),
+        ("2F1", "", "1F1"),
+        ("2B1", "", "2F1"),
+        ("1B1", "2B1", "1F1 2B1"),
+        ("1B1", "2I1 2W1", "1F1 2I1"),
+        ("1I1", "2B1", "1F1 2B1"),
+        ("1W1", "2I1", "1I1"),
+        ("1B1", "", "1F1 2B1"),
+        ("1B1", "2I0", "1F1 2B1"),
+    ],
+)
+def test_what_an_action_needs(action, scheduled, needed):
+    others = {Action.parse(text) for text in scheduled.split()}
+    found = dependencies(Action.parse(action), 3, others)
+    assert " ".join(map(str, found)) == needed

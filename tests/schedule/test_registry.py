@@ -1,0 +1,39 @@
+import pytest
+
+from axon_dist.core.errors import ScheduleError
+from axon_dist.schedule import SCHEDULES, PipelineSchedule, build_schedule
+
+
+def test_every_name_has_a_row_and_every_table_its_name():
+    assert set(SCHEDULES) == set(PipelineSchedule)
+    for name, builder in SCHEDULES.items():
+        table = build_schedule(name, 4, 8)
+        assert table.name == name
+        assert table.num_devices == 4
+        assert table.chunks == builder.chunks
+
+
+def test_names_may_be_text():
+    assert build_schedule("1f1b", 4, 8) == build_schedule(PipelineSchedule.ONE_F_ONE_B, 4, 8)
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(ScheduleError, match=r"'1fb1'.*Did you mean '1f1b'\?.*zero_bubble_v"):
+        build_schedule("1fb1", 4, 8)
+
+
+def test_chunks_where_they_are_free():
+    assert build_schedule("interleaved_1f1b", 4, 8, chunks=4).num_stages == 16
+    assert build_schedule("looped_bfs", 4, 8, chunks=3).num_stages == 12
+    assert build_schedule("zero_bubble_v", 4, 8, chunks=2).num_stages == 8
+    assert build_schedule("gpipe", 4, 8, chunks=1).num_stages == 4
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 2), ("zero_bubble_v", 1), ("gpipe", 0)])
+def test_chunks_where_they_are_fixed(name, chunks):
+    with pytest.raises(
+        ScheduleError, match=rf"{name} got chunks={chunks}.*or use interleaved_1f1b"
+    ):
+        build_schedule(name, 4, 8, chunks=chunks)
+    with pytest.raises(ScheduleError, match="got chunks=0"):
+        build_schedule("looped_bfs", 4, 8, chunks=0)

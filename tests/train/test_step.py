@@ -1,0 +1,434 @@
+"""The one step builder: pure, jitted once, donated, and what is born, claimed and evaluated."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from axon_dist import DDP, Strategy, Weighted, World, build_train_step, compose, ddp, fsdp, zero
+from axon_dist.core.errors import (
+    ClaimError,
+    ConfigError,
+    MeshError,
+    StrategyConflictError,
+    UnsupportedError,
+)
+from axon_dist.inspect import bytes_per_device, memory
+from axon_dist.models import MLP
+from axon_dist.nn import ActivationCheckpointing
+from axon_dist.parallel import TransformerAutoWrapPolicy
+
+WIDTH = 16
+
+
+class Block(nnx.Module):
+    """A residual block with dropout and batch statistics."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(jnp.tanh(self.norm(self.inner(x))))
+
+
+class Net(nnx.Module):
+    """Two blocks and a head."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make():
+    return Net(nnx.Rngs(0, dropout=1))
+
+
+def make_mlp():
+    return MLP((WIDTH, 24, 4), rngs=nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch_of(step=0, samples=16):
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(samples, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(x[:, :4])}
+
+
+def build(world, model=make_mlp, strategy=None, **options):
+    optimizer = options.pop("optimizer", optax.adam(1e-2))
+    loss = options.pop("loss", loss_fn)
+    return build_train_step(model, optimizer, loss, strategy or ddp(), world, **options)
+
+
+# Options and refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate is 0; it must be a whole number of microbatches, at least"),
+        ({"accumulate": True}, "accumulate is True"),
+        ({"accumulate": 2.5}, "accumulate is 2.5"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; it must be positive, or None"),
+        ({"clip_norm": float("nan")}, "clip_norm is nan"),
+        ({"metrics": ("los",)}, "unknown metric 'los'. Did you mean 'loss'"),
+        ({"precision": "fp61"}, "unknown precision 'fp61'. Did you mean 'fp16'"),
+    ],
+)
+def test_impossible_options(world, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(world, **options)
+
+
+def test_what_strategy_and_step_say_must_agree(world):
+    strategy = fsdp(axes=("dp",), mixed_precision="bf16")
+    with pytest.raises(StrategyConflictError, match=r"precision is .* in 'full_shard' and"):
+        build(world, strategy=strategy, precision="fp16")
+    with pytest.raises(MeshError, match="over axis 'fsdp', which mesh dp=8 lacks"):
+        build(world, strategy=fsdp())
+
+
+def test_units_are_said_once(world):
+    wrap = TransformerAutoWrapPolicy("Linear")
+    remat = ActivationCheckpointing(classes=("Block",))
+    step = build(world, make, fsdp(axes=("dp",), auto_wrap_policy=wrap), remat=remat)
+    with pytest.raises(StrategyConflictError, match=r"'Linear'.*checkpointing of \('Block',\)"):
+        step.lower(batch_of())
+    step = build(world, make, remat=ActivationCheckpointing(classes=("Blok",)))
+    with pytest.raises(UnsupportedError, match=r"'Blok'.*matches no module.*Block"):
+        step.lower(batch_of())
+
+
+# State, donation and metrics
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A DDP step on a module, its state before and after, and how often the loss was traced."""
+    traces = []
+
+    def counted(model, batch):
+        traces.append(1)
+        error = model(batch["x"]) - batch["y"]
+        return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error))}
+
+    world = World.emulate(8)
+    model = make()
+    step = build(world, model, loss=counted, metrics=("grad_norm", "param_norm"), clip_norm=0.5)
+    first = step.init()
+    after, metrics = step(first, batch_of())
+    counts = [len(traces)]
+    for number in range(3):
+        after, metrics = step(after, batch_of(number))
+    counts.append(len(traces))
+    return {
+        "world": world,
+        "model": model,
+        "step": step,
+        "first": first,
+        "after": after,
+        "metrics": metrics,
+        "counts": counts,
+    }
+
+
+def test_the_step_is_traced_once(trained):
+    assert trained["counts"][0] == trained["counts"][1]
+
+
+def test_buffers_are_donated(trained):
+    """Every array of the state given is used up, and its memory reused."""
+    first = jax.tree.leaves(trained["first"].params) + jax.tree.leaves(trained["first"].opt_state)
+    assert all(leaf.is_deleted() for leaf in first)
+    report = memory(trained["step"].lower(batch_of()).compile())
+    assert report.aliased >= 0.99 * bytes_per_device(
+        (trained["after"].params, trained["after"].opt_state)
+    )
+
+
+def test_the_module_given_stays_usable(trained):
+    model = trained["model"]
+    model.eval()
+    assert np.isfinite(model(batch_of()["x"])).all()
+    for mine, fresh in zip(
+        jax.tree.leaves(nnx.state(model, nnx.Param)),
+        jax.tree.leaves(nnx.state(make(), nnx.Param)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(mine, fresh)
+
+
+def test_metrics_stay_on_the_devices(trained):
+    metrics = trained["metrics"]
+    assert metrics.keys() == {"loss", "absolute", "grad_norm", "param_norm"}
+    for value in metrics.values():
+        assert isinstance(value, jax.Array)
+        assert value.shape == ()
+        assert value.sharding.is_fully_replicated
+    expected = optax.tree.norm(trained["after"].params)
+    assert float(metrics["param_norm"]) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_nothing_but_the_batch_crosses_to_the_devices(world):
+    step = build(world)
+    state, placed = step.init(), step.place(batch_of())
+    state, _ = step(state, placed)
+    with jax.transfer_guard("disallow"):
+        state, metrics = step(state, placed)
+    assert float(metrics["loss"]) > 0
+
+
+def test_merge_gives_the_model_of_a_state(trained):
+    merged = trained["step"].merge(trained["after"])
+    merged.eval()
+    head = trained["after"].params["head"]
+    np.testing.assert_array_equal(merged.head.kernel[...], head["kernel"])
+    output = merged(batch_of()["x"])
+    assert output.shape == (16, 4)
+
+
+def test_what_a_module_sows_is_not_carried(world):
+    class Sowing(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x.mean())
+            return self.inner(x)
+
+    step = build(world, Sowing, accumulate=2)
+    state, _ = step(step.init(), batch_of())
+    assert state.buffers == {}
+
+
+# Clipping, composition, wrappers
+
+
+def test_the_clipped_norm_is_that_of_the_whole_gradient(make_world):
+    norms = []
+    for axes, strategy in (("dp=1", ddp()), ("dp=4", ddp()), ("dp=8", zero(3, min_elements=8))):
+        step = build(make_world(axes), strategy=strategy, clip_norm=0.1)
+        _, metrics = step(step.init(), batch_of())
+        norms.append(float(metrics["grad_norm"]))
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_wrappers_and_strategies_are_the_same(world):
+    module = make_mlp()
+    wrapped = DDP(module, world.group("dp"))
+    plain, wrapper = (build(world, make_mlp, s) for s in (ddp(), wrapped))
+    assert plain.strategy == wrapper.strategy
+    named = build(world, make_mlp, compose(ddp(), Strategy("nothing")))
+    assert named.strategy.name == "ddp + nothing"
+
+
+# Birth
+
+
+@pytest.mark.parametrize("axes", ["dp=1", "dp=2", "dp=4", "dp=8", "dp=2,fsdp=4", "dp=4,fsdp=2"])
+def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
+    world = make_world(axes)
+    strategy = zero(3, world.mesh.axis_names, min_elements=8)
+    state = build(world, make, strategy).init()
+    expected = make()
+    parts = (nnx.state(expected, nnx.Param), nnx.state(expected, nnx.Not(nnx.Param)))
+    got = (state.params, state.buffers)
+    for mine, want in zip(jax.tree.leaves(got), jax.tree.leaves(parts), strict=True):
+        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+            mine, want = jax.random.key_data(mine), jax.random.key_data(want)
+        np.testing.assert_array_equal(mine, want)
+    kernel = state.params["blocks"][0]["inner"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // world.size
+
+
+def test_a_birth_takes_a_share_and_no_more_than_one_block(world):
+    """Eight blocks of a quarter megabyte: nothing ever holds more than a share and a block.
+
+    First the parameters are drawn, then the moments are added in a program that keeps them.
+    """
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(8)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = jnp.tanh(block(x))
+            return x
+
+    step = build(world, lambda: Wide(nnx.Rngs(0)), zero(3))
+    drawn = memory(step.lower_init().compile())
+    block = 4 * (256 * 256 + 256)
+    share = 3 * 8 * block / 8
+    assert drawn.outputs <= 1.05 * share / 3
+    assert drawn.peak <= share + block
+    assert bytes_per_device(step.init().params) <= drawn.outputs
+
+
+def test_a_module_is_already_born(world):
+    with pytest.raises(ConfigError, match=r"given a module, whose arrays exist; give .* function"):
+        build(world, make_mlp()).lower_init()
+
+
+# Claims
+
+
+def test_a_step_explains_itself_and_checks_its_state(world):
+    step = build(world, strategy=zero(3, min_elements=8))
+    state = step.init()
+    step.claims.check(state)
+    kernel = next(row for row in step.claims.params.rows if row.path.endswith("0/kernel"))
+    assert (kernel.ways, kernel.decision.rule) == (8, "zero3")
+    compiled = step.lower(batch_of()).compile()
+    step.claims.check_compiled(compiled, step.abstract_state)
+    grads, _ = step.gradients(state, batch_of())
+    step.claims.check(state, grads)
+    whole = jax.device_put(grads, NamedSharding(world.mesh, P()))
+    with pytest.raises(ClaimError, match=r"gradients under zero3: a device holds .* are claimed"):
+        step.claims.check(state, whole)
+
+
+@pytest.mark.parametrize(
+    ("field", "title"), [("params", "parameters"), ("opt_state", "optimizer state")]
+)
+def test_a_state_that_breaks_the_claim_is_an_error(world, field, title):
+    step = build(world, strategy=zero(3, min_elements=8))
+    whole = jax.tree.map(
+        lambda _: NamedSharding(world.mesh, P()), getattr(step.state_shardings, field)
+    )
+    step.state_shardings = dataclasses.replace(step.state_shardings, **{field: whole})
+    with pytest.raises(ClaimError, match=rf"{title} under zero3(.|\n)*kernel .* instead of .* as"):
+        step.init()
+
+
+def test_flattened_moments_are_split_too(world):
+    """`optax.flatten` keeps one vector that is like no parameter; the claim covers it."""
+
+    class Even(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((WIDTH, 4)))
+
+        def __call__(self, x):
+            return x @ self.w
+
+    optimizer = optax.flatten(optax.adam(1e-2))
+    state = build(world, Even, zero(1, min_elements=8), optimizer=optimizer).init()
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert {leaf.addressable_shards[0].data.size for leaf in moments} == {WIDTH * 4 // 8}
+
+
+# Annotations of the model's author
+
+
+def test_annotations_of_flax_are_honoured(make_world):
+    class Annotated(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tp"))
+            self.up = nnx.Linear(WIDTH, 32, kernel_init=init, rngs=rngs)
+            self.down = nnx.Linear(32, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    losses = {}
+    for axes in ("dp=1", "dp=2,tp=4"):
+        world = make_world(axes)
+        step = build(world, lambda: Annotated(nnx.Rngs(0)), zero(1, min_elements=8))
+        state = step.init()
+        if world.size > 1:
+            assert state.params["up"]["kernel"].sharding.spec == P(None, "tp")
+            moment = state.opt_state[0].mu["up"]["kernel"]
+            assert moment.sharding.spec == P("dp", "tp")
+            rule = next(r for r in step.claims.params.rows if r.path == "up/kernel").decision.rule
+            assert rule == "flax metadata"
+        values = []
+        for number in range(2):
+            state, metrics = step(state, batch_of(number))
+            values.append(float(metrics["loss"]))
+        losses[axes] = values
+    assert losses["dp=2,tp=4"] == pytest.approx(losses["dp=1"], rel=1e-5)
+
+
+# Evaluation
+
+
+def weighted(model, batch):
+    error = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
+    total = Weighted(jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]))
+    return total, {"largest": jnp.max(error)}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [ddp(), ddp(broadcast_buffers=False), fsdp(axes=("dp",), min_elements=8)],
+    ids=["ddp", "own buffers", "full_shard"],
+)
+def test_evaluation_is_that_of_one_device(world, strategy):
+    step = build(world, make, strategy, loss=weighted)
+    batch = batch_of() | {"weight": np.arange(16, dtype=np.float32) % 3}
+    state = step.init()
+    metrics = step.evaluate(state, batch)
+    model = make()
+    model.eval()
+    expected, largest = weighted(model, batch)
+    want = float(expected.total / expected.weight)
+    assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
+    assert float(metrics["largest"]) == pytest.approx(float(largest["largest"]), rel=1e-5)
+    again = step.evaluate(state, batch)
+    assert float(again["loss"]) == float(metrics["loss"])
+
+
+def test_evaluation_computes_in_the_dtype_of_training(world):
+    step = build(world, make, precision="bf16")
+    single, half = (
+        float(s.evaluate(s.init(), batch_of())["loss"]) for s in (build(world, make), step)
+    )
+    assert half != single
+    assert half == pytest.approx(single, rel=2e-2)
+
+
+# Rematerialisation
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Gradients that keep everything, of two blocks on two devices."""
+    return gradients_with(None)
+
+
+def gradients_with(remat, strategy=None):
+    step = build(World.emulate(2), make, strategy, remat=remat)
+    return step.gradients(step.init(), batch_of())[0]
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        ActivationCheckpointing(1),
+        ActivationCheckpointing(2, policy="dots"),
+        ActivationCheckpointing("sqrt", policy="everything"),
+        ActivationCheckpointing(1, policy="offload_dots"),
+    ],
+    ids=lambda remat: f"{remat.interval}-{remat.policy}",
+)
+def test_recomputing_changes_no_gradient(kept, remat):
+    for got, want in zip(
+        jax.tree.leaves(gradients_with(remat)), jax.tree.leaves(kept), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
