@@ -137,6 +137,8 @@ def test_every_field_is_used_by_a_run(tiny, monkeypatch):
             used.add((type(self), name))
         return object.__getattribute__(self, name)
 
+    tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
+    monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=mock.MagicMock()))
     for cls in schema:
         monkeypatch.setattr(cls, "__getattribute__", record)
