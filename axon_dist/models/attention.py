@@ -1,7 +1,7 @@
-"""Causal attention in its several forms: the same function, computed by different code.
+"""Attention in its several forms: the same function, computed by different code.
 
-All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N) and return
-`[B, T, H, K]`:
+All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N) and
+whether they are causal, so that position t sees positions 0 to t alone; they return `[B, T, H, K]`:
 
 | form | runs on | memory | what it is |
 |---|---|---|---|
@@ -19,6 +19,7 @@ devices: `flash` has to be asked for, on one device or inside `shard_map`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MappingProxyType
 
@@ -31,8 +32,8 @@ from axon_dist.core.typing import Array
 from .flash import flash_attention
 
 
-def einsum_attention(query: Array, key: Array, value: Array) -> Array:
-    """Computes `softmax(q k^T / sqrt(K) + causal mask) v` with the scores in memory.
+def einsum_attention(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+    """Computes `softmax(q k^T / sqrt(K) + mask) v` with the scores in memory.
 
     The heads are moved before the sequence first: in that layout the products are plain batched
     matrix products, and on CPU forward and backward together take about two thirds of the time of
@@ -42,6 +43,7 @@ def einsum_attention(query: Array, key: Array, value: Array) -> Array:
         query: `[B, T, H, K]`.
         key: `[B, T, N, K]`, every head shared by `H / N` query heads.
         value: `[B, T, N, K]`.
+        causal: position t sees positions 0 to t; otherwise all.
 
     Returns:
         `[B, T, H, K]` in the dtype of `value`; the softmax is float32.
@@ -50,15 +52,17 @@ def einsum_attention(query: Array, key: Array, value: Array) -> Array:
     query = query.swapaxes(1, 2)
     key, value = (jnp.repeat(x, group, axis=2).swapaxes(1, 2) for x in (key, value))
     scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32)
-    length = query.shape[2]
-    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    scores = jnp.where(causal, scores * query.shape[-1] ** -0.5, jnp.finfo(jnp.float32).min)
+    scores = scores * query.shape[-1] ** -0.5
+    if causal:
+        length = query.shape[2]
+        visible = jnp.tril(jnp.ones((length, length), bool))[None, None]
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bhsk->bhtk", weights, value).swapaxes(1, 2)
 
 
-def cudnn_attention(query: Array, key: Array, value: Array) -> Array:
-    """Computes causal attention with cuDNN's fused kernel; arguments as in `einsum_attention`.
+def cudnn_attention(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+    """Computes attention with cuDNN's fused kernel; arguments as in `einsum_attention`.
 
     Raises:
         UnsupportedError: cuDNN cannot be traced here, or not for this dtype or head size.
@@ -69,7 +73,7 @@ def cudnn_attention(query: Array, key: Array, value: Array) -> Array:
             f"attention='cudnn' with {query.dtype} heads of {query.shape[-1]}: {obstacle} Install "
             "axon_dist[cuda] and compute in bfloat16, or use attention='auto' or 'einsum'."
         )
-    return _cudnn(query, key, value)
+    return _cudnn(query, key, value, causal=causal)
 
 
 def cudnn_obstacle(query: Array, key: Array, value: Array) -> str | None:
@@ -85,24 +89,28 @@ def cudnn_obstacle(query: Array, key: Array, value: Array) -> str | None:
         False
     """
     try:
-        jax.eval_shape(_cudnn, query, key, value)
+        jax.eval_shape(functools.partial(_cudnn, causal=True), query, key, value)
     except (RuntimeError, NotImplementedError) as error:
         return str(error)
     return None
 
 
-def auto_attention(query: Array, key: Array, value: Array) -> Array:
-    """Computes causal attention with cuDNN on CUDA if it can, with `einsum_attention` elsewhere."""
+def auto_attention(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+    """Computes attention with cuDNN on CUDA if it can, with `einsum_attention` elsewhere."""
+    einsum = functools.partial(einsum_attention, causal=causal)
     if cudnn_obstacle(query, key, value) is not None:
-        return einsum_attention(query, key, value)
-    return jax.lax.platform_dependent(query, key, value, cuda=_cudnn, default=einsum_attention)
+        return einsum(query, key, value)
+    cudnn = functools.partial(_cudnn, causal=causal)
+    return jax.lax.platform_dependent(query, key, value, cuda=cudnn, default=einsum)
 
 
-def _cudnn(query: Array, key: Array, value: Array) -> Array:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+def _cudnn(query: Array, key: Array, value: Array, causal: bool) -> Array:
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=causal, implementation="cudnn"
+    )
 
 
-ATTENTION_FORMS: MappingProxyType[str, Callable[[Array, Array, Array], Array]] = MappingProxyType(
+ATTENTION_FORMS: MappingProxyType[str, Callable[..., Array]] = MappingProxyType(
     {
         "auto": auto_attention,
         "cudnn": cudnn_attention,

@@ -1,4 +1,4 @@
-"""Flash attention on TPUs: the Pallas splash kernel that ships with JAX, causal and grouped."""
+"""Flash attention on TPUs: the Pallas splash kernel that ships with JAX, grouped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from axon_dist.core.typing import Array
 _BLOCKS = (512, 256, 128)
 
 
-def flash_attention(query: Array, key: Array, value: Array, *, interpret: bool = False) -> Array:
-    """Computes causal attention block by block without ever storing the scores.
+def flash_attention(
+    query: Array, key: Array, value: Array, causal: bool = True, *, interpret: bool = False
+) -> Array:
+    """Computes attention block by block without ever storing the scores.
 
     Online softmax of arXiv:2205.14135 as a TPU kernel: memory grows linearly with T. XLA cannot
     partition the kernel, so with several devices the call belongs inside `shard_map`. Lowering it
@@ -29,6 +31,7 @@ def flash_attention(query: Array, key: Array, value: Array, *, interpret: bool =
         query: `[B, T, H, K]`, T a multiple of 128.
         key: `[B, T, N, K]`, every head shared by `H / N` query heads.
         value: `[B, T, N, K]`.
+        causal: position t sees positions 0 to t; otherwise all.
         interpret: run the kernel in Python on any platform, slowly, for tests.
 
     Returns:
@@ -38,13 +41,13 @@ def flash_attention(query: Array, key: Array, value: Array, *, interpret: bool =
         UnsupportedError: T is not a multiple of 128.
     """
     length, num_heads = query.shape[1:3]
-    attend = jax.vmap(_kernel(length, num_heads, interpret))
+    attend = jax.vmap(_kernel(length, num_heads, causal, interpret))
     query = query * query.shape[-1] ** -0.5
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     return jnp.swapaxes(attend(query, key, value), 1, 2)
 
 
-def _kernel(length: int, num_heads: int, interpret: bool) -> Callable[..., Any]:
+def _kernel(length: int, num_heads: int, causal: bool, interpret: bool) -> Callable[..., Any]:
     block = next((size for size in _BLOCKS if length % size == 0), None)
     if block is None:
         raise UnsupportedError(
@@ -59,8 +62,8 @@ def _kernel(length: int, num_heads: int, interpret: bool) -> Callable[..., Any]:
         block_q_dq=block,
         block_kv_dq=block,
     )
-    causal = splash_attention_mask.CausalMask((length, length))
-    mask = splash_attention_mask.MultiHeadMask([causal] * num_heads)
+    kind = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([kind((length, length))] * num_heads)
     return splash_attention_kernel.make_splash_mha(
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
     )

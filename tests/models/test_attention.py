@@ -23,23 +23,25 @@ def heads(batch=2, length=8, num_heads=4, kv_heads=2, size=6, dtype=jnp.float32)
     )
 
 
-def one_by_one(query, key, value):
+def one_by_one(query, key, value, causal=True):
     """Attention in float64 numpy, a query and a head at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.empty_like(query)
     group = query.shape[2] // key.shape[2]
     for b, t, h in np.ndindex(query.shape[:3]):
-        scores = key[b, : t + 1, h // group] @ query[b, t, h] / np.sqrt(query.shape[-1])
+        seen = slice(t + 1 if causal else None)
+        scores = key[b, seen, h // group] @ query[b, t, h] / np.sqrt(query.shape[-1])
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ value[b, : t + 1, h // group]
+        out[b, t, h] = weights / weights.sum() @ value[b, seen, h // group]
     return out
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_einsum_equals_attention_one_query_at_a_time(kv_heads):
+def test_einsum_equals_attention_one_query_at_a_time(kv_heads, causal):
     query, key, value = heads(kv_heads=kv_heads)
-    out = einsum_attention(query, key, value)
-    np.testing.assert_allclose(out, one_by_one(query, key, value), rtol=2e-5, atol=2e-6)
+    out = einsum_attention(query, key, value, causal)
+    np.testing.assert_allclose(out, one_by_one(query, key, value, causal), rtol=2e-5, atol=2e-6)
 
 
 def test_no_position_sees_a_later_one():
@@ -63,14 +65,15 @@ def test_low_precision_comes_back_as_it_came_and_stays_close():
     )
 
 
-def test_flash_kernel_equals_einsum_in_value_and_gradients():
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_kernel_equals_einsum_in_value_and_gradients(causal):
     arrays = heads(batch=1, length=128, num_heads=2, kv_heads=1, size=16)
 
     def value_and_grads(form):
         return jax.value_and_grad(lambda *qkv: jnp.sum(form(*qkv) ** 2), (0, 1, 2))(*arrays)
 
-    got = value_and_grads(lambda *qkv: flash_attention(*qkv, interpret=True))
-    want = value_and_grads(einsum_attention)
+    got = value_and_grads(lambda *qkv: flash_attention(*qkv, causal, interpret=True))
+    want = value_and_grads(lambda *qkv: einsum_attention(*qkv, causal))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
@@ -90,12 +93,14 @@ def test_cudnn_raises_where_it_cannot_run():
         cudnn_attention(*heads())
 
 
-def test_auto_is_einsum_on_cpu():
-    np.testing.assert_array_equal(auto_attention(*heads()), einsum_attention(*heads()))
+@pytest.mark.parametrize("causal", [True, False])
+def test_auto_is_einsum_on_cpu(causal):
+    got, want = auto_attention(*heads(), causal), einsum_attention(*heads(), causal)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_auto_chooses_by_the_platform_it_is_lowered_for(monkeypatch):
-    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value: jnp.sin(query))
+    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, causal: jnp.sin(query))
     traced = jax.jit(auto_attention).trace(*heads())
     text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
     assert "sine" in text["cuda"]
