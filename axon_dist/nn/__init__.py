@@ -19,8 +19,10 @@ from .linear import RowParallelLinear as RowParallelLinear
 from .mode import ParallelMode as ParallelMode
 from .remat import POLICIES as POLICIES
 from .remat import ActivationCheckpointing as ActivationCheckpointing
+from .remat import SUMS as SUMS
 from .remat import block_classes as block_classes
 from .remat import by_class as by_class
+from .remat import summed as summed
 from .ring import ring_attention as ring_attention
 from .ring import ulysses_attention as ulysses_attention
 from .rolling import find_chains as find_chains

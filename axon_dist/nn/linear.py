@@ -21,6 +21,7 @@ from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain, manual_axes
 from .mode import ParallelMode
+from .remat import summed
 
 Initializer: TypeAlias = Callable[..., Array]
 """(key, shape, dtype) -> array, as in `jax.nn.initializers`."""
@@ -158,6 +159,7 @@ class RowParallelLinear(nnx.Module):
             y = jax.lax.psum(_product(self, x if self.input_is_parallel else _part(x, axis)), axis)
         else:
             y = pinned(_product(self, pinned(x, self.group, -1)), self.group, None)
+        y = summed(y)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

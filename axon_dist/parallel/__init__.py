@@ -46,6 +46,7 @@ from .strategy import compose as compose
 from .strategy import overlay as overlay
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan
+from .tensor import check_sums as check_sums
 from .tensor import tensor_parallel as tensor_parallel
 from .wrap import AutoWrapPolicy as AutoWrapPolicy
 from .wrap import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import UnsupportedError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import Array, Path
-from ..nn import Layout, ParallelMode, own_rows, wrap_calls
-from .plan import ByPlan, Plan, PlanLike, Rule
+from ..nn import SUMS, Layout, ParallelMode, own_rows, summed, wrap_calls
+from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import Strategy
 
 
@@ -124,6 +124,28 @@ class TensorLayers:
         return any(self.policy.plan.rule_of_parameter(path) for path in paths)
 
 
+def check_sums(strategy: Strategy, model: nnx.Module) -> None:
+    """Checks that there are sums where the policy `sums` is to keep them.
+
+    Args:
+        strategy: the whole strategy of a step.
+        model: its model, arrays or shapes.
+
+    Raises:
+        ConfigError: when nothing of the strategy or the model sums over tensor ranks.
+    """
+    if strategy.remat is None or strategy.remat.policy != SUMS:
+        return
+    by_plan = any(isinstance(layers, TensorLayers) for layers in strategy.layers)
+    by_layer = any(rule.mode is ParallelMode.ROW for rule in plan_of(model).rules)
+    if not (by_plan or by_layer):
+        raise ConfigError(
+            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, and strategy "
+            f"{strategy.name!r} has none; take the policy 'nothing', or compose it with "
+            "tensor_parallel(plan)"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Pin:
     """Where the activations around one layer lie; a value, so that equal layers stay equal.
@@ -172,7 +194,7 @@ class Pin:
         """Split features in, the sum over the ranks out."""
         features = (self.axis,) if self.is_split else ()
         x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
-        return self._residual(call(module, x, *args, **kwargs))
+        return summed(self._residual(call(module, x, *args, **kwargs)))
 
     def around_lookup(self, call: Any, module: Any, tokens: Array) -> Any:
         """Token ids in, rows of the table out: every rank looks up those that it holds.

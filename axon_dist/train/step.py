@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,13 +18,22 @@ from ..core.errors import ConfigError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World
 from ..nn import ActivationCheckpointing
-from ..parallel import CPUOffload, HasStrategy, Reduction, Strategy, as_strategy, overlay
+from ..parallel import (
+    CPUOffload,
+    HasStrategy,
+    Reduction,
+    Strategy,
+    as_strategy,
+    check_sums,
+    overlay,
+)
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, optimizer_shardings, shardings
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .global_view import evaluation, global_gradients
 from .local_view import buffer_partition, local_gradients, mean_buffers, stack_buffers
+from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .options import StepOptions, resolve
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of, pipeline_gradients
@@ -31,7 +41,7 @@ from .rowwise import check_rowwise
 from .state import TrainState
 from .storage import storage_of
 from .throttle import InFlight
-from .update import clip, skip_overflow
+from .update import clip, skip_overflow, undo_nonfinite
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -50,6 +60,7 @@ def build_train_step(
     remat: ActivationCheckpointing | None = None,
     scaler: GradScaler | None = None,
     metrics: tuple[str, ...] = ("loss",),
+    nonfinite: Nonfinite | str | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -74,6 +85,9 @@ def build_train_step(
         remat: what the backward pass recomputes, where the strategy does not say.
         scaler: the loss scale; float16 compute has one by default.
         metrics: which numbers a step reports.
+        nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
+            finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
+            then does what it says. None updates whatever comes, as plain JAX does.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -98,11 +112,13 @@ def build_train_step(
     parts, source = take_apart(model)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
     chosen.validate(world)
+    check_sums(chosen, parts.abstract)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
-    options = StepOptions(microbatches_of(chosen, accumulate), clip_norm, metrics, scaler)
+    count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
+    options = StepOptions(count, clip_norm, metrics, scaler, policy)
     options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
@@ -217,13 +233,18 @@ class TrainStep:
         stored = self.storage.from_model(params)
         return jax.device_put((stored, buffers), (self.state_shardings.params, whole))
 
-    def __call__(self, state: TrainState, batch: Batch | Placed) -> tuple[TrainState, dict]:
+    def __call__(
+        self, state: TrainState, batch: Batch | Placed, held: Array | None = None
+    ) -> tuple[TrainState, dict]:
         """Takes one step; the arrays of the state given are used up.
 
         Args:
             state: from `init` or the step before.
             batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
                 of this one; or what `place` returned.
+            held: the metric `nonfinite` of the step before. Where `nonfinite` is `"stop"` or
+                `"rollback"`, the state then stays what it was before the first such step, without
+                the host having to look; elsewhere it is ignored.
 
         Returns:
             The next state, and the metrics as scalars on the devices, not waited for.
@@ -232,9 +253,25 @@ class TrainStep:
             DivisibilityError: when the batch cannot be cut evenly.
         """
         placed = batch if isinstance(batch, Placed) else self.place(batch)
-        state, metrics = self._step(state, placed)
+        state, metrics = self._step(state, placed, self._held(held))
         self._in_flight.add(metrics["loss"])
         return state, metrics
+
+    @property
+    def _holds(self) -> bool:
+        return self.options.nonfinite is not None and self.options.nonfinite.holds
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.world.mesh, PartitionSpec())
+
+    def _held(self, held: Array | None) -> Array | None:
+        """The flag of the step before; for the first step one that lies like all later ones."""
+        if not self._holds:
+            return None
+        if held is not None:
+            return held
+        return jax.make_array_from_callback((), self._whole, lambda _: np.zeros((), bool))
 
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices, so that a later step does not wait for it."""
@@ -286,7 +323,8 @@ class TrainStep:
             self.abstract_state,
             self.state_shardings,
         )
-        return self._step.lower(state, self.layout.abstract(batch))
+        held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self._holds else None
+        return self._step.lower(state, self.layout.abstract(batch), held)
 
     def _abstract_state(self) -> TrainState:
         return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)
@@ -339,7 +377,9 @@ class TrainStep:
         build = local_gradients if is_local else global_gradients
         return build(self.parts, self.loss_fn, self.strategy, mesh, count)
 
-    def _take_step(self, state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
+    def _take_step(
+        self, state: TrainState, placed: Placed, held: Array | None
+    ) -> tuple[TrainState, dict]:
         state = self._on_device(state)
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
@@ -352,6 +392,9 @@ class TrainStep:
         if self.options.scaler is not None:
             new = skip_overflow(self.options.scaler, grads, new, state)
             measured["loss_scale"] = new.scaler.scale
+        if self.options.nonfinite is not None:
+            loss = metrics["loss"]
+            new, measured[FLAG] = undo_nonfinite(self.options, loss, grads, new, state, held)
         return new, {**metrics, **measured}
 
     def _on_device(self, state: TrainState) -> TrainState:

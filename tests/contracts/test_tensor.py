@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from axon_dist import compose, ddp
+from axon_dist import ActivationCheckpointing, Strategy, compose, ddp
 from axon_dist.parallel import STRATEGIES as AXON
 from axon_dist.parallel import data_axes, fsdp, suggest_plan, tensor_parallel, zero
 
@@ -33,6 +33,10 @@ TENSOR: dict[str, Callable] = {
     "zero2_tensor_sp": with_data(lambda world: zero(2, min_elements=8), sequence=True),
     "fsdp_tensor": with_data(lambda world: fsdp(min_elements=8)),
     "fsdp_tensor_sp": with_data(lambda world: fsdp(min_elements=8), sequence=True),
+    "ddp_tensor_sums": lambda model, world: compose(
+        with_data(lambda world: ddp(), sequence=True)(model, world),
+        Strategy("remat", remat=ActivationCheckpointing(policy="sums")),
+    ),
     "hybrid_tensor_sp": with_data(
         lambda world: fsdp("hybrid_shard", data_axes(world), min_elements=8), sequence=True
     ),
@@ -46,6 +50,7 @@ ROWS = [
     Row("ddp_tensor", "dp=2,tp=2", "dropout", 2),
     Row("ddp_tensor", "dp=2,tp=4", "batchnorm", 1, "adam"),
     Row("ddp_tensor_sp", "dp=2,tp=2", "transformer", 2),
+    Row("ddp_tensor_sums", "dp=2,tp=4", "transformer", 2),
     Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
     Row("zero2_tensor_sp", "dp=2,tp=2", "transformer"),
     Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
@@ -60,7 +65,7 @@ FULL = [
     for data in (strategy.split("_")[0],)
     for axis in ("fsdp" if data == "fsdp" else "dp",)
     for mesh in MESHES.get(data, (f"{axis}=2,tp=4", f"{axis}=4,tp=2"))
-    for model in (("transformer",) if strategy == "tensor_row" else MODELS)
+    for model in (("transformer",) if strategy in ("tensor_row", "ddp_tensor_sums") else MODELS)
     for k in (1, 2)
     if not (strategy == "tensor_row" and mesh == "tp=4")
 ]

@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.nn import ActivationCheckpointing, block_classes, by_class
+from axon_dist.nn import ActivationCheckpointing, block_classes, by_class, summed
 from axon_dist.nn.remat import ClassIs
 
 
@@ -43,6 +44,16 @@ def test_every_policy_is_one_of_jax():
     assert kept("dots") == kept("dots_no_batch") == 1
     assert kept("everything") > 1
     assert callable(ActivationCheckpointing(policy="offload_dots").remat)
+
+
+def test_sums_are_kept_and_nothing_else():
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
+    f = jax.checkpoint(
+        lambda w: jnp.sin(jnp.tanh(summed(x @ w))).sum(),
+        policy=ActivationCheckpointing(policy="sums").remat,
+    )
+    kept = [leaf for leaf in jax.tree.leaves(jax.vjp(f, w)[1]) if leaf.shape == (2, 4)]
+    np.testing.assert_array_equal(kept, [x @ w])
 
 
 class Block(nnx.Module):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, compose, ddp
+from axon_dist import ActivationCheckpointing, Strategy, World, build_train_step, compose, ddp
 from axon_dist.core.errors import (
     ConfigError,
     DivisibilityError,
@@ -158,6 +158,9 @@ def test_errors_name_what_there_is(make_world):
         Plan.of({"up": "colum"})
     with pytest.raises(MeshError, match=r"over axis 'tp', which mesh dp=8 lacks"):
         build(make(), tensor_parallel("transformer"), World.emulate(8, "dp=8"))
+    sums = Strategy("remat", remat=ActivationCheckpointing(policy="sums"))
+    with pytest.raises(ConfigError, match=r"'sums' keeps .* 'ddp \+ remat' has none.*tensor_parallel"):
+        build(make(), compose(ddp(("tp",)), sums), world)
     short = {"tokens": np.zeros((2, 4), np.int32)}
     step = build(make(), tensor_parallel("transformer", sequence=True), world)
     with pytest.raises(DivisibilityError, match=r"3 positions .* tp=2 .* multiple of 2"):
