@@ -1,13 +1,22 @@
-"""Real text as batches: files, the split, tokens, and a loader that shuffles, divides and resumes.
+"""Text and images as batches: files, the split, tokens, and a loader that shuffles, divides and
+resumes.
 
 Knows no device: a process and the number of processes are plain numbers. Imports `core` only. Start
-reading in `loader.py`; `sampling.py` holds the arithmetic, `text.py` and `files.py` what is read.
+reading in `loader.py`; `sampling.py` holds the arithmetic, `text.py`, `images.py` and `files.py`
+what is read.
 """
 
 from .files import TextFile as TextFile
 from .files import find_files as find_files
 from .files import split_files as split_files
 from .files import standard_library_files as standard_library_files
+from .images import Images as Images
+from .images import ImageSet as ImageSet
+from .images import ImageSource as ImageSource
+from .images import SyntheticImages as SyntheticImages
+from .images import load_images as load_images
+from .loader import ImageLoader as ImageLoader
+from .loader import Loader as Loader
 from .loader import LocalBatch as LocalBatch
 from .loader import TextLoader as TextLoader
 from .sampling import local_rows as local_rows

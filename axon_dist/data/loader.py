@@ -1,36 +1,59 @@
-"""Batches of text: shuffled, divided among processes, loaded ahead, and resumable."""
+"""Batches: shuffled, divided among processes, loaded ahead, and resumable."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import grain
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
+from .images import Images, ImageSet
 from .sampling import local_rows, num_windows, shuffled, spread_starts, windows_at
 from .text import Text
 
 LocalBatch = dict[str, np.ndarray]
-"""`{"tokens": int32 [B / P, T + 1]}`: the rows of one process."""
+"""Arrays of `B / P` rows, those of one process: `{"tokens": int32 [B / P, T + 1]}` of text,
+`{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}` of images."""
 
 _ENDLESS = 2**62
 """More samples than any run sees, and still an int64."""
 
 
-class TextLoader:
-    """Endless batches of windows of a text, as `next_token_loss` takes them.
+class Samples(Protocol):
+    """What a loader hands out, sample by sample."""
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What the order of samples counts in; `num_samples` of training is part of it."""
+        ...
+
+    def train(self, numbers: np.ndarray) -> LocalBatch:
+        """The training samples of some numbers, `[B]`, each below `num_samples`."""
+        ...
+
+    def spread(self, count: int) -> np.ndarray:
+        """Places of `count` validation samples, `[count]`, the same every time."""
+        ...
+
+    def validation(self, places: np.ndarray) -> LocalBatch:
+        """The validation samples at some of the places."""
+        ...
+
+
+class Loader:
+    """Endless batches of samples.
 
     An iterator over this process's rows of each global batch, built on grain. The order of samples
-    depends on the text, the window length and the seed alone. Where it stands is one number, the
-    samples handed out so far over all processes: batches loaded ahead but not handed out yet are
-    not counted, so a resumed run repeats none and skips none.
+    depends on the samples and the seed alone. Where it stands is one number, the samples handed
+    out so far over all processes: batches loaded ahead but not handed out yet are not counted, so
+    a resumed run repeats none and skips none.
 
     Args:
-        text: what to read.
-        length: tokens a model sees, T; windows hold T + 1.
+        samples: what to read.
         global_batch: rows per step over all processes, B.
         seed: of the order, in [0, 2^32).
         process: which process this is, from 0.
@@ -38,46 +61,33 @@ class TextLoader:
         num_ahead: batches a thread loads ahead; 0 to load each when it is asked for.
 
     Raises:
-        ConfigError: a value is out of range, or either side of the text is shorter than a window.
+        ConfigError: a value is out of range.
         DivisibilityError: the batch does not divide by the processes.
-
-    Example:
-        >>> text = Text(np.arange(41, dtype=np.uint8), np.arange(9, dtype=np.uint8), 256, "numbers")
-        >>> loader = TextLoader(text, length=4, global_batch=2, seed=0)
-        >>> next(loader)["tokens"].shape, loader.state()["samples_seen"]
-        ((2, 5), 2)
     """
 
     def __init__(
         self,
-        text: Text,
+        samples: Samples,
         *,
-        length: int,
         global_batch: int,
         seed: int = 0,
         process: int = 0,
         num_processes: int = 1,
         num_ahead: int = 2,
     ):
-        if length < 1 or num_ahead < 0:
-            raise ConfigError(
-                f"length={length} must be at least 1 and num_ahead={num_ahead} at least 0; "
-                "change them."
-            )
-        _check_long_enough("training", text.train, length)
-        _check_long_enough("validation", text.validation, length)
-        self.text = text
-        self.length = length
+        if num_ahead < 0:
+            raise ConfigError(f"num_ahead={num_ahead} must be at least 0; change it.")
+        self.samples = samples
         self.global_batch = global_batch
         self.seed = seed
-        self.num_samples = num_windows(len(text.train), length)
+        self.num_samples = samples.identity["num_samples"]
         self._rows = local_rows(global_batch, process, num_processes)
         self._order = shuffled(self.num_samples, seed)
         self._num_ahead = num_ahead
         self._samples_seen = 0
         self._batches = self._start()
 
-    def __iter__(self) -> TextLoader:
+    def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> LocalBatch:
@@ -89,20 +99,16 @@ class TextLoader:
         """Says where the run stands, as JSON: the same on every process and for any number of them.
 
         Returns:
-            `samples_seen`, and the `seed`, `length` and `num_samples` per epoch it counts in.
+            `samples_seen`, and the `seed` and the identity of the samples that it counts in, such
+            as `num_samples` per epoch.
         """
-        return {
-            "samples_seen": self._samples_seen,
-            "seed": self.seed,
-            "length": self.length,
-            "num_samples": self.num_samples,
-        }
+        return {"samples_seen": self._samples_seen, "seed": self.seed, **self.samples.identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Goes on where `state` was taken, whatever the batch and the number of processes were.
 
         Args:
-            state: what `state()` returned, of a loader with this text, length and seed.
+            state: what `state()` returned, of a loader with these samples and seed.
 
         Raises:
             ConfigError: the state counts in another order of samples, or is not a state.
@@ -113,10 +119,10 @@ class TextLoader:
         self._batches = self._start()
 
     def validation_batches(self, num_batches: int) -> Iterator[LocalBatch]:
-        """Cuts this process's rows of batches spread evenly over the validation text.
+        """Makes this process's rows of batches spread evenly over the validation samples.
 
-        The same every time, and the same rows over all processes for any number of them. Where the
-        text is shorter than `num_batches * global_batch` windows, they overlap.
+        The same every time, and the same rows over all processes for any number of them. Where
+        there are fewer than `num_batches * global_batch` samples, they repeat or overlap.
 
         Args:
             num_batches: how many global batches.
@@ -129,16 +135,15 @@ class TextLoader:
         """
         if num_batches < 1:
             raise ConfigError(f"{num_batches} validation batches must be at least 1; raise it.")
-        num_tokens = len(self.text.validation)
-        starts = spread_starts(num_tokens, self.length, num_batches * self.global_batch)
+        places = self.samples.spread(num_batches * self.global_batch)
         return (
-            {"tokens": windows_at(self.text.validation, batch[self._rows], self.length)}
-            for batch in starts.reshape(num_batches, self.global_batch)
+            self.samples.validation(batch[self._rows])
+            for batch in places.reshape(num_batches, self.global_batch)
         )
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:
         rows = np.arange(self.global_batch)[self._rows]
-        load = functools.partial(_load, self.text.train, self._order, self.length, rows)
+        load = functools.partial(_load, self.samples, self._order, rows)
         counters = grain.MapDataset.range(self._samples_seen, _ENDLESS, self.global_batch)
         options = grain.ReadOptions(
             num_threads=min(1, self._num_ahead), prefetch_buffer_size=self._num_ahead
@@ -146,12 +151,132 @@ class TextLoader:
         return iter(counters.map(load).to_iter_dataset(options))
 
 
+class TextLoader(Loader):
+    """Endless batches of windows of a text, as `next_token_loss` takes them.
+
+    Args:
+        text: what to read.
+        length: tokens a model sees, T; windows hold T + 1.
+        global_batch: rows per step over all processes, B.
+        options: the others of `Loader`.
+
+    Raises:
+        ConfigError: a value is out of range, or either side of the text is shorter than a window.
+        DivisibilityError: the batch does not divide by the processes.
+
+    Example:
+        >>> text = Text(np.arange(41, dtype=np.uint8), np.arange(9, dtype=np.uint8), 256, "numbers")
+        >>> loader = TextLoader(text, length=4, global_batch=2, seed=0)
+        >>> next(loader)["tokens"].shape, loader.state()["samples_seen"]
+        ((2, 5), 2)
+    """
+
+    def __init__(self, text: Text, *, length: int, global_batch: int, **options: int):
+        super().__init__(Windows(text, length), global_batch=global_batch, **options)
+
+
+class Windows:
+    """The windows of a text as samples.
+
+    Args:
+        text: the text.
+        length: tokens a model sees, T; windows hold T + 1.
+
+    Raises:
+        ConfigError: the length is out of range, or either side is shorter than a window.
+    """
+
+    def __init__(self, text: Text, length: int):
+        if length < 1:
+            raise ConfigError(f"length={length} must be at least 1; change it.")
+        _check_long_enough("training", text.train, length)
+        _check_long_enough("validation", text.validation, length)
+        self.text, self.length = text, length
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """The length, and how many windows there are."""
+        return {
+            "length": self.length,
+            "num_samples": num_windows(len(self.text.train), self.length),
+        }
+
+    def train(self, numbers: np.ndarray) -> LocalBatch:
+        """Cuts windows that lie side by side."""
+        return {"tokens": windows_at(self.text.train, numbers * self.length, self.length)}
+
+    def spread(self, count: int) -> np.ndarray:
+        """First positions of windows all over the validation text."""
+        return spread_starts(len(self.text.validation), self.length, count)
+
+    def validation(self, places: np.ndarray) -> LocalBatch:
+        """Cuts windows out of the validation text."""
+        return {"tokens": windows_at(self.text.validation, places, self.length)}
+
+
+class ImageLoader(Loader):
+    """Endless batches of images, as `classification_loss` takes them.
+
+    Args:
+        images: what to read.
+        global_batch: rows per step over all processes, B.
+        options: the others of `Loader`.
+
+    Raises:
+        ConfigError: a value is out of range.
+        DivisibilityError: the batch does not divide by the processes.
+
+    Example:
+        >>> from axon_dist.data import SyntheticImages, load_images
+        >>> images = load_images(SyntheticImages(num_images=100, image_size=8), 3, 10)
+        >>> batch = next(ImageLoader(images, global_batch=4))
+        >>> batch["x"].shape, batch["y"].shape
+        ((4, 8, 8, 3), (4,))
+    """
+
+    def __init__(self, images: Images, *, global_batch: int, **options: int):
+        super().__init__(Pictures(images), global_batch=global_batch, **options)
+
+
+class Pictures:
+    """Images and their labels as samples.
+
+    Args:
+        images: the images.
+    """
+
+    def __init__(self, images: Images):
+        self.images = images
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """How many images there are for training, and their size."""
+        height, width, _ = self.images.shape
+        return {"height": height, "width": width, "num_samples": len(self.images.train)}
+
+    def train(self, numbers: np.ndarray) -> LocalBatch:
+        """Takes images for training."""
+        return _pictures(self.images.train, numbers)
+
+    def spread(self, count: int) -> np.ndarray:
+        """Numbers all over the validation images."""
+        return spread_starts(len(self.images.validation), 0, count)
+
+    def validation(self, places: np.ndarray) -> LocalBatch:
+        """Takes images of the validation."""
+        return _pictures(self.images.validation, places)
+
+
+def _pictures(images: ImageSet, numbers: np.ndarray) -> LocalBatch:
+    x, y = images.take(numbers)
+    return {"x": x, "y": y.astype(np.int32)}
+
+
 def _load(
-    stream: np.ndarray, order: grain.MapDataset[int], length: int, rows: np.ndarray, counter: int
+    samples: Samples, order: grain.MapDataset[int], rows: np.ndarray, counter: int
 ) -> LocalBatch:
     """The given rows of the global batch whose first sample is number `counter` of the run."""
-    samples = np.array([order[sample] for sample in (counter + rows).tolist()])
-    return {"tokens": windows_at(stream, samples * length, length)}
+    return samples.train(np.array([order[sample] for sample in (counter + rows).tolist()]))
 
 
 def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
@@ -160,12 +285,13 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         raise ConfigError(
             f"the data state {dict(state)} has no {missing[0]!r}: give what state() returned."
         )
-    for name in ("seed", "length", "num_samples"):
-        if state[name] != here[name]:
+    sizes = [name for name in here if name not in ("samples_seen", "seed", "num_samples")]
+    for name in here:
+        if name != "samples_seen" and state[name] != here[name]:
             raise ConfigError(
                 f"the data state was taken with {name}={state[name]}, this loader has "
-                f"{name}={here[name]}: the samples left would be others. Use the same text, "
-                "length and seed, or start the data anew."
+                f"{name}={here[name]}: the samples left would be others. Use the same data, "
+                f"{', '.join(sizes)} and seed, or start the data anew."
             )
     if state["samples_seen"] < 0:
         raise ConfigError(

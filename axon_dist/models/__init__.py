@@ -2,7 +2,8 @@
 
 No word of parallelism: strategies shard these modules from outside, by the paths of their leaves.
 Imports `core` only. Start reading in `transformer.py`; `layers.py` holds its pieces,
-`attention.py` the forms of attention, `presets.py` the named sizes.
+`attention.py` the forms of attention, `presets.py` the named sizes. `vit.py` and `resnet.py`
+classify images.
 """
 
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS
@@ -21,8 +22,16 @@ from .loss import next_token_loss as next_token_loss
 from .mlp import ACTIVATIONS as ACTIVATIONS
 from .mlp import MLP as MLP
 from .presets import PRESETS as PRESETS
+from .resnet import ResidualBlock as ResidualBlock
+from .resnet import ResNet as ResNet
+from .resnet_config import RESNET_PRESETS as RESNET_PRESETS
+from .resnet_config import ResNetConfig as ResNetConfig
 from .transformer import Block as Block
 from .transformer import Transformer as Transformer
 from .transformer import scan_layers as scan_layers
 from .transformer_config import TransformerConfig as TransformerConfig
 from .transformer_config import num_params as num_params
+from .vit import ViT as ViT
+from .vit import ViTBlock as ViTBlock
+from .vit_config import VIT_PRESETS as VIT_PRESETS
+from .vit_config import ViTConfig as ViTConfig

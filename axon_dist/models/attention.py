@@ -105,9 +105,7 @@ def auto_attention(query: Array, key: Array, value: Array, causal: bool = True) 
 
 
 def _cudnn(query: Array, key: Array, value: Array, causal: bool) -> Array:
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=causal, implementation="cudnn"
-    )
+    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
 
 
 ATTENTION_FORMS: MappingProxyType[str, Callable[..., Array]] = MappingProxyType(

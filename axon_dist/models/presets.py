@@ -1,8 +1,9 @@
 """The named transformer sizes: one row each, plain numbers.
 
-A preset fixes shapes only. `"gpt2-124m"` has the width, depth, heads, vocabulary, context and tied
-head of GPT-2 (Radford et al. 2019), but the layers of this library: RMSNorm, rotary positions and a
-gated feed-forward of 2048, whose three kernels hold what GPT-2's two of 3072 hold. `"llama-8b"` is
+A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, depth, heads,
+vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
+(arXiv:2005.14165, table 2.1), but the layers of this library: RMSNorm, rotary positions and a gated
+feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"llama-8b"` is
 Llama 3 8B as published (arXiv:2407.21783). `"1b"`, `"7b"` and `"8b"` are the shapes that the
 benchmarks of this library are quoted for.
 """
@@ -51,6 +52,26 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "num_kv_heads": 12,
             "ffn_width": 2048,
             "max_length": 1024,
+            "tied_head": True,
+        },
+        "gpt2-medium": {
+            "vocab_size": 50_257,
+            "width": 1024,
+            "num_layers": 24,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "ffn_width": 2752,
+            "max_length": 1024,
+            "tied_head": True,
+        },
+        "gpt3-175b": {
+            "vocab_size": 50_257,
+            "width": 12_288,
+            "num_layers": 96,
+            "num_heads": 96,
+            "num_kv_heads": 96,
+            "ffn_width": 32_768,
+            "max_length": 2048,
             "tied_head": True,
         },
         "1b": {

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
-from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
+from axon_dist.core.errors import ConfigError, did_you_mean
 
 from .attention import ATTENTION_FORMS
+from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
 from .presets import PRESETS
 
 
@@ -75,14 +74,7 @@ class TransformerConfig:
         Raises:
             ConfigError: there is no such preset or no such field.
         """
-        if name not in PRESETS:
-            raise ConfigError(f"no transformer preset {name!r}.{did_you_mean(name, PRESETS)}")
-        fields = [field.name for field in dataclasses.fields(cls)]
-        for change in changes:
-            if change not in fields:
-                hint = did_you_mean(change, fields)
-                raise ConfigError(f"TransformerConfig has no field {change!r}.{hint}")
-        return cls(**{**PRESETS[name], **changes})
+        return from_preset(cls, PRESETS, name, changes)
 
     @property
     def kv_heads(self) -> int:
@@ -106,21 +98,16 @@ class TransformerConfig:
             ConfigError: a size is not positive, heads do not divide, or a name is unknown.
             DTypeError: a dtype is not a floating-point one.
         """
-        self._check_sizes()
+        sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
+        check_at_least_one(self, (*sizes, "kv_heads", "key_size", "hidden_size"))
         self._check_heads()
-        self._check_ranges()
+        check_rate(self, "dropout")
+        check_above_zero(self, ("norm_eps", "rope_theta"))
         for field in ("param_dtype", "dtype"):
-            _check_float(field, getattr(self, field))
+            check_float(self, field)
         if self.attention not in ATTENTION_FORMS:
             hint = did_you_mean(self.attention, ATTENTION_FORMS)
             raise ConfigError(f"attention={self.attention!r} is not a form of attention.{hint}")
-
-    def _check_sizes(self) -> None:
-        sizes = ("vocab_size", "width", "num_layers", "num_heads", "max_length")
-        derived = ("kv_heads", "key_size", "hidden_size")
-        for field in sizes + derived:
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so.")
 
     def _check_heads(self) -> None:
         if self.head_dim is None and self.width % self.num_heads:
@@ -138,13 +125,6 @@ class TransformerConfig:
                 f"heads of {self.key_size} cannot be rotated in pairs: head_dim must be even; "
                 "set head_dim, or change width or num_heads."
             )
-
-    def _check_ranges(self) -> None:
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"dropout={self.dropout} must lie in [0, 1); 0 turns it off.")
-        for field in ("norm_eps", "rope_theta"):
-            if getattr(self, field) <= 0:
-                raise ConfigError(f"{field}={getattr(self, field)} must be above 0; set it so.")
 
 
 def num_params(config: TransformerConfig) -> int:
@@ -168,19 +148,3 @@ def num_params(config: TransformerConfig) -> int:
     block = attention + 3 * width * config.hidden_size + 2 * width
     tables = config.vocab_size * width * (1 if config.tied_head else 2)
     return tables + config.num_layers * block + width
-
-
-def _check_float(field: str, dtype: str | None) -> None:
-    if dtype is None:
-        return
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError as error:
-        raise DTypeError(
-            f"{field}={dtype!r} is not a dtype; write for example 'float32' or 'bfloat16'."
-        ) from error
-    if not jnp.issubdtype(known, jnp.floating):
-        raise DTypeError(
-            f"{field}={dtype!r} has no fractions: a model needs a floating-point dtype, "
-            "for example 'float32' or 'bfloat16'."
-        )

@@ -118,8 +118,8 @@ def test_validation_leaves_the_position_alone():
     ("fields", "error", "message"),
     [
         ({"global_batch": 5, "num_processes": 2}, DivisibilityError, r"5 rows .* 2 processes.*4"),
-        ({"length": 0}, ConfigError, r"length=0 must be at least 1.*change them"),
-        ({"num_ahead": -1}, ConfigError, r"num_ahead=-1 at least 0; change them"),
+        ({"length": 0}, ConfigError, r"length=0 must be at least 1; change it"),
+        ({"num_ahead": -1}, ConfigError, r"num_ahead=-1 must be at least 0; change it"),
         ({"length": 59}, ConfigError, r"training text has 41 tokens, .*60: give more text"),
         ({"length": 40}, None, None),
     ],
@@ -147,7 +147,7 @@ def test_no_validation_batches_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 7}, r"seed=7, this loader has seed=0: .*same text, length and seed"),
+        ({"seed": 7}, r"seed=7, this loader has seed=0: .*same data, length and seed"),
         ({"num_samples": 11}, r"num_samples=11, this loader has num_samples=10"),
         ({"length": 8}, r"length=8, this loader has length=4"),
         ({"samples_seen": -4}, r"samples_seen=-4, which must be 0 or more"),

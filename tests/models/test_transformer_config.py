@@ -24,7 +24,15 @@ def test_num_params_is_what_the_model_has(config):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("gpt2-124m", 123.6e6), ("llama-8b", 8.03e9), ("8b", 8.03e9), ("7b", 6.74e9), ("1b", 1.345e9)],
+    [
+        ("gpt2-124m", 123.6e6),
+        ("gpt2-medium", 355.1e6),
+        ("gpt3-175b", 174.6e9),
+        ("llama-8b", 8.03e9),
+        ("8b", 8.03e9),
+        ("7b", 6.74e9),
+        ("1b", 1.345e9),
+    ],
 )
 def test_presets_have_the_sizes_they_are_named_for(name, count):
     assert num_params(TransformerConfig.preset(name)) == pytest.approx(count, rel=1e-3)

@@ -1,0 +1,291 @@
+"""Labelled images from `.npz` files, or made up: a side for training and one for validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError
+
+from .files import TextFile, find_files
+
+PATTERN = 8
+"""Height and width of the pattern that a synthetic class shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSource:
+    """Which files hold images, all of one size.
+
+    Each file is what `np.savez` writes of `images`, uint8 `[N, H, W, C]`, and `labels`, integers
+    `[N]`. They are kept in memory, on every process.
+
+    Args:
+        files: paths or globs.
+        validation_files: paths or globs kept for validation; empty to split `files`.
+        validation_fraction: the share of images for validation, in (0, 1), drawn in the same way
+            every time; used only without `validation_files`.
+        image_size: height and width of an image, in pixels.
+    """
+
+    files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float = 0.1
+    image_size: int = 32
+
+    def validate(self) -> None:
+        """Checks the values without looking at any file.
+
+        Raises:
+            ConfigError: a value is out of range, or there are no files.
+        """
+        if not self.files:
+            raise ConfigError(
+                "data.files names no file: name .npz files with images and labels, or take images "
+                "that are made up, data.kind=synthetic_images."
+            )
+        _check_sizes(self.validation_fraction, self.image_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticImages:
+    """Images that are made up, so that a run needs no files: noise over a pattern of their class.
+
+    An image depends on its number alone and is made when it is asked for. They can be learned, and
+    stand for the sizes and the speed of a set of images, not for its difficulty.
+
+    Args:
+        num_images: how many there are.
+        validation_fraction: the share of them for validation, in (0, 1).
+        image_size: height and width of an image, in pixels.
+    """
+
+    num_images: int = 10_000
+    validation_fraction: float = 0.1
+    image_size: int = 32
+
+    def validate(self) -> None:
+        """Checks the values.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        if self.num_images < 2:
+            raise ConfigError(f"data.num_images={self.num_images} must be at least 2; raise it.")
+        _check_sizes(self.validation_fraction, self.image_size)
+
+
+class ImageSet(Protocol):
+    """Labelled images, by number."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Images, uint8 `[B, H, W, C]`, and labels, integers `[B]`, of some numbers `[B]`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Images:
+    """Two sets of images and what they are.
+
+    Args:
+        train: for training.
+        validation: for validation; no image is in both.
+        shape: height, width and channels of an image.
+        description: one sentence for people.
+    """
+
+    train: ImageSet
+    validation: ImageSet
+    shape: tuple[int, int, int]
+    description: str
+
+
+def load_images(source: ImageSource | SyntheticImages, channels: int, num_classes: int) -> Images:
+    """Reads or makes images.
+
+    Args:
+        source: where they come from.
+        channels: numbers per pixel that they must have.
+        num_classes: labels are below it.
+
+    Returns:
+        Both sides, neither of them empty.
+
+    Raises:
+        ConfigError: a value is out of range, a pattern matches no file, a file is not what it
+            should be, or a side is empty.
+    """
+    source.validate()
+    shape = (source.image_size, source.image_size, channels)
+    if isinstance(source, SyntheticImages):
+        return _made_up(source, shape, num_classes)
+    whole = _read(source.files, shape, num_classes)
+    if source.validation_files:
+        held = _read(source.validation_files, shape, num_classes)
+        _check_disjoint(source)
+    else:
+        is_held = _drawn(len(whole), source.validation_fraction)
+        whole, held = whole.part(~is_held), whole.part(is_held)
+    return Images(whole, held, shape, _describe(", ".join(source.files), whole, held, shape))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayImages:
+    """Images in memory.
+
+    Args:
+        images: uint8 `[N, H, W, C]`.
+        labels: integers `[N]`.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies some of them."""
+        return self.images[numbers], self.labels[numbers]
+
+    def part(self, chosen: np.ndarray) -> ArrayImages:
+        """Those that a mask `[N]` chooses."""
+        return ArrayImages(self.images[chosen], self.labels[chosen])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MadeImages:
+    """Images that are computed from their number.
+
+    Args:
+        numbers: which of all synthetic images these are, `[N]`.
+        shape: height, width and channels.
+        num_classes: C.
+    """
+
+    numbers: np.ndarray
+    shape: tuple[int, int, int]
+    num_classes: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Makes some of them."""
+        pairs = [self._draw(number) for number in self.numbers[numbers].tolist()]
+        images, labels = zip(*pairs, strict=True)
+        return np.stack(images), np.array(labels)
+
+    def _draw(self, number: int) -> tuple[np.ndarray, int]:
+        height, width, channels = self.shape
+        own = _random(1, number)
+        label = int(own.integers(self.num_classes))
+        coarse = _random(0, label).integers(0, 256, (PATTERN, PATTERN, channels), np.uint8)
+        rows, columns = (np.arange(size) * PATTERN // size for size in (height, width))
+        noise = own.integers(0, 256, self.shape, np.uint8)
+        mean = (coarse[rows][:, columns].astype(np.uint16) + noise) // 2
+        return mean.astype(np.uint8), label
+
+
+def _random(kind: int, number: int) -> np.random.Generator:
+    """Random numbers that depend on what they are for and on one number alone."""
+    return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
+
+
+def _made_up(source: SyntheticImages, shape: tuple[int, int, int], num_classes: int) -> Images:
+    numbers = np.arange(source.num_images)
+    is_held = _drawn(source.num_images, source.validation_fraction)
+    train, held = (MadeImages(numbers[side], shape, num_classes) for side in (~is_held, is_held))
+    return Images(train, held, shape, _describe("synthetic images", train, held, shape))
+
+
+def _drawn(count: int, fraction: float) -> np.ndarray:
+    """A mask of a share of `count` images."""
+    num_held = round(count * fraction)
+    if num_held in (0, count):
+        empty = "training" if num_held else "validation"
+        raise ConfigError(
+            f"data.validation_fraction={fraction} of {count} images leaves none for {empty}: give "
+            "more images, or change the fraction."
+        )
+    return _random(2, 0).permutation(count) < num_held
+
+
+def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int) -> ArrayImages:
+    parts = [_read_file(file.path, shape) for file in find_files(patterns)]
+    whole = ArrayImages(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    outside = (whole.labels < 0) | (whole.labels >= num_classes)
+    if outside.any():
+        raise ConfigError(
+            f"model.num_classes: got {num_classes}, but {', '.join(patterns)} has the label "
+            f"{whole.labels[outside][0]}; labels run from 0 to num_classes - 1."
+        )
+    return whole
+
+
+def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images, labels = arrays["images"], arrays["labels"]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{path} is not an .npz file with the arrays images and labels ({error}): write it "
+            "with np.savez(path, images=..., labels=...)."
+        ) from error
+    _check_arrays(path, images, labels, shape)
+    return images, labels
+
+
+def _check_arrays(
+    path: Path, images: np.ndarray, labels: np.ndarray, shape: tuple[int, int, int]
+) -> None:
+    if images.dtype != np.uint8 or images.shape[1:] != shape:
+        raise ConfigError(
+            f"{path} has images of {images.dtype} {images.shape}, which must be uint8 (N, "
+            f"{', '.join(map(str, shape))}): height and width are data.image_size, and the "
+            "channels are the model's. Change these, or convert the images."
+        )
+    if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
+        raise ConfigError(
+            f"{path} has labels of {labels.dtype} {labels.shape}, which must be integers "
+            f"({len(images)},), one for each image."
+        )
+
+
+def _check_disjoint(source: ImageSource) -> None:
+    sides = (source.files, source.validation_files)
+    train, held = ({_resolved(file) for file in find_files(patterns)} for patterns in sides)
+    if shared := train & held:
+        raise ConfigError(
+            f"{len(shared)} files are in data.files and in data.validation_files, for example "
+            f"{min(shared)}: validation must hold what training never sees; take them out of one."
+        )
+
+
+def _resolved(file: TextFile) -> Path:
+    return file.path.resolve()
+
+
+def _check_sizes(fraction: float, image_size: int) -> None:
+    if not 0.0 < fraction < 1.0:
+        raise ConfigError(
+            f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
+        )
+    if image_size < 1:
+        raise ConfigError(f"data.image_size={image_size} must be at least 1; set it so.")
+
+
+def _describe(
+    origin: str, train: ImageSet, validation: ImageSet, shape: tuple[int, int, int]
+) -> str:
+    size = " x ".join(map(str, shape))
+    return f"{origin}: {len(train)} for training, {len(validation)} for validation, of {size}"

@@ -1,0 +1,77 @@
+"""What the dataclasses of model sizes share: named presets, and checks of single values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
+
+_T = TypeVar("_T")
+
+
+def from_preset(
+    cls: type[_T], presets: Mapping[str, Mapping[str, Any]], name: str, changes: Mapping[str, Any]
+) -> _T:
+    """Makes a config of a named size, some of its fields changed.
+
+    Args:
+        cls: the dataclass.
+        presets: values of its fields, by name.
+        name: one of the names.
+        changes: fields to set after the preset.
+
+    Raises:
+        ConfigError: there is no such preset or no such field.
+    """
+    if name not in presets:
+        kind = cls.__name__.removesuffix("Config")
+        raise ConfigError(f"no {kind} preset {name!r}.{did_you_mean(name, presets)}")
+    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for change in changes:
+        if change not in fields:
+            hint = did_you_mean(change, fields)
+            raise ConfigError(f"{cls.__name__} has no field {change!r}.{hint}")
+    return cls(**{**presets[name], **changes})
+
+
+def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
+    """Raises `ConfigError` unless every one of some fields or properties is 1 or more."""
+    for field in fields:
+        if getattr(config, field) < 1:
+            raise ConfigError(f"{field}={getattr(config, field)} must be at least 1; set it so.")
+
+
+def check_above_zero(config: Any, fields: tuple[str, ...]) -> None:
+    """Raises `ConfigError` unless every one of some fields is above 0."""
+    for field in fields:
+        if getattr(config, field) <= 0:
+            raise ConfigError(f"{field}={getattr(config, field)} must be above 0; set it so.")
+
+
+def check_rate(config: Any, field: str) -> None:
+    """Raises `ConfigError` unless a field is a rate of dropout."""
+    rate = getattr(config, field)
+    if not 0.0 <= rate < 1.0:
+        raise ConfigError(f"{field}={rate} must lie in [0, 1); 0 turns it off.")
+
+
+def check_float(config: Any, field: str) -> None:
+    """Raises `DTypeError` unless a field is None or names a floating-point dtype."""
+    dtype = getattr(config, field)
+    if dtype is None:
+        return
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError as error:
+        raise DTypeError(
+            f"{field}={dtype!r} is not a dtype; write for example 'float32' or 'bfloat16'."
+        ) from error
+    if not jnp.issubdtype(known, jnp.floating):
+        raise DTypeError(
+            f"{field}={dtype!r} has no fractions: a model needs a floating-point dtype, "
+            "for example 'float32' or 'bfloat16'."
+        )

@@ -1,0 +1,193 @@
+"""A vision transformer in plain Flax NNX."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import Array
+
+from .attention import ATTENTION_FORMS
+from .images import pixels
+from .vit_config import ViTConfig
+
+
+class ViT(nnx.Module):
+    """An image as a sequence of patches through pre-norm blocks; the mean of all is classified.
+
+    `logits = head(mean(norm(blocks(patches(image) + positions))))`, attention going both ways.
+    Patches are cut by a reshape, so that all products are matrix products.
+
+    Args:
+        config: the shape; checked here.
+        rngs: source of the initial weights (`params`) and of dropout.
+
+    Raises:
+        ConfigError: the sizes do not fit each other.
+        DTypeError: a dtype of the config is not floating-point.
+
+    Example:
+        >>> model = ViT(ViTConfig.preset("tiny"), rngs=nnx.Rngs(0))
+        >>> model(jnp.zeros((2, 16, 16, 3), jnp.uint8)).shape
+        (2, 10)
+
+    Source: Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        config.validate()
+        self.config = config
+        inputs = config.patch_size**2 * config.channels
+        self.patch_embedding = _linear(config, inputs, config.width, rngs)
+        draw = nnx.initializers.normal(0.02)
+        shape = (config.num_patches, config.width)
+        self.positions = nnx.Param(draw(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+        self.blocks = nnx.List(ViTBlock(config, rngs=rngs) for _ in range(config.num_layers))
+        self.final_norm = _norm(config, rngs)
+        self.head = _linear(config, config.width, config.num_classes, rngs)
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, images: Array) -> Array:
+        """Classifies images.
+
+        Args:
+            images: `[B, image_size, image_size, channels]`, bytes or floats around zero.
+
+        Returns:
+            Logits `[B, num_classes]`, float32.
+
+        Raises:
+            ConfigError: the images have another size.
+        """
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        x = jnp.mean(self.final_norm(x), axis=1)
+        return self.head(x).astype(jnp.float32)
+
+    def embed(self, images: Array) -> Array:
+        """Turns images `[B, H, W, C]` into the residual stream `[B, num_patches, width]`."""
+        config = self.config
+        want = (config.image_size, config.image_size, config.channels)
+        if images.shape[1:] != want:
+            raise ConfigError(
+                f"images of {images.shape[1:]} (height, width, channels) for a model of {want}: "
+                "change image_size and channels, or the images."
+            )
+        kernel = self.patch_embedding.kernel[...]
+        patches = cut_patches(pixels(images, config.dtype or kernel.dtype), config.patch_size)
+        x = self.patch_embedding(patches)
+        return self.dropout(x + self.positions[...].astype(x.dtype))
+
+
+class ViTBlock(nnx.Module):
+    """One pre-norm layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights and of dropout.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config, rngs)
+        self.attention = ViTAttention(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = ViTMLP(config, rngs=rngs)
+        self.dropout = _dropout(config, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class ViTAttention(nnx.Module):
+    """Self-attention in which every position sees all, with `q`, `k`, `v` and `out` and biases.
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights.
+    """
+
+    causal = False
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.q, self.k, self.v, self.out = (
+            _linear(config, config.width, config.width, rngs) for _ in range(4)
+        )
+        self.head_dim = config.width // config.num_heads
+        self.form = config.attention
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[B, T, D]` to `[B, T, D]`."""
+        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        return self.out(self.attend(query, key, value).reshape(*x.shape[:2], -1))
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        """Mixes values by queries and keys, in the form of the config."""
+        return ATTENTION_FORMS[self.form](query, key, value, self.causal)
+
+    def _heads(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+
+class ViTMLP(nnx.Module):
+    """The feed-forward `down(gelu(up(x)))`.
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.up = _linear(config, config.width, config.hidden_size, rngs)
+        self.down = _linear(config, config.hidden_size, config.width, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., D]` to `[..., D]`."""
+        return self.down(nnx.gelu(self.up(x)))
+
+
+def cut_patches(images: Array, size: int) -> Array:
+    """Cuts images into square patches, row by row.
+
+    Args:
+        images: `[B, H, W, C]`, H and W multiples of the size.
+        size: height and width of a patch, P.
+
+    Returns:
+        `[B, H/P * W/P, P * P * C]`.
+
+    Example:
+        >>> cut_patches(jnp.arange(16).reshape(1, 4, 4, 1), 2)[0, 1].tolist()
+        [2, 3, 6, 7]
+    """
+    batch, height, width, channels = images.shape
+    grid = images.reshape(batch, height // size, size, width // size, size, channels)
+    return grid.swapaxes(2, 3).reshape(batch, -1, size * size * channels)
+
+
+def _linear(config: ViTConfig, num_inputs: int, num_outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(
+        num_inputs,
+        num_outputs,
+        dtype=config.dtype and jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        kernel_init=nnx.initializers.xavier_uniform(),
+        rngs=rngs,
+    )
+
+
+def _norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=config.norm_eps,
+        dtype=config.dtype and jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
