@@ -8,12 +8,10 @@ import os
 from collections.abc import Callable, Sequence
 
 import optax
-from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.data import Text, TextLoader, load_text
+from axon_dist.data import Loader
 from axon_dist.mesh import Timeouts, World, self_test
-from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.train import (
     LoopOptions,
     MetricWriter,
@@ -24,6 +22,7 @@ from axon_dist.train import (
     build_train_step,
 )
 
+from .models import make_model
 from .schema import RunConfig
 from .strategies import build_strategy
 
@@ -47,11 +46,6 @@ def build_world(config: RunConfig) -> World:
     return world
 
 
-def make_model(config: TransformerConfig, seed: int) -> Transformer:
-    """Makes the model; a factory of it gives arrays that are born where they live."""
-    return Transformer(config, rngs=nnx.Rngs(seed))
-
-
 def build_step(
     config: RunConfig, world: World, optimizer: optax.GradientTransformation | None = None
 ) -> TrainStep:
@@ -72,7 +66,7 @@ def build_step(
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps),
-        next_token_loss,
+        config.kind.task.loss_fn,
         build_strategy(config.parallel, factory, world),
         world,
         accumulate=config.train.accumulate,
@@ -80,6 +74,7 @@ def build_step(
         precision=config.precision,
         remat=config.remat,
         scaler=config.loss_scale,
+        nonfinite=config.train.nonfinite,
     )
     _check_batch(config, step)
     return step
@@ -87,8 +82,8 @@ def build_step(
 
 def build_loader(
     config: RunConfig, world: World, batch_axes: Sequence[str] | None = None
-) -> TextLoader:
-    """Reads the text and makes the batches of this process.
+) -> Loader:
+    """Reads the data and makes the batches of this process.
 
     Args:
         config: the run.
@@ -96,15 +91,13 @@ def build_loader(
         batch_axes: the mesh axes that split the batch; None stands for all.
 
     Raises:
-        ConfigError: when a file is missing, or the text is too short or has too many tokens.
+        ConfigError: when the data is missing, damaged, too little, or not what the model can take.
     """
     axes = world.mesh.axis_names if batch_axes is None else batch_axes
     process, num_processes = world.share_of_batch(axes)
-    text = load_text(config.data)
-    _check_vocabulary(config, text)
-    return TextLoader(
-        text,
-        length=config.data.sequence_length,
+    return config.kind.task.load(
+        config.model,
+        config.data,
         global_batch=config.train.global_batch,
         seed=config.seed,
         process=process,
@@ -127,23 +120,30 @@ class Run:
     config: RunConfig
     world: World
     step: TrainStep
-    loader: TextLoader
+    loader: Loader
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens that a global batch predicts."""
-        return self.config.train.global_batch * self.config.data.sequence_length
+    def item(self) -> str:
+        """What throughput counts, such as tokens."""
+        return self.config.kind.task.item
+
+    @property
+    def items_per_step(self) -> int:
+        """How many items a global batch has."""
+        config = self.config
+        return config.train.global_batch * config.kind.task.items_per_sample(config.data)
 
     @property
     def unit(self) -> str:
         """What the loss is measured in."""
-        return "nats/byte" if self.config.data.tokenizer is None else "nats/token"
+        return self.config.kind.task.unit(self.config.data)
 
     def trainer(
         self,
         progress: Progress,
         writers: Sequence[MetricWriter],
         save: Callable[[TrainState, int, float | None], None],
+        go_back: Callable[[], TrainState | None] | None = None,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -151,6 +151,7 @@ class Run:
             progress: shows the run.
             writers: take its metrics.
             save: takes its state now and then, as that of a `Trainer`.
+            go_back: returns the newest state saved, as that of a `Trainer`.
         """
         train = self.config.train
         return Trainer(
@@ -161,14 +162,24 @@ class Run:
                 log_every=train.log_every,
                 eval_every=train.eval_every,
                 save_every=self.config.checkpoint.every,
-                tokens_per_step=self.tokens_per_step,
+                items_per_step=self.items_per_step,
+                item=self.item,
                 peak_flops=train.peak_flops,
+                max_rollbacks=train.max_rollbacks,
             ),
             validation=lambda: self.loader.validation_batches(train.eval_batches),
             writers=writers,
             progress=progress,
             save=save,
+            give_back=self.give_back,
+            go_back=go_back,
         )
+
+    def give_back(self, num_batches: int) -> None:
+        """Moves the loader back by some batches, which it will hand out again."""
+        state = self.loader.state()
+        samples = num_batches * self.config.train.global_batch
+        self.loader.restore({**state, "samples_seen": state["samples_seen"] - samples})
 
 
 def build_run(config: RunConfig) -> Run:
@@ -196,12 +207,4 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
             f"train.global_batch: got {batch} samples, which do not divide over mesh "
             f"{step.world.spec} and train.accumulate={config.train.accumulate} microbatches; "
             f"make it a multiple of {divisor}, such as {-(-batch // divisor) * divisor}"
-        )
-
-
-def _check_vocabulary(config: RunConfig, text: Text) -> None:
-    if text.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: got {config.model.vocab_size}, but the data has tokens up to "
-            f"{text.vocab_size - 1}; set it to at least {text.vocab_size}"
         )

@@ -24,8 +24,8 @@ def opening_lines(run: Run) -> list[str]:
         *table,
         f"{run.config.name}: {parameters} parameters, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
-        f"text: {run.loader.text.description}",
-        f"{train.steps} steps of {train.global_batch} x {run.config.data.sequence_length} tokens",
+        f"data: {run.loader.description}",
+        f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
     ]
 
 
@@ -41,9 +41,12 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "validation_loss": validation[-1] if validation else None,
         "best_validation_loss": min(validation, default=None),
         "unit": run.unit,
-        "tokens_per_second": result.tokens_per_second,
+        "item": run.item,
+        "items_per_second": result.items_per_second,
         "compile_seconds": result.compile_seconds,
         "train_seconds": result.train_seconds,
+        "skipped_steps": result.skipped_steps,
+        "rollbacks": result.rollbacks,
         "parameters": num_params(run.step.parts.params),
         "state_bytes_per_device": result.device_bytes,
         "strategy": run.step.strategy.name,
@@ -58,12 +61,12 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
         summary: from `summarize`.
         total_seconds: from the start of the program to its end.
     """
-    unit, speed = summary["unit"], summary["tokens_per_second"]
+    unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
     rows = {
         "ended": f"{summary['ended']} after {summary['steps']} steps",
         "training loss": _loss(summary["train_loss"], unit),
         "validation loss": _loss(summary["validation_loss"], unit),
-        "speed": "unknown" if speed is None else f"{si(speed)} tokens/s",
+        "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
         "time": f"{clock_time(total_seconds)}, of it {clock_time(summary['train_seconds'])} in "
         f"training steps and {clock_time(summary['compile_seconds'])} compiling",
         "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",

@@ -64,6 +64,18 @@ def save_state(
     checkpoints.save(number, form.of(state), meta=meta, score=loss)
 
 
+def newest_state(form: PortableForm, checkpoints: CheckpointManager) -> TrainState | None:
+    """The newest good state that a run has saved, or None before the first.
+
+    Args:
+        form: in which its states are kept.
+        checkpoints: its checkpoints.
+    """
+    checkpoints.wait()
+    found = checkpoints.restore_newest(form.target)
+    return None if found is None else form.take_up(found.state)
+
+
 def find_start(
     run: Run,
     form: PortableForm,

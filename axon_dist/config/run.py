@@ -11,13 +11,14 @@ from typing import Any
 
 from rich.console import Console
 
-from axon_dist.checkpoint import on_main
-from axon_dist.core.errors import CheckpointError
+from axon_dist.checkpoint import CheckpointManager, on_main
+from axon_dist.core.errors import CheckpointError, NonfiniteError
 from axon_dist.train import (
     FINISHED,
     JsonlWriter,
     MetricWriter,
     PortableForm,
+    Trainer,
     TrainResult,
     TrainState,
     bytes_per_device,
@@ -29,7 +30,7 @@ from axon_dist.train import (
 from .build import Run, build_run
 from .directory import RunDirectory, create_directory
 from .report import opening_lines, summarize, summary_table
-from .resume import find_start, open_checkpoints, save_state
+from .resume import find_start, newest_state, open_checkpoints, save_state
 from .schema import RunConfig
 
 
@@ -68,6 +69,7 @@ def train(
 
     Raises:
         AxonDistError: before anything is compiled, for whatever the config cannot mean.
+        NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
         CheckpointError: when there is nothing good to resume, or, after everything else is
             written, when the last state could not be saved.
     """
@@ -91,7 +93,8 @@ def train(
         writers = _open_writers(config, directory, stack) if is_main else []
         checkpoints = stack.enter_context(open_checkpoints(run, directory, progress.note))
         save = functools.partial(save_state, run, form, checkpoints)
-        result = run.trainer(progress, writers, save).fit(state)
+        go_back = functools.partial(newest_state, form, checkpoints)
+        result = _fit(run.trainer(progress, writers, save, go_back), state, checkpoints)
     summary = summarize(run, result)
     if is_main:
         directory.write_summary(summary)
@@ -100,6 +103,15 @@ def train(
     if checkpoints.failure is not None:
         raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
     return RunResult(result, directory, summary)
+
+
+def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:
+    try:
+        return trainer.fit(state)
+    except NonfiniteError:
+        # Every process stops at the same step, so that they can finish their last save together.
+        checkpoints.wait()
+        raise
 
 
 def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> RunResult:
@@ -112,7 +124,7 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
         validation_curve=(),
         compile_seconds=0.0,
         train_seconds=0.0,
-        tokens_per_second=None,
+        items_per_second=None,
         device_bytes=bytes_per_device(state),
     )
     summary = summarize(run, result)

@@ -9,20 +9,19 @@ from typing import Annotated, Any, TypeAlias
 
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
-from axon_dist.data import TextSource
 from axon_dist.mesh import MeshSpec
-from axon_dist.models import PRESETS, TransformerConfig
+from axon_dist.models import TransformerConfig
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.precision import GradScaler, MixedPrecision
+from axon_dist.train import Nonfinite
 
+from .data import DATA, TextData
 from .kinds import Count, Natural, OneOf, Parsed, Positive, Seed
 from .loggers import LOGGERS, Logger
+from .models import MODELS, ModelKind, kind_of
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .read import read, write
 from .strategies import read_strategies
-
-MODELS: MappingProxyType[str, type] = MappingProxyType({"transformer": TransformerConfig})
-"""The models that `axon train` can name, each by the dataclass of its sizes."""
 
 StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Options by strategy name."""
@@ -82,19 +81,6 @@ class DevicesConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig(TextSource):
-    """Which text a run reads, and in pieces of which length.
-
-    Args:
-        sequence_length: tokens that a sample predicts.
-        num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
-    """
-
-    sequence_length: Count = 128
-    num_ahead: Natural = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long a run trains, on how much at a time, and how often it says so.
 
@@ -104,10 +90,13 @@ class TrainConfig:
         accumulate: microbatches that one step adds up.
         clip_norm: largest global norm of the gradients; None leaves them as they are.
         eval_every: steps between validations; 0 validates only at the end.
-        eval_batches: global batches in one validation, spread over the validation text.
+        eval_batches: global batches in one validation, spread over the validation data.
         log_every: steps between written metrics, each their mean over those steps.
         peak_flops: what one device computes at best, in FLOP/s; sets what the utilization in the
             metrics is measured against, and there is none without it.
+        nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
+            that batch, or `rollback` to the newest checkpoint and go on with new batches.
+        max_rollbacks: how often a run goes back before it stops.
     """
 
     steps: Count = 1000
@@ -118,6 +107,8 @@ class TrainConfig:
     eval_batches: Count = 16
     log_every: Count = 10
     peak_flops: Positive | None = None
+    nonfinite: Nonfinite = Nonfinite.STOP
+    max_rollbacks: Count = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +150,7 @@ class RunConfig:
         mesh: axes and sizes, outer to inner; one size may be -1.
         devices: which devices the mesh is laid over.
         model: the sizes of the model, under the `kind` it is of.
-        data: the text.
+        data: what the model is trained on, under the `kind` it is of.
         optimizer: the optimizer under its `name`, with its options and learning rate.
         parallel: the strategies to compose, each with its options.
         precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
@@ -183,10 +174,15 @@ class RunConfig:
     run_dir: str | None = None
     mesh: Annotated[MeshSpec, Parsed(mesh_spec, lambda spec: spec.shape)] = MeshSpec(dp=-1)
     devices: DevicesConfig = DevicesConfig()
-    model: Annotated[Any, OneOf(MODELS, tag="kind", presets={"transformer": PRESETS})] = (
-        TransformerConfig()
-    )
-    data: DataConfig = DataConfig()
+    model: Annotated[
+        Any,
+        OneOf(
+            {name: kind.sizes for name, kind in MODELS.items()},
+            tag="kind",
+            presets={name: kind.presets for name, kind in MODELS.items()},
+        ),
+    ] = TransformerConfig()
+    data: Annotated[Any, OneOf(DATA, tag="kind")] = TextData()
     optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS)] = AdamW()
     parallel: Annotated[StrategyOptions, Parsed(strategy_options, _plain_options)] = (
         dataclasses.field(default_factory=lambda: strategy_options("ddp"))
@@ -197,6 +193,11 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[Annotated[Logger, OneOf(LOGGERS)], ...] = ()
+
+    @property
+    def kind(self) -> ModelKind:
+        """The kind that the model is of."""
+        return kind_of(self.model)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
@@ -215,17 +216,13 @@ class RunConfig:
         """Checks what concerns several sections at once.
 
         Raises:
-            ConfigError: when the name cannot be a folder, sequences are too long for the model, the
+            ConfigError: when the name cannot be a folder, the model cannot take the data, the
                 schedule does not fit the run, microbatches do not divide the batch, checkpoints
                 cannot be compared, or there is no such precision, strategy, or option of it.
         """
         if not self.name or "/" in self.name:
             raise ConfigError(f"name: got {self.name!r}, which must be usable as a folder's name")
-        if self.data.sequence_length > self.model.max_length:
-            raise ConfigError(
-                f"data.sequence_length: got {self.data.sequence_length}, which must not exceed "
-                f"model.max_length={self.model.max_length}; lower the one or raise the other"
-            )
+        self._check_task()
         if self.train.global_batch % self.train.accumulate:
             raise ConfigError(
                 f"train.accumulate: got {self.train.accumulate} microbatches, which must divide "
@@ -235,6 +232,25 @@ class RunConfig:
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
         read_strategies(self.parallel)
+
+    def _check_task(self) -> None:
+        task = self.kind.task
+        if not isinstance(self.data, task.data):
+            kind, given = (
+                next(name for name, row in table.items() if row is value)
+                for table, value in ((MODELS, self.kind), (DATA, type(self.data)))
+            )
+            fitting = " or ".join(name for name, row in DATA.items() if row in task.data)
+            raise ConfigError(
+                f"data.kind: got {given}, and the model is a {kind}, which needs {fitting}; change "
+                "data.kind or model.kind"
+            )
+        task.check(self.model, self.data)
+        if self.train.peak_flops is not None and task.item != "tokens":
+            raise ConfigError(
+                f"train.peak_flops: got {self.train.peak_flops}, but utilization counts 6 FLOPs "
+                f"per parameter and token, which {task.item} do not have; leave it out"
+            )
 
     def _check_best(self) -> None:
         eval_every, save_every = self.train.eval_every, self.checkpoint.every

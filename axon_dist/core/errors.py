@@ -46,6 +46,10 @@ class UnsupportedError(AxonDistError, ValueError):
     """The platform or the model cannot do what was asked for; nothing degrades silently."""
 
 
+class NonfiniteError(AxonDistError, ArithmeticError):
+    """A loss or a gradient is not finite, and the run was told to stop then."""
+
+
 class CheckpointError(AxonDistError, ValueError):
     """A checkpoint is unfinished, damaged, or belongs to another model."""
 

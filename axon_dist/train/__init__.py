@@ -24,6 +24,7 @@ from .metrics import JsonlWriter as JsonlWriter
 from .metrics import MetricWriter as MetricWriter
 from .metrics import TensorBoardWriter as TensorBoardWriter
 from .metrics import WandbWriter as WandbWriter
+from .nonfinite import Nonfinite as Nonfinite
 from .options import StepOptions as StepOptions
 from .plots import plot_losses as plot_losses
 from .portable import PortableForm as PortableForm

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import NoReturn
 
-from axon_dist.core.errors import ConfigError
+import jax
+
+from axon_dist.core.errors import ConfigError, NonfiniteError
 from axon_dist.core.tree import num_params
 from axon_dist.core.typing import Batch
+from axon_dist.precision import all_finite
 
+from .delay import delayed
 from .meters import bytes_per_device, model_flops_utilization
 from .metrics import MetricWriter
+from .nonfinite import FLAG, Loss, Nonfinite
 from .progress import Progress, SilentProgress
 from .record import Record
 from .state import TrainState
 from .step import TrainStep
 from .stop import StopConsensus, StopRequest, stop_on_signals
 
-_T = TypeVar("_T")
 _LAG = 2
 FINISHED = "finished"
 """The reason of a run that got to its last step."""
+NONFINITE = "nonfinite"
+"""The reason of a run that ends with an error."""
+_ADVICE = (
+    "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' goes past "
+    "such batches, 'rollback' back to a checkpoint"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,17 +47,22 @@ class LoopOptions:
         log_every: steps averaged into one record.
         eval_every: steps between validations; 0 validates only at the end.
         save_every: steps between saves; 0 saves only at the end.
-        tokens_per_step: tokens in a global batch; None leaves the throughput out.
+        items_per_step: items in a global batch; None leaves the throughput out.
+        item: what they are; utilization is that of tokens.
         peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it
             out.
+        max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
+            so; after that it stops.
     """
 
     num_steps: int
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
-    tokens_per_step: int | None = None
+    items_per_step: int | None = None
+    item: str = "tokens"
     peak_flops: float | None = None
+    max_rollbacks: int = 3
 
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
@@ -58,9 +72,12 @@ class LoopOptions:
                 f"eval_every={self.eval_every} and save_every={self.save_every}; the first two "
                 "must be at least 1, the others at least 0"
             )
-        if self.peak_flops is not None and self.tokens_per_step is None:
+        if self.max_rollbacks < 1:
+            raise ConfigError(f"max_rollbacks={self.max_rollbacks} must be at least 1; raise it")
+        if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
             raise ConfigError(
-                f"peak_flops={self.peak_flops} needs tokens_per_step to measure utilization; set it"
+                f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
+                f"utilization, and got {self.items_per_step} {self.item}; set it"
             )
 
 
@@ -76,8 +93,10 @@ class TrainResult:
         validation_curve: pairs of step and validation loss.
         compile_seconds: until the first step was done.
         train_seconds: of all later steps, validation not counted.
-        tokens_per_second: over the train seconds; None if unknown.
+        items_per_second: over the train seconds; None if unknown.
         device_bytes: of the train state, on the fullest device.
+        skipped_steps: steps whose batch changed nothing, because they were not finite.
+        rollbacks: how often the run went back to a checkpoint.
     """
 
     state: TrainState
@@ -87,8 +106,10 @@ class TrainResult:
     validation_curve: tuple[tuple[int, float], ...]
     compile_seconds: float
     train_seconds: float
-    tokens_per_second: float | None
+    items_per_second: float | None
     device_bytes: int
+    skipped_steps: int = 0
+    rollbacks: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -106,6 +127,10 @@ class Trainer:
 
     SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with everything kept.
 
+    A loss or gradient that is not finite does what the step was built for, its `nonfinite`. A step
+    built for nothing has changed its state by the time it is noticed: the run ends with an error,
+    and that state is not saved.
+
     Args:
         step: from `build_train_step`.
         batches: what the step takes; the run ends early if they do.
@@ -119,6 +144,10 @@ class Trainer:
             has taken, and its validation loss or None; must be done with the arrays when it
             returns. It gets the last state too, however the run ends but by an error. All that
             `batches` has handed out by then went into the state.
+        give_back: takes how many of the last batches went into no state after all; called before
+            the last state of a run that stops because a step was not finite is saved.
+        go_back: returns the newest good state that was saved, or None if there is none; has to be
+            there where the step's `nonfinite` is `"rollback"`.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -144,6 +173,8 @@ class Trainer:
     progress: Progress = SilentProgress()
     should_stop: Callable[[Mapping[str, float]], bool] | None = None
     save: Callable[[TrainState, int, float | None], None] | None = None
+    give_back: Callable[[int], None] | None = None
+    go_back: Callable[[], TrainState | None] | None = None
 
     def fit(self, state: TrainState | None = None) -> TrainResult:
         """Trains until the last step, the end of the data, or a reason to stop.
@@ -156,8 +187,11 @@ class Trainer:
 
         Raises:
             ConfigError: when the options are not possible, or there is no batch or no step left.
+            NonfiniteError: when a loss or gradient is not finite, and the step was not built to
+                skip it or go back.
         """
         self.options.validate()
+        self._check_policy()
         with self.progress, stop_on_signals(self._tell_signal) as request:
             with self.progress.phase("initializing"):
                 state = self.step.init() if state is None else state
@@ -176,8 +210,10 @@ class Trainer:
             validation_curve=tuple(record.validation_curve),
             compile_seconds=compile_seconds,
             train_seconds=record.train_seconds,
-            tokens_per_second=record.tokens_per_second,
+            items_per_second=record.items_per_second,
             device_bytes=record.device_bytes,
+            skipped_steps=record.skipped_steps,
+            rollbacks=record.rollbacks,
         )
 
     def _record(self, state: TrainState) -> Record:
@@ -196,9 +232,23 @@ class Trainer:
             self.writers,
             self.progress,
             bytes_per_device(state),
-            options.tokens_per_step,
+            options.items_per_step,
             utilization,
+            item=options.item,
+            skips=self._policy is Nonfinite.SKIP,
         )
+
+    @property
+    def _policy(self) -> Nonfinite | None:
+        return self.step.options.nonfinite
+
+    def _check_policy(self) -> None:
+        if self._policy is Nonfinite.ROLLBACK and self.go_back is None:
+            raise ConfigError(
+                "the step was built with nonfinite='rollback' and the trainer has no go_back; give "
+                "it a function that returns the newest state saved, or build the step to stop or "
+                "skip"
+            )
 
     def _check_steps_left(self, record: Record) -> None:
         if record.step >= self.options.num_steps:
@@ -207,33 +257,72 @@ class Trainer:
                 f"{self.options.num_steps}; raise the number of steps"
             )
 
-    def _first_step(self, state: TrainState, record: Record) -> tuple[TrainState, Iterator[Batch]]:
+    def _first_step(
+        self, state: TrainState, record: Record
+    ) -> tuple[TrainState, Iterator[Batch], dict]:
         batches = iter(self.batches)
         first = next(batches, None)
         if first is None:
             raise ConfigError("there is no batch to train on; give the trainer at least one")
         with self.progress.phase("compiling the train step"):
             state, metrics = self.step(state, first)
-            record.add(record.step + 1, metrics)
+            record.add(metrics)
             record.settle()
         record.start_clock()
-        return state, batches
+        return state, batches, metrics
 
     def _steps(
-        self, state: TrainState, batches: Iterator[Batch], record: Record, request: StopRequest
+        self,
+        state: TrainState,
+        batches: Iterator[Batch],
+        metrics: dict,
+        record: Record,
+        request: StopRequest,
     ) -> tuple[TrainState, str]:
         consensus = StopConsensus(self.step.world)
-        for number in range(record.step + 1, self.options.num_steps + 1):
-            self._pause_after(number - 1, state, record)
+        while True:
+            if self._is_pause(record.taken):
+                # What is validated, saved or the result must be known to be finite.
+                record.settle()
+            if record.lost is not None:
+                earlier = self._go_back(record)
+                if earlier is None:
+                    return state, NONFINITE
+                state, metrics = earlier, {}
+            elif record.taken == self.options.num_steps:
+                return state, FINISHED
+            else:
+                self._pause_after(record.taken, state, record)
             if consensus(self._wants_stop(record, request)):
                 return state, request.reason or "another process"
             batch = next(batches, None)
             if batch is None:
                 return state, "out of data"
-            state, metrics = self.step(state, batch)
-            record.add(number, metrics)
+            state, metrics = self.step(state, batch, metrics.get(FLAG))
+            record.add(metrics)
             record.settle(keep=_LAG)
-        return state, FINISHED
+
+    def _is_pause(self, number: int) -> bool:
+        options = self.options
+        rhythms = (options.eval_every, options.save_every, options.num_steps)
+        return any(_is_multiple(number, every) for every in rhythms)
+
+    def _go_back(self, record: Record) -> TrainState | None:
+        """The state to go on from after a step that was not finite; None where the run stops."""
+        limit = self.options.max_rollbacks
+        if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
+            return None
+        assert self.go_back is not None
+        state = self.go_back()
+        if state is None:
+            return None
+        lost, number = record.lost, int(state.step)
+        record.go_back(number)
+        self.progress.note(
+            f"{lost}: went back to step {number}, and on with the batches after that one "
+            f"(rollback {record.rollbacks} of {limit})"
+        )
+        return state
 
     def _wants_stop(self, record: Record, request: StopRequest) -> bool:
         if self.should_stop is not None and record.latest and self.should_stop(record.latest):
@@ -249,6 +338,10 @@ class Trainer:
 
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
+            if self._policy is None and not bool(jax.jit(all_finite)(state.params)):
+                raise NonfiniteError(
+                    f"the parameters after step {number} are not finite. {_ADVICE}"
+                )
             losses = dict(record.validation_curve[-1:])
             self.save(state, number, losses.get(number))
 
@@ -267,10 +360,25 @@ class Trainer:
     def _finish(self, state: TrainState, record: Record, reason: str) -> None:
         record.stop_clock()
         record.close_window()
+        if record.lost is not None:
+            self._stop_before(record.lost, state, record)
         if reason == FINISHED and self.validation is not None:
             self._validate(state, record)
         if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
             self._save(record.step, state, record)
+
+    def _stop_before(self, lost: Loss, state: TrainState, record: Record) -> NoReturn:
+        """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
+        kept = ""
+        if self._policy is not None:
+            kept = f"; the state is that of step {record.step}"
+            if self.give_back is not None:
+                self.give_back(record.taken - record.step)
+            is_saved = record.step == record.first_step
+            if not is_saved and not _is_multiple(record.step, self.options.save_every):
+                self._save(record.step, state, record)
+        gone_back = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
+        raise NonfiniteError(f"{lost}{gone_back}{kept}. {_ADVICE}")
 
     def _tell_signal(self, name: str) -> None:
         self.progress.note(f"{name}: stopping after this step (once more aborts)")
@@ -279,22 +387,3 @@ class Trainer:
 def _is_multiple(number: int, every: int) -> bool:
     """Whether it is time again; never where `every` is 0."""
     return every > 0 and number % every == 0
-
-
-def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
-    """Yields the items in order, each only after `lag` more have been made.
-
-    Args:
-        items: what to yield; arrays that are still being computed, for instance.
-        lag: how many to make ahead.
-
-    Example:
-        >>> list(delayed([1, 2, 3], lag=2))
-        [1, 2, 3]
-    """
-    waiting: collections.deque[_T] = collections.deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > lag:
-            yield waiting.popleft()
-    yield from waiting

@@ -9,6 +9,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..nn import ActivationCheckpointing
 from ..parallel import Reduction, Strategy, compose
 from ..precision import GradScaler, MixedPrecision
+from .nonfinite import Nonfinite
 
 METRICS = ("loss", "grad_norm", "param_norm")
 
@@ -22,12 +23,14 @@ class StepOptions:
         clip_norm: the largest global gradient norm; longer gradients are scaled down to it.
         metrics: which numbers a step reports, among `loss`, `grad_norm`, `param_norm`.
         scaler: the loss scale, or None without one.
+        nonfinite: what to do after a loss or gradient that is not finite; None does not look.
     """
 
     accumulate: int = 1
     clip_norm: float | None = None
     metrics: tuple[str, ...] = ("loss",)
     scaler: GradScaler | None = None
+    nonfinite: Nonfinite | None = None
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every option has a possible value."""

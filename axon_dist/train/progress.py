@@ -18,7 +18,8 @@ class Status:
         num_steps: steps to take.
         loss: mean training loss of the last steps.
         validation_loss: the last one measured.
-        tokens_per_second: through all devices, over the last steps.
+        items_per_second: through all devices, over the last steps.
+        item: what they are.
         step_seconds: the mean of the last steps.
         seconds_left: until the last step, as fast as so far.
         device_bytes: of the train state, on the fullest device.
@@ -28,7 +29,8 @@ class Status:
     num_steps: int
     loss: float | None = None
     validation_loss: float | None = None
-    tokens_per_second: float | None = None
+    items_per_second: float | None = None
+    item: str = "tokens"
     step_seconds: float | None = None
     seconds_left: float | None = None
     device_bytes: int | None = None
@@ -145,7 +147,7 @@ def status_line(status: Status) -> str:
     """The status in one line.
 
     Example:
-        >>> status_line(Status(step=3, num_steps=9, loss=2.5, tokens_per_second=12_345.0))
+        >>> status_line(Status(step=3, num_steps=9, loss=2.5, items_per_second=12_345.0))
         'step 3/9  loss 2.500  12.3k tokens/s'
     """
     return "  ".join([f"step {status.step}/{status.num_steps}", *status_parts(status)])
@@ -156,7 +158,7 @@ def status_parts(status: Status) -> list[str]:
     known = {
         "loss {:.3f}": status.loss,
         "validation {:.3f}": status.validation_loss,
-        "{} tokens/s": _maybe(si, status.tokens_per_second),
+        f"{{}} {status.item}/s": _maybe(si, status.items_per_second),
         "{}/step": _maybe(duration, status.step_seconds),
         "{}/device": _maybe(byte_size, status.device_bytes),
         "{} left": _maybe(clock_time, status.seconds_left),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import jax
 from axon_dist.core.typing import Array
 
 from .metrics import MetricWriter
+from .nonfinite import FLAG, Loss, is_lost
 from .progress import Progress, Status
 
 _RECENT_STEPS = 50
@@ -31,8 +31,11 @@ class Record:
         writers: take the records.
         progress: takes a status after every fetched step.
         device_bytes: bytes of the train state per device, to be shown.
-        tokens_per_step: tokens in a global batch; None leaves the throughput out.
-        utilization: from tokens per second to the share of the hardware's peak, if that is known.
+        items_per_step: items in a global batch; None leaves the throughput out.
+        utilization: from items per second to the share of the hardware's peak, if that is known.
+        item: what the items are.
+        skips: whether steps that were not finite are counted and left out; else the first of them
+            is `lost`, and nothing after it is taken.
     """
 
     def __init__(
@@ -43,12 +46,18 @@ class Record:
         writers: Sequence[MetricWriter],
         progress: Progress,
         device_bytes: int,
-        tokens_per_step: int | None = None,
+        items_per_step: int | None = None,
         utilization: Callable[[float], float] | None = None,
+        item: str = "tokens",
+        skips: bool = False,
     ):
-        self.step, self.num_steps, self.log_every = first_step, num_steps, log_every
+        self.lost: Loss | None = None
+        self.skips, self.skipped_steps = skips, 0
+        self._skipped: list[Loss] = []
+        self.first_step = self.taken = self.step = first_step
+        self.num_steps, self.log_every, self.rollbacks = num_steps, log_every, 0
         self.writers, self.progress, self.device_bytes = writers, progress, device_bytes
-        self.tokens_per_step, self.utilization = tokens_per_step, utilization
+        self.items_per_step, self.item, self.utilization = items_per_step, item, utilization
         self.train_curve: list[tuple[int, float]] = []
         self.validation_curve: list[tuple[int, float]] = []
         self.latest: dict[str, float] = {}
@@ -59,11 +68,15 @@ class Record:
         self._mark: float | None = None
 
     @property
-    def tokens_per_second(self) -> float | None:
+    def items_per_second(self) -> float | None:
         """Throughput over the whole run while the clock ran."""
-        if self.tokens_per_step is None or not self.train_seconds:
+        if self.items_per_step is None or not self.train_seconds:
             return None
-        return self.tokens_per_step * self.timed_steps / self.train_seconds
+        return self.items_per_step * self.timed_steps / self.train_seconds
+
+    @property
+    def _rate(self) -> str:
+        return f"time/{self.item}_per_second"
 
     def start_clock(self) -> None:
         """From now on time is training time."""
@@ -74,9 +87,10 @@ class Record:
         self.settle()
         self._mark = None
 
-    def add(self, step: int, metrics: Mapping[str, Array]) -> None:
-        """Takes the metrics of a step, which may still be running."""
-        self._pending.append((step, metrics))
+    def add(self, metrics: Mapping[str, Array]) -> None:
+        """Takes the metrics of the next step, which may still be running."""
+        self.taken += 1
+        self._pending.append((self.taken, metrics))
 
     def settle(self, keep: int = 0) -> None:
         """Fetches all but the newest metrics; waits for the steps they come from.
@@ -95,19 +109,37 @@ class Record:
         self._write({"validation/loss": loss})
         self._show()
 
+    def go_back(self, step: int) -> None:
+        """Forgets what came after a step, because the run goes on from there."""
+        self._pending.clear()
+        self._window.clear()
+        self.first_step = self.taken = self.step = step
+        self.lost, self.rollbacks = None, self.rollbacks + 1
+        self.train_curve = [point for point in self.train_curve if point[0] <= step]
+        self.validation_curve = [point for point in self.validation_curve if point[0] <= step]
+        self.start_clock()
+
     def close_window(self) -> None:
         """Writes the mean over the steps since the last record, if there are any."""
+        skipped = {"train/skipped_steps": float(self.skipped_steps)} if self.skips else {}
+        tells = self._tell_skipped()
         if not self._window:
+            self._write(skipped if tells else {})
             return
         names = self._window[0]
         means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
         self._window.clear()
-        self._warn_of(means["loss"])
         self.train_curve.append((self.step, means["loss"]))
-        self.latest = {f"train/{name}": value for name, value in means.items()} | self._speed()
+        losses = {f"train/{name}": value for name, value in means.items()}
+        self.latest = losses | skipped | self._speed()
         self._write(self.latest)
 
     def _take(self, step: int, values: dict[str, float]) -> None:
+        lost = is_lost(values)
+        if self.lost is None and lost and not self.skips:
+            self.lost = Loss(step, values["loss"])
+        if self.lost is not None:
+            return
         if self._mark is not None:
             now = time.perf_counter()
             self._recent.append(now - self._mark)
@@ -115,7 +147,11 @@ class Record:
             self.timed_steps += 1
             self._mark = now
         self.step = step
-        self._window.append(values)
+        if lost:
+            self.skipped_steps += 1
+            self._skipped.append(Loss(step, values["loss"]))
+        else:
+            self._window.append({name: values[name] for name in values if name != FLAG})
         if step % self.log_every == 0 or step == self.num_steps:
             self.close_window()
         self._show()
@@ -125,24 +161,23 @@ class Record:
             return {}
         seconds = statistics.fmean(self._recent)
         speed = {"time/step_seconds": seconds}
-        if self.tokens_per_step is not None:
-            speed["time/tokens_per_second"] = self.tokens_per_step / seconds
+        if self.items_per_step is not None:
+            rate = speed[self._rate] = self.items_per_step / seconds
             if self.utilization is not None:
-                used = self.utilization(speed["time/tokens_per_second"])
-                speed["time/model_flops_utilization"] = used
+                speed["time/model_flops_utilization"] = self.utilization(rate)
         return speed
 
     def _write(self, metrics: Mapping[str, float]) -> None:
-        for writer in self.writers:
+        for writer in self.writers if metrics else ():
             writer.write(self.step, metrics)
 
-    def _warn_of(self, loss: float) -> None:
-        before = self.train_curve[-1][1] if self.train_curve else 0.0
-        if math.isfinite(before) and not math.isfinite(loss):
-            self.progress.note(
-                f"the training loss became {loss} by step {self.step}: lower the learning rate, or "
-                "clip the gradients"
-            )
+    def _tell_skipped(self) -> bool:
+        """Notes the steps skipped since the last record; whether there were any."""
+        skipped, self._skipped = self._skipped, []
+        if skipped:
+            count = f"{len(skipped)} steps skipped, {self.skipped_steps} so far"
+            self.progress.note(f"{count}; {skipped[0]}")
+        return bool(skipped)
 
     def _show(self) -> None:
         self.progress.update(self.status())
@@ -158,7 +193,8 @@ class Record:
             num_steps=self.num_steps,
             loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
             validation_loss=self.validation_curve[-1][1] if self.validation_curve else None,
-            tokens_per_second=speed.get("time/tokens_per_second"),
+            items_per_second=speed.get(self._rate),
+            item=self.item,
             step_seconds=seconds,
             seconds_left=seconds * left if seconds and left else None,
             device_bytes=self.device_bytes,

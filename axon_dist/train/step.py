@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -28,15 +27,17 @@ from ..parallel import (
     overlay,
 )
 from ..precision import GradScaler, MixedPrecision
-from ..sharding import FromMetadata, annotations_of, optimizer_shardings, shardings
+from ..sharding import FromMetadata, annotations_of, shardings
 from .batch import BatchLayout, Placed
 from .claims import claims_of
-from .global_view import evaluation, global_gradients
-from .local_view import buffer_partition, local_gradients, mean_buffers, stack_buffers
+from .global_view import evaluation
+from .gradients import gradient_function
+from .local_view import mean_buffers, stack_buffers
 from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .options import StepOptions, resolve
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
-from .pipeline_view import microbatches_of, pipeline_gradients
+from .pipeline_view import microbatches_of
+from .placement import state_shardings
 from .rowwise import check_rowwise
 from .state import TrainState
 from .storage import storage_of
@@ -162,7 +163,9 @@ class TrainStep:
             world.num_batch_shares(strategy.batch_axes),
         )
         self.abstract_state = self._abstract_state()
-        self.state_shardings = self._shardings()
+        self.state_shardings = state_shardings(
+            self.abstract_state, parts, strategy, self.storage, world.mesh
+        )
         self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
         whole = NamedSharding(world.mesh, PartitionSpec())
@@ -341,44 +344,19 @@ class TrainStep:
             scaler=None if self.options.scaler is None else self.options.scaler.init(),
         )
 
-    def _shardings(self) -> Any:
-        mesh, state = self.world.mesh, self.abstract_state
-        place = functools.partial(NamedSharding, mesh)
-        specs = buffer_partition(self.parts.buffers, self.reduction, self.strategy.batch_axes)
-        offload, stored = self.strategy.offload, self.storage.strategy
-        whole: Any = place(PartitionSpec())
-        return TrainState(
-            step=whole,
-            params=shardings(stored.params, state.params, mesh, offload.params),
-            opt_state=optimizer_shardings(
-                stored.opt_state, state.params, state.opt_state, mesh, offload.opt_state
-            ),
-            buffers=jax.tree.map(place, specs),
-            scaler=jax.tree.map(lambda _: whole, state.scaler),
-        )
-
     def _gradients(self, state: TrainState, batch: Batch) -> Any:
         """Mean gradients, metrics and new buffers, whichever view the strategy needs."""
-        scaler, run = self.options.scaler, self._gradient_function()
+        scaler, mesh = self.options.scaler, self.world.mesh
+        run = gradient_function(
+            self.parts, self.loss_fn, self.strategy, mesh, self.storage, self.options.accumulate
+        )
         scale = None if scaler is None else state.scaler.scale
         grads, metrics, buffers = run(state.params, state.buffers, batch, scale)
         grads = grads if scaler is None else scaler.unscale(grads, state.scaler)
         return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics, buffers
 
-    def _gradient_function(self) -> Any:
-        count, mesh = self.options.accumulate, self.world.mesh
-        if self.strategy.pipeline is not None:
-            return pipeline_gradients(self.parts, self.loss_fn, self.strategy, mesh, self.storage)
-        precision = self.strategy.precision
-        compute = self.parts.dtype if precision is None else precision.compute
-        # Without batch axes no rank has gradients of its own to hold back.
-        has_ranks = bool(self.strategy.batch_axes)
-        is_local = has_ranks and self.reduction.is_local(count, compute)
-        build = local_gradients if is_local else global_gradients
-        return build(self.parts, self.loss_fn, self.strategy, mesh, count)
-
     def _take_step(
-        self, state: TrainState, placed: Placed, held: Array | None
+        self, state: TrainState, placed: Placed, held: Array | None = None
     ) -> tuple[TrainState, dict]:
         state = self._on_device(state)
         grads, metrics, buffers = self._gradients(state, placed.arrays)

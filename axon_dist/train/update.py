@@ -1,6 +1,8 @@
-"""Between gradients and the next state: clipping, and skipping what overflowed."""
+"""Between gradients and the next state: clipping, and undoing what is not finite."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +53,53 @@ def skip_overflow(
         The state that it leads to; counts of random draws advance either way.
     """
     finite = all_finite(grads)
+    kept = _update_if(finite, new, old)
+    return dataclasses.replace(kept, scaler=scaler.update(old.scaler, finite))
+
+
+def undo_nonfinite(
+    options: StepOptions,
+    loss: Array,
+    grads: PyTree,
+    new: TrainState,
+    old: TrainState,
+    held: Array | None,
+) -> tuple[TrainState, Array]:
+    """Keeps the old state where the loss or a gradient is not finite.
+
+    Gradients that overflow under a loss scale are not counted until the scale is at its lowest.
+
+    Args:
+        options: what to do then, and the loss scale.
+        loss: the mean loss of the batch.
+        grads: the unscaled gradients.
+        new: the state that the step would lead to.
+        old: the state that it started from.
+        held: whether a step before was not finite, where the policy keeps the state from then on.
+
+    Returns:
+        The state that it leads to, and a boolean scalar: whether it was kept. Skipped steps count
+        as steps, held ones never happened.
+    """
+    assert options.nonfinite is not None
+    lost = ~all_finite(grads)
+    if options.scaler is not None:
+        lost &= old.scaler.scale <= options.scaler.min_scale
+    lost |= ~jnp.isfinite(loss)
+    if not options.nonfinite.holds:
+        return _update_if(~lost, new, old), lost
+    lost = lost if held is None else lost | held
+    return keep_if(~lost, new, old), lost
+
+
+def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
+    """The new state, without its update where that does not apply; random counts advance."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    kept = lambda n, o: jnp.where(finite, n, o) if is_float(n) else n
+    kept = lambda n, o: jnp.where(applies, n, o) if is_float(n) else n
     return TrainState(
         step=new.step,
-        params=keep_if(finite, new.params, old.params),
-        opt_state=keep_if(finite, new.opt_state, old.opt_state),
+        params=keep_if(applies, new.params, old.params),
+        opt_state=keep_if(applies, new.opt_state, old.opt_state),
         buffers=jax.tree.map(kept, new.buffers, old.buffers),
-        scaler=scaler.update(old.scaler, finite),
+        scaler=new.scaler,
     )
