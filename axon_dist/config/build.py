@@ -75,6 +75,7 @@ def build_step(
         remat=config.remat,
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
+        deterministic=config.deterministic,
     )
     _check_batch(config, step)
     return step

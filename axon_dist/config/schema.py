@@ -157,6 +157,8 @@ class RunConfig:
             strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
+        deterministic: give the same bits in every run of this config on devices of one kind; CPUs
+            and TPUs do that anyway, GPUs get slower by it.
         train: length, batch and rhythm of the run.
         checkpoint: when the state is saved, and what of it stays.
         loggers: where metrics go besides `metrics.jsonl`.
@@ -190,6 +192,7 @@ class RunConfig:
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
     loss_scale: GradScaler | None = None
+    deterministic: bool = False
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[Annotated[Logger, OneOf(LOGGERS)], ...] = ()

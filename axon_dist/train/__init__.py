@@ -7,6 +7,7 @@ room below but `config`. Start reading in `step.py`, then `objective.py`.
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .claims import Claims as Claims
+from .determinism import deterministic_options as deterministic_options
 from .extras import has_module as has_module
 from .extras import require as require
 from .live import LiveProgress as LiveProgress

@@ -24,6 +24,7 @@ class StepOptions:
         metrics: which numbers a step reports, among `loss`, `grad_norm`, `param_norm`.
         scaler: the loss scale, or None without one.
         nonfinite: what to do after a loss or gradient that is not finite; None does not look.
+        deterministic: whether every run has to give the same bits.
     """
 
     accumulate: int = 1
@@ -31,6 +32,7 @@ class StepOptions:
     metrics: tuple[str, ...] = ("loss",)
     scaler: GradScaler | None = None
     nonfinite: Nonfinite | None = None
+    deterministic: bool = False
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every option has a possible value."""

@@ -220,7 +220,10 @@ class StagedPlan:
 
     def trace(self, buffers: PyTree, batch: Batch) -> LossTrace:
         """The loss of one microbatch of this rank."""
-        prepare = self.view.prepare(None, layers_of(self.strategy, self.mesh))
+        remat = self.strategy.remat
+        prepare = self.view.prepare(
+            None, layers_of(self.strategy, self.mesh), None if remat is None else remat.remat
+        )
         params = jax.eval_shape(self.view.cast, self.parts.params)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 

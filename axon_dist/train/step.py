@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
 from .batch import BatchLayout, Placed
 from .claims import claims_of
+from .determinism import deterministic_options
 from .global_view import evaluation
 from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
@@ -62,6 +64,7 @@ def build_train_step(
     scaler: GradScaler | None = None,
     metrics: tuple[str, ...] = ("loss",),
     nonfinite: Nonfinite | str | None = None,
+    deterministic: bool = False,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -89,6 +92,8 @@ def build_train_step(
         nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
             finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
             then does what it says. None updates whatever comes, as plain JAX does.
+        deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
+            `deterministic_options`.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -119,7 +124,7 @@ def build_train_step(
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
-    options = StepOptions(count, clip_norm, metrics, scaler, policy)
+    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic)
     options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
@@ -169,13 +174,15 @@ class TrainStep:
         self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
         whole = NamedSharding(world.mesh, PartitionSpec())
-        self._step = jax.jit(
+        chosen = deterministic_options(world) if options.deterministic else None
+        jit = functools.partial(jax.jit, compiler_options=chosen)
+        self._step = jit(
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, whole)
         )
-        self._evaluate = jax.jit(self._evaluate_batch, out_shardings=whole)
+        self._evaluate = jit(self._evaluate_batch, out_shardings=whole)
         grads = self.storage.strategy.grads
         grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
-        self._differentiate = jax.jit(
+        self._differentiate = jit(
             lambda state, placed: self._gradients(self._on_device(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, whole),
         )

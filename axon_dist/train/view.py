@@ -12,7 +12,16 @@ from jax.sharding import Mesh
 
 from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree
-from ..nn import GATHER, ActivationCheckpointing, Layout, check_some, is_inside, mark_units, roll
+from ..nn import (
+    GATHER,
+    ActivationCheckpointing,
+    Layout,
+    RematPolicy,
+    check_some,
+    is_inside,
+    mark_units,
+    roll,
+)
 from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
 from ..precision import MixedPrecision, autocast, cast_floating
 from .objective import Forward, Prepare
@@ -47,13 +56,19 @@ class View:
         """The parameters in the compute dtype."""
         return params if self.precision is None else cast_floating(params, self.precision.compute)
 
-    def prepare(self, make_gather: MakeGather | None, also: Prepare | None = None) -> Prepare:
+    def prepare(
+        self,
+        make_gather: MakeGather | None,
+        also: Prepare | None = None,
+        remat: RematPolicy | None = None,
+    ) -> Prepare:
         """Makes the function that adapts a merged model.
 
         Args:
             make_gather: how weights are gathered, each within its unit; None where they are
                 whole already.
             also: a further change, made first.
+            remat: what each unit keeps for its backward pass; None where `rolled` sees to it.
 
         Returns:
             The function.
@@ -67,7 +82,7 @@ class View:
                 variable.set_value(self.cast(variable[...]))
                 if make_gather is not None:
                     variable.set_metadata(**{GATHER: make_gather(path)})
-            found = mark_units(model, lambda path, _: path in self.units, self._remat_of_units())
+            found = mark_units(model, lambda path, _: path in self.units, remat)
             for path, variable in params.items():
                 inside = any(is_inside(path, unit) for unit in found)
                 if make_gather is not None and not inside:
@@ -83,13 +98,8 @@ class View:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        grouped = self.remat is not None and self.group > 1
-        return roll(forward, self.group, self.remat.remat if self.remat and grouped else None)
-
-    def _remat_of_units(self) -> Any:
-        if self.remat is not None and self.group == 1:
-            return self.remat.remat
-        return regather_in_backward if self.splits_params else None
+        regather = regather_in_backward if self.splits_params else None
+        return roll(forward, self.group, self.remat.remat if self.remat else regather)
 
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
