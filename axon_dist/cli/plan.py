@@ -86,7 +86,12 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def _read(config: RunConfig) -> tuple[TransformerShape, dict[str, Any]]:
-    model: TransformerConfig = config.model
+    model = config.model
+    if not isinstance(model, TransformerConfig):
+        raise ConfigError(
+            f"plan knows the activations of transformers on text, and {config.name} is another "
+            "model; take its number of parameters instead, --params"
+        )
     shape = TransformerShape(
         num_params=num_params(model),
         num_layers=model.num_layers,

@@ -9,6 +9,10 @@ from .build import build_loader as build_loader
 from .build import build_run as build_run
 from .build import build_step as build_step
 from .build import build_world as build_world
+from .data import DATA as DATA
+from .data import ImageData as ImageData
+from .data import SyntheticImageData as SyntheticImageData
+from .data import TextData as TextData
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
@@ -16,13 +20,13 @@ from .examine import Examination as Examination
 from .examine import examine as examine
 from .load import load_config as load_config
 from .loggers import LOGGERS as LOGGERS
+from .models import MODELS as MODELS
+from .models import ModelKind as ModelKind
 from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
 from .run import RunResult as RunResult
 from .run import train as train
-from .schema import MODELS as MODELS
 from .schema import CheckpointConfig as CheckpointConfig
-from .schema import DataConfig as DataConfig
 from .schema import DevicesConfig as DevicesConfig
 from .schema import RunConfig as RunConfig
 from .schema import TrainConfig as TrainConfig

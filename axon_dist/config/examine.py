@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from axon_dist.core.errors import MeshError
 from axon_dist.inspect import (
@@ -60,12 +59,19 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     machine = None if target is None else parse_target(target)
     world = build_world(config) if machine is None else _target_world(config, machine)
     step = build_step(config, world)
-    shape = (config.train.global_batch, config.data.sequence_length + 1)
-    lowered = step.lower({"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)})
+    lowered = step.lower(_abstract_batch(config))
     options = {} if machine is None else target_options(machine)
     compiled = lowered.compile(compiler_options=options)
     found = report(compiled, world.mesh)
     return Examination(found, world.spec, step.strategy.name, machine)
+
+
+def _abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }
 
 
 def _target_world(config: RunConfig, target: Target) -> World:

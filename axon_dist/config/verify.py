@@ -16,11 +16,11 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.mesh import World
-from axon_dist.models import next_token_loss
 from axon_dist.parallel import ddp
 from axon_dist.train import TrainStep, build_train_step
 
-from .build import build_step, build_world, make_model
+from .build import build_step, build_world
+from .models import make_model
 from .schema import RunConfig
 
 LEARNING_RATE = 0.1
@@ -73,7 +73,7 @@ class Verification:
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 
-    Both use SGD with momentum on the config's model and random tokens: Adam hides constant factors
+    Both use SGD with momentum on the config's model and random numbers: Adam hides constant factors
     of a gradient, and turns rounding of gradients that should be zero into steps of full size.
     Microbatches, clipping, dropout and precision are the config's.
 
@@ -112,7 +112,7 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
     return build_train_step(
         functools.partial(make_model, config.model, config.seed),
         _optimizer(),
-        next_token_loss,
+        config.kind.task.loss_fn,
         ddp(),
         one,
         accumulate=num_microbatches,
@@ -125,18 +125,21 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
 def _train(step: TrainStep, config: RunConfig, steps: int) -> tuple[dict, dict]:
     """Losses by step, and the parameters of the model at the end by path."""
     state, losses = step.init(), {}
-    for number, tokens in enumerate(_batches(config, steps)):
-        state, metrics = step(state, {"tokens": tokens})
+    for number, batch in enumerate(_batches(config, steps)):
+        state, metrics = step(state, batch)
         losses[f"loss of step {number}"] = np.asarray(metrics["loss"])
     params = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
     return losses, {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
 
 
-def _batches(config: RunConfig, steps: int) -> Iterator[np.ndarray]:
-    shape = (config.train.global_batch, config.data.sequence_length + 1)
+def _batches(config: RunConfig, steps: int) -> Iterator[dict[str, np.ndarray]]:
+    fields, rows = config.kind.task.fields(config.model, config.data), config.train.global_batch
     for number in range(steps):
         random = np.random.default_rng((config.seed, number))
-        yield random.integers(0, config.model.vocab_size, shape).astype(np.int32)
+        yield {
+            name: random.integers(0, field.below, (rows, *field.shape)).astype(field.dtype)
+            for name, field in fields.items()
+        }
 
 
 def _compare(seen: dict[str, Any], expected: dict[str, Any]) -> Iterator[Difference]:

@@ -27,6 +27,11 @@ class Samples(Protocol):
     """What a loader hands out, sample by sample."""
 
     @property
+    def description(self) -> str:
+        """One sentence for people."""
+        ...
+
+    @property
     def identity(self) -> dict[str, int]:
         """What the order of samples counts in; `num_samples` of training is part of it."""
         ...
@@ -86,6 +91,11 @@ class Loader:
         self._num_ahead = num_ahead
         self._samples_seen = 0
         self._batches = self._start()
+
+    @property
+    def description(self) -> str:
+        """What is read, in one sentence for people."""
+        return self.samples.description
 
     def __iter__(self) -> Loader:
         return self
@@ -191,7 +201,7 @@ class Windows:
             raise ConfigError(f"length={length} must be at least 1; change it.")
         _check_long_enough("training", text.train, length)
         _check_long_enough("validation", text.validation, length)
-        self.text, self.length = text, length
+        self.text, self.length, self.description = text, length, text.description
 
     @property
     def identity(self) -> dict[str, int]:
@@ -246,7 +256,7 @@ class Pictures:
     """
 
     def __init__(self, images: Images):
-        self.images = images
+        self.images, self.description = images, images.description
 
     @property
     def identity(self) -> dict[str, int]:

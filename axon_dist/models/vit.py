@@ -105,6 +105,9 @@ class ViTBlock(nnx.Module):
 class ViTAttention(nnx.Module):
     """Self-attention in which every position sees all, with `q`, `k`, `v` and `out` and biases.
 
+    The keys have none: softmax does not see what is added to all keys, so that the gradient of such
+    a bias would be rounding alone, which Adam would blow up.
+
     Args:
         config: sizes and numerics.
         rngs: source of the initial weights.
@@ -114,7 +117,8 @@ class ViTAttention(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.q, self.k, self.v, self.out = (
-            _linear(config, config.width, config.width, rngs) for _ in range(4)
+            _linear(config, config.width, config.width, rngs, use_bias=name != "k")
+            for name in ("q", "k", "v", "out")
         )
         self.head_dim = config.width // config.num_heads
         self.form = config.attention
@@ -168,10 +172,13 @@ def cut_patches(images: Array, size: int) -> Array:
     return grid.swapaxes(2, 3).reshape(batch, -1, size * size * channels)
 
 
-def _linear(config: ViTConfig, num_inputs: int, num_outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(
+    config: ViTConfig, num_inputs: int, num_outputs: int, rngs: nnx.Rngs, use_bias: bool = True
+) -> nnx.Linear:
     return nnx.Linear(
         num_inputs,
         num_outputs,
+        use_bias=use_bias,
         dtype=config.dtype and jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=nnx.initializers.xavier_uniform(),

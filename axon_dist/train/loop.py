@@ -15,6 +15,7 @@ import jax
 from axon_dist.core.errors import ConfigError, NonfiniteError
 from axon_dist.core.tree import num_params
 from axon_dist.core.typing import Batch
+from axon_dist.mesh import watch_steps
 from axon_dist.precision import all_finite
 
 from .delay import delayed
@@ -23,9 +24,10 @@ from .metrics import MetricWriter
 from .nonfinite import FLAG, Loss, Nonfinite
 from .progress import Progress, SilentProgress
 from .record import Record
+from .rhythm import LoopOptions
 from .state import TrainState
 from .step import TrainStep
-from .stop import StopConsensus, StopRequest, stop_on_signals
+from .stop import StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
 FINISHED = "finished"
@@ -36,49 +38,6 @@ _ADVICE = (
     "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' goes past "
     "such batches, 'rollback' back to a checkpoint"
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-    """How long a loop runs and how often it tells.
-
-    Args:
-        num_steps: the step to stop at, counted from the first of the state.
-        log_every: steps averaged into one record.
-        eval_every: steps between validations; 0 validates only at the end.
-        save_every: steps between saves; 0 saves only at the end.
-        items_per_step: items in a global batch; None leaves the throughput out.
-        item: what they are; utilization is that of tokens.
-        peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it
-            out.
-        max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
-            so; after that it stops.
-    """
-
-    num_steps: int
-    log_every: int = 10
-    eval_every: int = 0
-    save_every: int = 0
-    items_per_step: int | None = None
-    item: str = "tokens"
-    peak_flops: float | None = None
-    max_rollbacks: int = 3
-
-    def validate(self) -> None:
-        """Raises `ConfigError` unless the counts are possible."""
-        if min(self.num_steps, self.log_every) < 1 or min(self.eval_every, self.save_every) < 0:
-            raise ConfigError(
-                f"got num_steps={self.num_steps}, log_every={self.log_every}, "
-                f"eval_every={self.eval_every} and save_every={self.save_every}; the first two "
-                "must be at least 1, the others at least 0"
-            )
-        if self.max_rollbacks < 1:
-            raise ConfigError(f"max_rollbacks={self.max_rollbacks} must be at least 1; raise it")
-        if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
-            raise ConfigError(
-                f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
-                f"utilization, and got {self.items_per_step} {self.item}; set it"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,7 +84,8 @@ class Trainer:
     loads and places the next batch, so that neither waits for the other, and bounds how far the
     host runs ahead.
 
-    SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with everything kept.
+    SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with everything kept; a
+    validation under way is left without a result.
 
     A loss or gradient that is not finite does what the step was built for, its `nonfinite`. A step
     built for nothing has changed its state by the time it is noticed: the run ends with an error,
@@ -192,16 +152,22 @@ class Trainer:
         """
         self.options.validate()
         self._check_policy()
-        with self.progress, stop_on_signals(self._tell_signal) as request:
+        with (
+            self.progress,
+            stop_on_signals(self._tell_signal) as request,
+            watch_steps(self.step.world) as tell,
+        ):
             with self.progress.phase("initializing"):
                 state = self.step.init() if state is None else state
-                record = self._record(state)
+                record = self._record(state, tell)
             self._check_steps_left(record)
             start = time.perf_counter()
             run = self._first_step(state, record)
             compile_seconds = time.perf_counter() - start
-            state, reason = self._steps(*run, record, request)
-            self._finish(state, record, reason)
+            stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
+            state, ended = self._steps(*run, record, stops)
+            reason = ended or stops.reason
+            self._finish(state, record, reason, stops)
         return TrainResult(
             state=state,
             num_steps=record.step,
@@ -216,7 +182,7 @@ class Trainer:
             rollbacks=record.rollbacks,
         )
 
-    def _record(self, state: TrainState) -> Record:
+    def _record(self, state: TrainState, tell: Callable[[int], None]) -> Record:
         options, utilization = self.options, None
         if options.peak_flops is not None:
             utilization = functools.partial(
@@ -236,6 +202,7 @@ class Trainer:
             utilization,
             item=options.item,
             skips=self._policy is Nonfinite.SKIP,
+            tell=tell,
         )
 
     @property
@@ -277,9 +244,9 @@ class Trainer:
         batches: Iterator[Batch],
         metrics: dict,
         record: Record,
-        request: StopRequest,
-    ) -> tuple[TrainState, str]:
-        consensus = StopConsensus(self.step.world)
+        stops: Stops,
+    ) -> tuple[TrainState, str | None]:
+        """Takes all steps but the first; the last state, and why, unless somebody asked to stop."""
         while True:
             if self._is_pause(record.taken):
                 # What is validated, saved or the result must be known to be finite.
@@ -291,10 +258,10 @@ class Trainer:
                 state, metrics = earlier, {}
             elif record.taken == self.options.num_steps:
                 return state, FINISHED
-            else:
-                self._pause_after(record.taken, state, record)
-            if consensus(self._wants_stop(record, request)):
-                return state, request.reason or "another process"
+            elif self._pause_after(record.taken, state, record, stops):
+                return state, None
+            if stops.between_steps(record.latest):
+                return state, None
             batch = next(batches, None)
             if batch is None:
                 return state, "out of data"
@@ -324,17 +291,14 @@ class Trainer:
         )
         return state
 
-    def _wants_stop(self, record: Record, request: StopRequest) -> bool:
-        if self.should_stop is not None and record.latest and self.should_stop(record.latest):
-            request.ask("should_stop")
-        return bool(request)
-
-    def _pause_after(self, number: int, state: TrainState, record: Record) -> None:
-        """Validates and saves between two steps, where it is time to."""
+    def _pause_after(self, number: int, state: TrainState, record: Record, stops: Stops) -> bool:
+        """Validates and saves between two steps, where it is time to; whether to stop then."""
+        has_stopped = False
         if self.validation is not None and _is_multiple(number, self.options.eval_every):
-            self._validate(state, record)
+            has_stopped = not self._validate(state, record, stops)
         if _is_multiple(number, self.options.save_every):
             self._save(number, state, record)
+        return has_stopped
 
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
@@ -345,25 +309,33 @@ class Trainer:
             losses = dict(record.validation_curve[-1:])
             self.save(state, number, losses.get(number))
 
-    def _validate(self, state: TrainState, record: Record) -> None:
+    def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
+        """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
         assert self.validation is not None
         record.stop_clock()
         is_first = not record.validation_curve
+        values = []
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             losses = (self.step.evaluate(state, batch)["loss"] for batch in self.validation())
-            values = [float(loss) for loss in delayed(losses, _LAG)]
+            for loss in delayed(losses, _LAG):
+                values.append(float(loss))
+                record.sign()
+                if stops.meanwhile():
+                    self.progress.note(f"{stops.reason}: left the validation after {record.step}")
+                    return False
         if not values:
             raise ConfigError("validation gave no batch; give at least one, or no validation")
         record.validated(statistics.fmean(values))
         record.start_clock()
+        return True
 
-    def _finish(self, state: TrainState, record: Record, reason: str) -> None:
+    def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
         record.stop_clock()
         record.close_window()
         if record.lost is not None:
             self._stop_before(record.lost, state, record)
         if reason == FINISHED and self.validation is not None:
-            self._validate(state, record)
+            self._validate(state, record, stops)
         if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
             self._save(record.step, state, record)
 

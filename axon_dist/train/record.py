@@ -36,6 +36,7 @@ class Record:
         item: what the items are.
         skips: whether steps that were not finite are counted and left out; else the first of them
             is `lost`, and nothing after it is taken.
+        tell: takes the number of steps taken whenever something got done.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Record:
         utilization: Callable[[float], float] | None = None,
         item: str = "tokens",
         skips: bool = False,
+        tell: Callable[[int], None] = lambda step: None,
     ):
+        self._tell = tell
         self.lost: Loss | None = None
         self.skips, self.skipped_steps = skips, 0
         self._skipped: list[Loss] = []
@@ -90,7 +93,12 @@ class Record:
     def add(self, metrics: Mapping[str, Array]) -> None:
         """Takes the metrics of the next step, which may still be running."""
         self.taken += 1
+        self.sign()
         self._pending.append((self.taken, metrics))
+
+    def sign(self) -> None:
+        """Tells that the run goes on."""
+        self._tell(self.taken)
 
     def settle(self, keep: int = 0) -> None:
         """Fetches all but the newest metrics; waits for the steps they come from.

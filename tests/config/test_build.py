@@ -53,7 +53,7 @@ def test_seeds_change_weights_and_order(tiny):
 
 def test_units(tiny):
     run = build_run(RunConfig.from_dict(tiny))
-    assert (run.unit, run.tokens_per_step) == ("nats/byte", 8 * 16)
+    assert (run.unit, run.items_per_step, run.item) == ("nats/byte", 8 * 16, "tokens")
     data = dataclasses.replace(run.config.data, tokenizer="x.json")
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
     assert run.unit == "nats/token"

@@ -7,12 +7,14 @@ import types
 import typing
 from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 
 from axon_dist.checkpoint import read_manifest
 from axon_dist.config import (
+    DATA,
     LOGGERS,
     MODELS,
     OPTIMIZERS,
@@ -23,6 +25,7 @@ from axon_dist.config import (
     load_config,
     train,
 )
+from axon_dist.config.models import make_model
 from axon_dist.config.read import read
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import MeshSpec, World
@@ -114,8 +117,9 @@ def test_other_processes_train_and_write_no_metrics(tiny, tmp_path):
 
 
 def variants():
-    tables = (MODELS, OPTIMIZERS, SCHEDULES, LOGGERS)
-    return [cls for table in tables for cls in table.values()]
+    tables = (DATA, OPTIMIZERS, SCHEDULES, LOGGERS)
+    models = [kind.sizes for kind in MODELS.values()]
+    return [*models, *(cls for table in tables for cls in table.values())]
 
 
 def sections():
@@ -123,7 +127,47 @@ def sections():
     return [RunConfig, *(cls for cls in hints.values() if dataclasses.is_dataclass(cls))]
 
 
-def test_every_field_is_used_by_a_run(tiny, monkeypatch):
+@pytest.fixture
+def pictures(tmp_path):
+    """Configs of every kind of model and data of images, as plain data."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (40, 16, 16, 3)).astype(np.uint8)
+    files = {side: str(tmp_path / f"{side}.npz") for side in ("train", "held")}
+    for path in files.values():
+        np.savez(path, images=images, labels=np.arange(40) % 10)
+    read_ones = {"kind": "images", "files": [files["train"]], "image_size": 16}
+    common = {
+        "mesh": "dp=8",
+        "devices": {"emulate": 8},
+        "train": {"steps": 2, "global_batch": 8, "eval_batches": 1, "log_every": 1},
+    }
+    return [
+        {"model": {"kind": kind, "preset": "tiny"}, "data": data, **common}
+        for kind, data in (
+            ("resnet", read_ones),
+            ("resnet", {**read_ones, "validation_files": [files["held"]]}),
+            ("vit", {"kind": "synthetic_images", "num_images": 64, "image_size": 16}),
+        )
+    ]
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_on_images(pictures, tmp_path, number):
+    console = plain_console()
+    done = train(RunConfig.from_dict(pictures[number] | {"run_dir": str(tmp_path / "r")}), console)
+    assert done.result.is_finished
+    assert (done.summary["unit"], done.summary["item"]) == ("nats/image", "images")
+    rate = 8 / done.result.train_seconds
+    assert done.summary["items_per_second"] == pytest.approx(rate)
+    record = json.loads(done.directory.metrics.read_text().splitlines()[-2])
+    assert {"time/images_per_second"} < set(record)
+    told = console.file.getvalue()
+    assert "2 steps of 8 images of 16 x 16" in told
+    assert "images/s" in told
+    assert "tokens" not in told
+
+
+def test_every_field_is_used_by_a_run(tiny, pictures, monkeypatch):
     """Records which fields a run reads, apart from checking and writing the config itself."""
     schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
     schema.remove(MeshSpec)
@@ -144,6 +188,10 @@ def test_every_field_is_used_by_a_run(tiny, monkeypatch):
         monkeypatch.setattr(cls, "__getattribute__", record)
     train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb"]}))
     build_loader(read(RunConfig, {"data": {"max_bytes": 10**5}}), World.emulate(8))
+    for picture in pictures:
+        config = read(RunConfig, picture)
+        batch = next(build_loader(config, World.emulate(8)))
+        make_model(config.model, 0)(batch["x"])
     for name in OPTIMIZERS:
         for schedule in SCHEDULES:
             config = read(RunConfig, {"optimizer": {"name": name, "schedule": schedule}})

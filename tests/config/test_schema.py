@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from axon_dist.config import MODELS, OPTIMIZERS, RunConfig
+from axon_dist.config import DATA, MODELS, OPTIMIZERS, RunConfig
 from axon_dist.config.loggers import LOGGERS, Wandb
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import TransformerConfig
@@ -29,6 +29,16 @@ def test_round_trip_through_plain_data():
     assert RunConfig.from_dict(config.to_dict()) == config
     assert config.to_dict() != RunConfig().to_dict()
     assert RunConfig.from_dict(RunConfig().to_dict()) == RunConfig()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_round_trip_of_every_model(kind):
+    data = "text" if kind == "transformer" else "synthetic_images"
+    sizes = {"image_size": 16} if kind == "vit" else {}
+    written = {"model": {"kind": kind, "preset": "tiny"}, "data": {"kind": data, **sizes}}
+    config = RunConfig.from_dict(written)
+    assert (config.kind, config.to_dict()["data"]["kind"]) == (MODELS[kind], data)
+    assert RunConfig.from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -99,6 +109,25 @@ def test_shorthands():
             r"^data.sequence_length: got 2000, which must not exceed model.max_length=1024",
         ),
         (
+            {"model": "resnet"},
+            r"^data.kind: got text, and the model is a resnet, which needs images or synthetic_ima",
+        ),
+        (
+            {"data": {"kind": "images", "files": ["a.npz"]}},
+            r"^data.kind: got images, and the model is a transformer, which needs text; change",
+        ),
+        ({"data": "image"}, r"^data.kind: there is no 'image'. Did you mean 'images'\?"),
+        ({"model": "vit", "data": "images"}, r"^data.files names no file"),
+        ({"data": {"kind": "images", "tokenizer": "a"}}, r"^data.tokenizer: there is no such key"),
+        (
+            {"model": "vit", "data": {"kind": "synthetic_images", "image_size": 32}},
+            r"^data.image_size: got 32, which must be model.image_size=224; change one",
+        ),
+        (
+            {"model": "resnet", "data": "synthetic_images", "train": {"peak_flops": 1e12}},
+            r"^train.peak_flops: got 1\d+.0, .* per parameter and token, which images do not have",
+        ),
+        (
             {"train": {"global_batch": 8, "accumulate": 3}},
             r"^train.accumulate: got 3 microbatches, which must divide train.global_batch=8",
         ),
@@ -117,7 +146,8 @@ def schema_types(value):
     """The dataclasses a config can be made of, all variants included."""
     yield RunConfig
     yield from (type(getattr(value, f.name)) for f in dataclasses.fields(value))
-    for table in (MODELS, OPTIMIZERS, LOGGERS):
+    yield from (kind.sizes for kind in MODELS.values())
+    for table in (DATA, OPTIMIZERS, LOGGERS):
         yield from table.values()
 
 

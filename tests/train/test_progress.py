@@ -8,7 +8,7 @@ from axon_dist.train import LiveProgress, PlainProgress, SilentProgress, Status,
 from axon_dist.train.progress import byte_size, clock_time, duration, si, status_line
 
 FULL = Status(
-    step=30, num_steps=100, loss=2.5, validation_loss=2.75, tokens_per_second=12_345.0,
+    step=30, num_steps=100, loss=2.5, validation_loss=2.75, items_per_second=12_345.0,
     step_seconds=0.0834, seconds_left=75.0, device_bytes=12_400_000,
 )  # fmt: skip
 
