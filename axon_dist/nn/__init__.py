@@ -18,8 +18,8 @@ from .linear import ParallelMLP as ParallelMLP
 from .linear import RowParallelLinear as RowParallelLinear
 from .mode import ParallelMode as ParallelMode
 from .remat import POLICIES as POLICIES
-from .remat import ActivationCheckpointing as ActivationCheckpointing
 from .remat import SUMS as SUMS
+from .remat import ActivationCheckpointing as ActivationCheckpointing
 from .remat import block_classes as block_classes
 from .remat import by_class as by_class
 from .remat import summed as summed
@@ -29,6 +29,7 @@ from .rolling import find_chains as find_chains
 from .rolling import roll as roll
 from .units import GATHER as GATHER
 from .units import IsUnit as IsUnit
+from .units import RematPolicy as RematPolicy
 from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units

@@ -216,20 +216,31 @@ def grouped_scan(
     Returns:
         The last carry, and the stacked outputs of all steps.
     """
-    protect = lambda f: f if remat is None else jax.checkpoint(f, policy=remat)
     if group == 1:
-        return jax.lax.scan(protect(body), carry, stacked, length=length)
-    several = protect(lambda carry, rows: jax.lax.scan(body, carry, rows))
+        return jax.lax.scan(_protect(body, remat, length), carry, stacked, length=length)
+    several = lambda carry, rows: jax.lax.scan(body, carry, rows)
     whole = length // group * group
     parts: list[Any] = []
     if whole:
         rows = [x[:whole].reshape(-1, group, *x.shape[1:]) for x in stacked]
-        carry, outputs = jax.lax.scan(several, carry, rows)
+        carry, outputs = jax.lax.scan(_protect(several, remat, whole // group), carry, rows)
         parts.append([y.reshape(whole, *y.shape[2:]) for y in outputs])
     if whole < length:
-        carry, outputs = several(carry, [x[whole:] for x in stacked])
+        carry, outputs = _protect(several, remat, 1)(carry, [x[whole:] for x in stacked])
         parts.append(outputs)
     return carry, [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
+
+
+def _protect(body: Callable[..., Any], remat: RematPolicy | None, times: int) -> Any:
+    """The body of a loop under `jax.checkpoint`.
+
+    Without its barrier where the loop keeps forward and backward pass apart by itself: the barrier
+    would hold the gathers of a backward iteration until it starts, where the compiler can move them
+    into the one before. A loop of one iteration is inlined, and needs it.
+    """
+    if remat is None:
+        return body
+    return jax.checkpoint(body, policy=remat, prevent_cse=times == 1)
 
 
 def _read_elsewhere(jaxpr: Any, chain: Chain) -> list[int]:

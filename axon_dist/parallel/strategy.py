@@ -140,7 +140,8 @@ class Strategy:
 
         Raises:
             MeshError: when it names an axis that the mesh lacks.
-            StrategyConflictError: when it puts gradients that it splits into buckets.
+            StrategyConflictError: when it puts gradients that it splits into buckets, or stages
+                of a pipeline are to recompute several blocks at once.
             UnsupportedError: when the devices lack the memory that it offloads to.
         """
         for axis in self.batch_axes:
@@ -159,6 +160,15 @@ class Strategy:
         check_offload(self.offload, world)
         if self.pipeline is not None:
             self.pipeline.validate(world)
+            self._check_stage_remat()
+
+    def _check_stage_remat(self) -> None:
+        interval = 1 if self.remat is None else self.remat.interval
+        if interval != 1:
+            raise StrategyConflictError(
+                f"strategy {self.name!r} is a pipeline, whose stages recompute block by block, and "
+                f"asks for checkpoint interval {interval!r}; leave the interval at 1"
+            )
 
     def _check_buckets(self) -> None:
         capacity = None if self.reduction is None else self.reduction.bucket_capacity

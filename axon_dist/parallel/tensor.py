@@ -140,8 +140,8 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
     by_layer = any(rule.mode is ParallelMode.ROW for rule in plan_of(model).rules)
     if not (by_plan or by_layer):
         raise ConfigError(
-            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, and strategy "
-            f"{strategy.name!r} has none; take the policy 'nothing', or compose it with "
+            f"remat policy {SUMS!r} keeps what tensor parallelism sums over its ranks, and "
+            f"strategy {strategy.name!r} has none; take the policy 'nothing', or compose it with "
             "tensor_parallel(plan)"
         )
 

@@ -89,6 +89,22 @@ def test_groups_compute_the_same(group, lengths):
     assert lengths[0] in [e.params.get("length", lengths[0]) for e in outer]
 
 
+def test_only_what_runs_once_has_a_barrier():
+    barriers = []
+
+    def look(jaxpr):
+        for equation in jaxpr.eqns:
+            if "prevent_cse" in equation.params:
+                barriers.append(equation.params["prevent_cse"])
+            elif "jaxpr" in equation.params:
+                inner = equation.params["jaxpr"]
+                look(getattr(inner, "jaxpr", inner))
+
+    _, rolled, params, rest = functions(Net(nnx.Rngs(0)), 3, NOTHING)
+    look(jax.make_jaxpr(rolled)(params, rest, X).jaxpr)
+    assert barriers == [False, True]
+
+
 def test_dropout_state_is_threaded_through_the_scan():
     model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
     plain, rolled, params, rest = functions(model, 2, NOTHING)

@@ -9,7 +9,16 @@ from axon_dist import DDP, CPUOffload, GradSyncStrategy, MixedPrecision
 from axon_dist.core.errors import ConfigError, MeshError, StrategyConflictError
 from axon_dist.mesh import MeshSpec
 from axon_dist.nn import ActivationCheckpointing
-from axon_dist.parallel import Reduction, Strategy, as_strategy, compose, ddp, overlay, zero
+from axon_dist.parallel import (
+    Reduction,
+    Strategy,
+    as_strategy,
+    compose,
+    ddp,
+    overlay,
+    pipelined,
+    zero,
+)
 from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate
 
 TP = Strategy("tp", params=ByRule(((r"w", P(None, "tp")),), "tp"))
@@ -94,3 +103,10 @@ def test_axes_that_the_mesh_lacks(world):
         MeshError, match=r"'ddp' splits the batch over axis 'fsdp', which mesh dp=8 lacks.*dp"
     ):
         ddp(("fsdp",)).validate(world)
+
+
+def test_stages_recompute_block_by_block(make_world):
+    remat = Strategy("remat", remat=ActivationCheckpointing("sqrt"))
+    both = compose(pipelined(2, 4), remat)
+    with pytest.raises(StrategyConflictError, match=r"pipeline.*interval 'sqrt'; leave .* at 1"):
+        both.validate(make_world("pp=2"))
