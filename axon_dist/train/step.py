@@ -32,6 +32,7 @@ from ..sharding import FromMetadata, annotations_of, shardings
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .determinism import deterministic_options
+from .divergence import WithoutDivergence, can_diverge
 from .global_view import evaluation
 from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
@@ -186,6 +187,9 @@ class TrainStep:
             lambda state, placed: self._gradients(self._on_device(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, whole),
         )
+        if can_diverge(strategy, world):
+            self._step = WithoutDivergence(self._step)
+            self._differentiate = WithoutDivergence(self._differentiate)
 
     def init(self) -> TrainState:
         """Makes the first state, every array born where it lives.

@@ -87,6 +87,7 @@ def decoder(**changes) -> Case:
 MODELS = {
     "decoder4": decoder(num_layers=4),
     "decoder8": decoder(num_layers=8),
+    "decoder16": decoder(num_layers=16),
     "uneven": decoder(num_layers=5),
     "dropout": decoder(num_layers=4, dropout=0.2),
     "untied": decoder(num_layers=2, tied_head=False),
@@ -96,7 +97,9 @@ MODELS = {
     "weighted": dataclasses.replace(mlp(16, 8, 8, 4), loss_fn=weighted_square, batch=ragged_batch),
     "auxiliary": Case(lambda: AuxNet(nnx.Rngs(0)), auxiliary_loss, regression_batch),
     "modules": Case(
-        lambda: StageChain([nnx.Linear(16, 7, rngs=nnx.Rngs(0)), MLP((7, 9, 4), rngs=nnx.Rngs(1))]),
+        lambda: StageChain(
+            [nnx.Linear(16, 7, rngs=nnx.Rngs(0)), MLP((7, 10, 4), rngs=nnx.Rngs(1))]
+        ),
         mean_square,
         regression_batch,
     ),
@@ -114,6 +117,11 @@ WITH = {
     "zero3": (zero(3, min_elements=8),),
     "tensor": (tensor_parallel(TENSOR),),
     "ddp+tensor": (ddp(), tensor_parallel(TENSOR)),
+    "sequence": (tensor_parallel(TENSOR, sequence=True),),
+    "ddp+sequence": (ddp(), tensor_parallel(TENSOR, sequence=True)),
+    "zero1+sequence": (zero(1, min_elements=8), tensor_parallel(TENSOR, sequence=True)),
+    "zero3+sequence": (zero(3, min_elements=8), tensor_parallel(TENSOR, sequence=True)),
+    "ddp+layers": (ddp(), tensor_parallel({"layers/0$": "column", "layers/1$": "row"})),
 }
 
 
@@ -150,7 +158,7 @@ ROWS = [
     Row("zero_bubble_h1", "pp=2", 4, "modules"),
     Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero1"),
     Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero3"),
-    Row("1f1b", "pp=2,dp=2,tp=2", 2, "decoder4", "ddp+tensor"),
+    Row("1f1b", "pp=2,dp=2,tp=2", 2, "decoder4", "ddp+sequence"),
     Row("1f1b", "pp=1", 1, "mlp"),
     Row("1f1b", "pp=2", 4, "dropout", backward="residuals"),
     Row("1f1b", "pp=2", 4, "decoder4", backward="dots"),
@@ -164,7 +172,36 @@ FULL = [
         for count in (size, 2 * size, 4 * size)
         if count <= 32 and size * row.chunks <= 8
     ),
+    *(
+        Row(name, "pp=8", count, "decoder16")
+        for name, row in SCHEDULES.items()
+        for count in (8, 32)
+        if row.chunks == 2
+    ),
+    # Microbatches that no number of stages divides, and fewer than there are stages.
+    *(
+        Row(name, mesh, count, "decoder8")
+        for name in SCHEDULES
+        for mesh, count in (("pp=3", 4), ("pp=3", 8), ("pp=4", 2), ("pp=6", 16))
+        if name != "interleaved_1f1b" and (mesh != "pp=6" or SCHEDULES[name].chunks == 1)
+    ),
     *(Row("interleaved_1f1b", "pp=2", 8, "decoder8", chunks=v) for v in (2, 4)),
+    Row("interleaved_1f1b", "pp=4", 8, "decoder16", chunks=4),
+    *(Row(name, "pp=2,tp=2", 4, "decoder4", "sequence") for name in SCHEDULES),
+    *(
+        Row(name, "pp=2,dp=2,tp=2", 2, "decoder4", other)
+        for name in ("1f1b", "zero_bubble_v")
+        for other in ("ddp+tensor", "ddp+sequence", "zero1+sequence", "zero3+sequence")
+    ),
+    Row("1f1b", "pp=2,tp=2", 4, "dropout", "sequence", backward="residuals"),
+    Row("1f1b", "pp=2,tp=2", 4, "uneven", "sequence"),
+    Row("interleaved_1f1b", "pp=2,dp=2,tp=2", 4, "decoder4", "ddp+sequence", backward="dots"),
+    *(
+        Row(name, "pp=2,dp=2,tp=2", 4, "modules", "ddp+layers")
+        for name in ("1f1b", "zero_bubble_h1")
+    ),
+    *(Row(name, "pp=2,dp=2", 4, "modules", "ddp") for name in ("1f1b", "zero_bubble_h1")),
+    *(Row("1f1b", "pp=2,dp=2", 4, "modules", other) for other in ("zero1", "zero3")),
     *(Row(name, "pp=2,dp=2,tp=2", 4, "decoder4", "ddp+tensor") for name in SCHEDULES),
     *(Row(name, "pp=2,dp=4", 4, "dropout", "ddp") for name in SCHEDULES),
     *(Row(name, "pp=2", 4, "modules") for name, row in SCHEDULES.items() if row.chunks == 1),

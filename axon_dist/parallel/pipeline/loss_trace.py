@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from ...core.tree import leaves_with_paths
 from ...core.typing import Array, PyTree
 from ...nn.rolling import is_unit
 from .layout import Keys, flatten
+from .piece import Piece, cut, depends_on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +49,22 @@ class LossTrace:
     def calls(self) -> list[int]:
         """The positions of the equations that call a block."""
         return [i for i, equation in enumerate(self.jaxpr.eqns) if is_unit(equation)]
+
+    def cut(self, outputs: Sequence[Any], known: Iterable[Any] = ()) -> Piece:
+        """The piece that computes some values from others.
+
+        What it makes of the batch alone is not split over the ranks of a stage. A shift of a split
+        array is a permutation, as in `tokens[:, 1:]`, and in a branch that only one stage takes it
+        would wait for the other stages forever.
+        """
+        return cut(self.jaxpr, outputs, known, self._of_batch)
+
+    @cached_property
+    def _of_batch(self) -> frozenset[Any]:
+        """The variables that depend on the batch, and on no parameter and no block."""
+        made = (v for call in self.calls for v in self.jaxpr.eqns[call].outvars)
+        trained = depends_on(self.jaxpr, [*self.params.values(), *made])
+        return frozenset(depends_on(self.jaxpr, self.batch) - trained)
 
     def known(self, rest: dict[Keys, Any], buffers: Sequence[Any], batch: Sequence[Any]) -> dict:
         """The values of the inputs, without the parameters of blocks."""

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core.compat import eval_equation
 
@@ -19,11 +21,13 @@ class Piece:
         equations: in order.
         outputs: the variables or literals it computes.
         needs: the variables that must be known beforehand.
+        pinned: the variables that every rank of a stage shall hold whole.
     """
 
     equations: tuple[Any, ...]
     outputs: tuple[Any, ...]
     needs: frozenset[Any]
+    pinned: frozenset[Any] = frozenset()
 
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
         """Computes the outputs.
@@ -38,17 +42,24 @@ class Piece:
         read = lambda v: v.val if isinstance(v, Literal) else values[v]
         for equation in self.equations:
             results = eval_equation(equation, [read(v) for v in equation.invars])
-            values.update(zip(equation.outvars, results, strict=True))
+            made = zip(equation.outvars, results, strict=True)
+            values.update((v, _whole(x) if v in self.pinned else x) for v, x in made)
         return [read(v) for v in self.outputs]
 
 
-def cut(jaxpr: Any, outputs: Sequence[Any], known: Iterable[Any] = ()) -> Piece:
+def cut(
+    jaxpr: Any,
+    outputs: Sequence[Any],
+    known: Iterable[Any] = (),
+    pinned: frozenset[Any] = frozenset(),
+) -> Piece:
     """The piece of a jaxpr that computes some values from others.
 
     Args:
         jaxpr: an open jaxpr.
         outputs: variables of it, or literals.
         known: variables that need not be computed; inputs of the jaxpr never are.
+        pinned: variables of it that every rank of a stage shall hold whole.
 
     Returns:
         The piece.
@@ -63,7 +74,8 @@ def cut(jaxpr: Any, outputs: Sequence[Any], known: Iterable[Any] = ()) -> Piece:
         wanted |= variables(equation.invars) - known
     made = {v for equation in equations for v in equation.outvars}
     read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
-    return Piece(tuple(reversed(equations)), tuple(outputs), frozenset(read - (made - known)))
+    needs = frozenset(read - (made - known))
+    return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
 
 
 def variables(atoms: Iterable[Any]) -> set[Any]:
@@ -78,3 +90,11 @@ def depends_on(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
         if not tainted.isdisjoint(variables(equation.invars)):
             tainted.update(equation.outvars)
     return tainted
+
+
+def _whole(x: Any) -> Any:
+    """Keeps the compiler from splitting a value over the axes that are left to it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ...core.errors import UnsupportedError
 from .loss_trace import LossTrace
 from .packing import Packing
-from .piece import Piece, cut, depends_on, variables
+from .piece import Piece, depends_on, variables
 from .stage import Data, Loss, Rest, StageProgram, Wire
 from .state import zeros
 from .storage import ModelStorage
@@ -101,9 +101,9 @@ class SwitchStages:
     @cached_property
     def _pieces(self) -> list[Piece]:
         """The program of every stage, and of what comes after the last block."""
-        jaxpr, crossing = self.trace.jaxpr, self._crossing
-        ends = [*crossing[1:], self.trace.loss]
-        return [cut(jaxpr, end, known=start) for start, end in zip(crossing, ends, strict=True)]
+        ends = [*self._crossing[1:], self.trace.loss]
+        pairs = zip(self._crossing, ends, strict=True)
+        return [self.trace.cut(end, known=start) for start, end in pairs]
 
     @cached_property
     def _packings(self) -> tuple[Packing, Packing]:

@@ -17,7 +17,7 @@ from ...core.typing import Array
 from ...nn.rolling import SHARED, Chain, find_chains
 from .layout import Keys
 from .loss_trace import LossTrace
-from .piece import Piece, cut
+from .piece import Piece
 from .stage import Data, Loss, Rest, StageProgram, Wire
 from .storage import ModelStorage, RowStorage
 
@@ -57,7 +57,7 @@ class UniformStages:
     def is_chain(self) -> bool:
         """Whether blocks have the parameters of their row, and only the last result is read."""
         made = {v for call in self._calls[:-1] for v in call.outvars}
-        after = cut(self.trace.jaxpr, self.trace.loss, known=self._calls[-1].outvars)
+        after = self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
         free = [piece for pieces in self._own.values() for piece in pieces]
         pieces = [after, self._prologue, self._shared, *free]
         block_params = {self.trace.params[k] for k in self.trace.params if k not in self._rest}
@@ -111,11 +111,11 @@ class UniformStages:
     @cached_property
     def _prologue(self) -> Piece:
         first = self._calls[0].invars
-        return cut(self.trace.jaxpr, [first[i] for i in self._carried])
+        return self.trace.cut([first[i] for i in self._carried])
 
     @cached_property
     def _shared(self) -> Piece:
-        return cut(self.trace.jaxpr, [self._calls[0].invars[i] for i in self._shared_operands])
+        return self.trace.cut([self._calls[0].invars[i] for i in self._shared_operands])
 
     @cached_property
     def _own(self) -> dict[int, list[Piece]]:
@@ -123,11 +123,11 @@ class UniformStages:
         weights = self._weights or {}
         taken = {*weights, *self._carried, *self._shared_operands}
         free = [i for i in range(len(self.chain.roles)) if i not in taken]
-        return {i: [cut(self.trace.jaxpr, [c.invars[i]]) for c in self._calls] for i in free}
+        return {i: [self.trace.cut([c.invars[i]]) for c in self._calls] for i in free}
 
     @cached_property
     def _epilogue(self) -> Piece:
-        return cut(self.trace.jaxpr, self.trace.loss, known=self._calls[-1].outvars)
+        return self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
 
     @cached_property
     def _carried(self) -> list[int]:

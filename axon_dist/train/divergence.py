@@ -1,0 +1,122 @@
+"""A guard against compiled pipelines that would wait forever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ..core.errors import UnsupportedError
+from ..mesh import World
+from ..parallel import Strategy
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(
+    r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=%?([\w.\-]+)"
+)
+_PERMUTE = re.compile(r" collective-permute(?:-start)?\(")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+class WithoutDivergence:
+    """A jitted function whose compiled program is looked through before it runs for the first time.
+
+    The stages of a pipeline take different branches. Sums and gathers over the ranks of one stage
+    are safe there, but a permutation waits for all devices, also those that never come: it would
+    stop the process without a word. Nobody writes one into a stage on purpose: it comes from
+    layers that hand values round a ring, or from the compiler, when it shifts an array whose
+    shifted dim it has split.
+
+    Args:
+        jitted: the function; its second argument is the one whose shapes change between calls.
+    """
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, *others: Any) -> Any:
+        """Runs the function.
+
+        Raises:
+            UnsupportedError: when a branch of the compiled program has a permutation.
+        """
+        leaves, structure = jax.tree.flatten(others)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in self._compiled:
+            compiled = self._jitted.lower(state, *others).compile()
+            check_branches(compiled.as_text())
+            self._compiled[key] = compiled
+        return self._compiled[key](state, *others)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the function."""
+        return self._jitted.lower(*args)
+
+
+def can_diverge(strategy: Strategy, world: World) -> bool:
+    """Whether the compiler partitions code that only the devices of one stage run."""
+    if strategy.pipeline is None:
+        return False
+    by_hand = {strategy.pipeline.axis, *strategy.batch_axes}
+    return any(size > 1 for axis, size in world.mesh.shape.items() if axis not in by_hand)
+
+
+def check_branches(text: str) -> None:
+    """Looks for permutations in the branches of a compiled program.
+
+    Args:
+        text: the program as HLO.
+
+    Raises:
+        UnsupportedError: naming the operations that they come from.
+
+    Example:
+        >>> check_branches("ENTRY %main (x: f32[]) -> f32[] {\\n}")
+    """
+    found = sorted(set(_permutes_in_branches(text)))
+    if found:
+        raise UnsupportedError(
+            "stages of this pipeline would permute values between devices in a branch that the "
+            f"other stages do not take, and wait for them forever: {', '.join(found[:4])}. Ring "
+            "attention does so, and the compiler where a model shifts or slices an array along a "
+            "dim that a strategy splits, such as the positions under sequence=True. Leave that "
+            "strategy out, or compute such a slice before the model, in the batch"
+        )
+
+
+def _permutes_in_branches(text: str) -> Iterator[str]:
+    bodies = _bodies(text)
+    waiting = [name for lines in bodies.values() for line in lines for name in _branches(line)]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in bodies:
+            continue
+        seen.add(name)
+        for line in bodies[name]:
+            waiting += _CALLED.findall(line)
+            if _PERMUTE.search(line):
+                origin = _OP_NAME.search(line)
+                yield origin.group(1) if origin else line.strip().split(" ")[0]
+
+
+def _branches(line: str) -> list[str]:
+    found = []
+    for names, name in _BRANCHES.findall(line):
+        found += [part.strip().lstrip("%") for part in names.split(",")] if names else [name]
+    return found
+
+
+def _bodies(text: str) -> dict[str, list[str]]:
+    bodies: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            lines = bodies.setdefault(header.group(1), [])
+        else:
+            lines.append(line)
+    return bodies
