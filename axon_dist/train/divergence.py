@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,12 +57,14 @@ class WithoutDivergence:
         return self._jitted.lower(*args)
 
 
-def can_diverge(strategy: Strategy, world: World) -> bool:
-    """Whether the compiler partitions code that only the devices of one stage run."""
+def jit_of(strategy: Strategy, world: World) -> Callable[..., Any]:
+    """`jax.jit`, guarded where the compiler partitions code that only one stage's devices run."""
     if strategy.pipeline is None:
-        return False
+        return jax.jit
     by_hand = {strategy.pipeline.axis, *strategy.batch_axes}
-    return any(size > 1 for axis, size in world.mesh.shape.items() if axis not in by_hand)
+    left = [axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand]
+    guarded = lambda *args, **options: WithoutDivergence(jax.jit(*args, **options))
+    return guarded if left else jax.jit
 
 
 def check_branches(text: str) -> None:

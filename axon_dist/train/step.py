@@ -32,7 +32,7 @@ from ..sharding import FromMetadata, annotations_of, shardings
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .determinism import deterministic_options
-from .divergence import WithoutDivergence, can_diverge
+from .divergence import jit_of
 from .global_view import evaluation
 from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
@@ -176,7 +176,7 @@ class TrainStep:
         self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
         whole = NamedSharding(world.mesh, PartitionSpec())
         chosen = deterministic_options(world) if options.deterministic else None
-        jit = functools.partial(jax.jit, compiler_options=chosen)
+        jit = functools.partial(jit_of(strategy, world), compiler_options=chosen)
         self._step = jit(
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, whole)
         )
@@ -187,9 +187,6 @@ class TrainStep:
             lambda state, placed: self._gradients(self._on_device(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, whole),
         )
-        if can_diverge(strategy, world):
-            self._step = WithoutDivergence(self._step)
-            self._differentiate = WithoutDivergence(self._differentiate)
 
     def init(self) -> TrainState:
         """Makes the first state, every array born where it lives.

@@ -16,7 +16,7 @@ HloModule example
 
 %helper.1 (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
-  ROOT %shift = f32[4]{0} collective-permute(%p), source_target_pairs={{0,1}}, metadata={op_name="a/b"}
+  ROOT %shift = f32[4]{0} collective-permute(%p), metadata={op_name="a/b"}
 }
 
 %yes (p: f32[4]) -> f32[4] {
