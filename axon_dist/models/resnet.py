@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -71,7 +72,8 @@ class ResNet(nnx.Module):
         kernel = self.stem.conv.kernel[...]
         x = nnx.relu(self.stem(pixels(images, self.config.dtype or kernel.dtype)))
         if self.config.stem == "imagenet":
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+            edges: Any = ((1, 1), (1, 1))  # flax takes them, its annotation does not
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=edges)
         for block in self.blocks:
             x = block(x)
         mean = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
