@@ -3,11 +3,12 @@
 `spec` never needs a device. `world` is the only place of the library that asks JAX about devices
 and processes. Imports `core` alone. Start reading in `spec.py`, then `world.py`. How processes find
 each other: `environment.py` (variables to a `LaunchSpec`), `distributed.py` (from there to
-`jax.distributed`), `watchdog.py` (what happens when one is lost).
+`jax.distributed`), `watchdog.py` (what happens when one is lost), `step_watch.py` (or hangs).
 """
 
 from .distributed import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
 from .distributed import SILENCE_TIMEOUT as SILENCE_TIMEOUT
+from .distributed import STEP_TIMEOUT as STEP_TIMEOUT
 from .distributed import Timeouts as Timeouts
 from .distributed import initialize as initialize
 from .distributed import leave as leave
@@ -21,6 +22,7 @@ from .roster import self_test as self_test
 from .spec import AXIS_ORDER as AXIS_ORDER
 from .spec import AxesLike as AxesLike
 from .spec import MeshSpec as MeshSpec
+from .step_watch import watch_steps as watch_steps
 from .world import Backend as Backend
 from .world import World as World
 from .world import build_mesh as build_mesh

@@ -23,6 +23,7 @@ from .roll_call import Attendee, call_roll
 from .watchdog import Watchdog, post_failure
 
 LAUNCH_TIMEOUT, SILENCE_TIMEOUT = "AXON_LAUNCH_TIMEOUT", "AXON_SILENCE_TIMEOUT"
+STEP_TIMEOUT = "AXON_STEP_TIMEOUT"
 
 _PEER_WORDS = ("Gloo", "NCCL")
 
@@ -34,6 +35,7 @@ class Timeouts:
     Args:
         launch: seconds until all have reported, and until a collective got through.
         silence: seconds without a sign of life after which a process counts as lost.
+        step: seconds within which some process has to take a step, compiling and saving included.
 
     Raises:
         LaunchError: when one is not positive.
@@ -41,28 +43,31 @@ class Timeouts:
 
     launch: float = 300.0
     silence: float = 60.0
+    step: float = 1800.0
 
     def __post_init__(self):
         self.validate()
 
     def validate(self) -> None:
-        """Raises `LaunchError` unless both are positive."""
-        for name, seconds in ((LAUNCH_TIMEOUT, self.launch), (SILENCE_TIMEOUT, self.silence)):
+        """Raises `LaunchError` unless all are positive."""
+        names = (LAUNCH_TIMEOUT, SILENCE_TIMEOUT, STEP_TIMEOUT)
+        for name, seconds in zip(names, dataclasses.astuple(self), strict=True):
             if not seconds > 0:
                 raise LaunchError(f"{name}={seconds:g} must be more than 0 seconds; raise it")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Timeouts:
-        """Reads `AXON_LAUNCH_TIMEOUT` and `AXON_SILENCE_TIMEOUT`, in seconds.
+        """Reads `AXON_LAUNCH_TIMEOUT`, `AXON_SILENCE_TIMEOUT` and `AXON_STEP_TIMEOUT`, in seconds.
 
         Example:
             >>> Timeouts.from_env({"AXON_SILENCE_TIMEOUT": "10"})
-            Timeouts(launch=300.0, silence=10.0)
+            Timeouts(launch=300.0, silence=10.0, step=1800.0)
         """
         default = cls()
         return cls(
             _seconds(env, LAUNCH_TIMEOUT, default.launch),
             _seconds(env, SILENCE_TIMEOUT, default.silence),
+            _seconds(env, STEP_TIMEOUT, default.step),
         )
 
 

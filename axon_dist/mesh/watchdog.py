@@ -123,7 +123,8 @@ class Watchdog:
             self.store.set(f"{_BULLETIN}pulse", str(count))
             self._silences.hear(_by_process(self.store.items(_PULSES)))
             failed = _by_process(self.store.items(_FAILURES))
-            self._verdict = self._verdict or self._failure(failed)
+            posted = self.store.items(_BULLETIN).get("verdict")
+            self._verdict = self._verdict or posted or self._failure(failed)
             return
         bulletin = self.store.items(_BULLETIN)
         self._silences.hear({0: bulletin.get("pulse", "")})
@@ -151,7 +152,7 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         if self.me == 0:
             with contextlib.suppress(Exception):
-                self.store.set(f"{_BULLETIN}verdict", verdict)
+                post_verdict(self.store, verdict)
         say(f"axon: {self.present[self.me]}: {verdict}; ending this process\n{_main_stack()}")
         os._exit(EXIT_PEER_LOST)
 
@@ -161,7 +162,12 @@ def post_failure(store: Store, process: int, reason: str) -> None:
     store.set(f"{_FAILURES}{process}", reason)
     if process == 0:
         # Nobody else judges.
-        store.set(f"{_BULLETIN}verdict", f"process 0 failed: {reason}")
+        post_verdict(store, f"process 0 failed: {reason}")
+
+
+def post_verdict(store: Store, verdict: str) -> None:
+    """Lets every process know who is lost; they end."""
+    store.set(f"{_BULLETIN}verdict", verdict)
 
 
 def say(text: str) -> None:

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from axon_dist.core.errors import LaunchError
+from axon_dist.mesh import Timeouts
+from axon_dist.mesh.roll_call import Attendee
+from axon_dist.mesh.step_watch import StepWatch, find_culprit
+
+ME = [Attendee(process=p, num_processes=3, host="h", pid=p, jax="1") for p in range(3)]
+
+
+class Shelf(dict):
+    """A store in memory."""
+
+    set = dict.__setitem__
+
+    def items(self, prefix):
+        found = {k: v for k, v in super().items() if k.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in found.items()}
+
+
+def verdict_after(rounds, steps_at):
+    """What is posted when process p has taken `steps_at(round, p)` steps; None for no sign."""
+    store = Shelf()
+    watches = [StepWatch(me, store, timeout=2.0) for me in ME]
+    for number in range(rounds):
+        for watch in watches:
+            step = steps_at(number, watch.me.process)
+            if step is not None:
+                watch(step)
+        for watch in reversed(watches):
+            watch._exchange()
+    return store.get("axon/watch/bulletin/verdict")
+
+
+def test_while_anybody_gets_ahead_nobody_hangs():
+    assert verdict_after(50, lambda number, process: number) is None
+    assert verdict_after(50, lambda number, process: number if process == 2 else 0) is None
+    assert verdict_after(10, lambda number, process: 0) is None
+
+
+def test_other_signs_than_steps_count_too():
+    assert verdict_after(50, lambda number, process: 7) is None
+
+
+@pytest.mark.parametrize("hangs", range(3))
+def test_who_is_behind_holds_the_others_up(hangs):
+    signs = lambda process: 2 if process == hangs else 3
+    text = verdict_after(30, lambda number, process: 4 if number < signs(process) else None)
+    who = f"process {hangs} (host h, pid {hangs})"
+    assert text.startswith(f"{who} hangs: no sign for 2 s after step 4, and the others wait for it")
+
+
+def test_where_all_are_equal_nobody_is_blamed():
+    text = verdict_after(30, lambda number, process: 4 if number == 0 else None)
+    assert text.startswith("no process got any further for 2 s after step 4: the devices hang, or")
+
+
+def test_two_may_hang():
+    rows = [{"who": str(me), "step": 3, "signs": 4 if me.process else 5} for me in ME]
+    text = find_culprit({p: json.dumps(row) for p, row in enumerate(rows)}, 9.0)
+    assert text.startswith("process 1 (host h, pid 1), process 2 (host h, pid 2) hangs: no sign")
+
+
+def test_the_timeout_is_positive():
+    with pytest.raises(LaunchError, match="AXON_STEP_TIMEOUT=0 must be more than 0 seconds"):
+        Timeouts.from_env({"AXON_STEP_TIMEOUT": "0"})
