@@ -13,7 +13,6 @@ from .extras import require as require
 from .live import LiveProgress as LiveProgress
 from .live import make_progress as make_progress
 from .loop import FINISHED as FINISHED
-from .loop import LoopOptions as LoopOptions
 from .loop import Trainer as Trainer
 from .loop import TrainResult as TrainResult
 from .meters import StepTime as StepTime
@@ -37,6 +36,7 @@ from .progress import byte_size as byte_size
 from .progress import clock_time as clock_time
 from .progress import duration as duration
 from .progress import si as si
+from .rhythm import LoopOptions as LoopOptions
 from .state import TrainState as TrainState
 from .step import TrainStep as TrainStep
 from .step import build_train_step as build_train_step

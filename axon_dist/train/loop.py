@@ -265,6 +265,7 @@ class Trainer:
             batch = next(batches, None)
             if batch is None:
                 return state, "out of data"
+            record.sign()
             state, metrics = self.step(state, batch, metrics.get(FLAG))
             record.add(metrics)
             record.settle(keep=_LAG)
@@ -316,12 +317,15 @@ class Trainer:
         is_first = not record.validation_curve
         values = []
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
-            losses = (self.step.evaluate(state, batch)["loss"] for batch in self.validation())
+            batches = (record.sign() or batch for batch in self.validation())
+            losses = (self.step.evaluate(state, batch)["loss"] for batch in batches)
             for loss in delayed(losses, _LAG):
                 values.append(float(loss))
                 record.sign()
                 if stops.meanwhile():
-                    self.progress.note(f"{stops.reason}: left the validation after {record.step}")
+                    self.progress.note(
+                        f"{stops.reason}: left the validation after step {record.step}"
+                    )
                     return False
         if not values:
             raise ConfigError("validation gave no batch; give at least one, or no validation")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -124,3 +124,40 @@ class StopConsensus:
         flags = np.asarray(wanted)
         placed = jax.make_array_from_callback(flags.shape, self._split, lambda index: flags[index])
         return self._any(placed)
+
+
+class Stops:
+    """Tells a loop when to stop: because of a signal, or of what the run has come to.
+
+    Args:
+        consensus: among the processes.
+        request: of this process.
+        should_stop: reads the latest record of metrics; None never stops.
+    """
+
+    def __init__(
+        self,
+        consensus: StopConsensus,
+        request: StopRequest,
+        should_stop: Callable[[Mapping[str, float]], bool] | None = None,
+    ):
+        self._consensus, self._request, self._should_stop = consensus, request, should_stop
+
+    @property
+    def reason(self) -> str:
+        """Who asked."""
+        return self._request.reason or "another process"
+
+    def between_steps(self, latest: Mapping[str, float]) -> bool:
+        """Whether to stop now; every process must ask before every step.
+
+        Args:
+            latest: the latest record; empty before the first.
+        """
+        if self._should_stop is not None and latest and self._should_stop(latest):
+            self._request.ask("should_stop")
+        return self.meanwhile()
+
+    def meanwhile(self) -> bool:
+        """The same within something longer that happens between two steps."""
+        return self._consensus(bool(self._request))

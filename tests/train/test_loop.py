@@ -215,6 +215,31 @@ def test_runs_outside_the_main_thread_too(world):
     assert results[0].reason == "finished"
 
 
+@pytest.mark.parametrize(
+    ("eval_every", "save_every", "saved_at"), [(2, 0, 4), (2, 2, 4), (0, 0, 6)]
+)
+def test_a_signal_in_a_validation_ends_it_and_saves(world, eval_every, save_every, saved_at):
+    seen, saved, progress = [], [], NotingProgress()
+
+    def validation():
+        for number in range(100):
+            if len(progress.statuses) >= saved_at and number == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(number)
+            yield number
+
+    result = fit(
+        FakeStep(world), 6, eval_every=eval_every, save_every=save_every, validation=validation,
+        save=lambda state, number, loss: saved.append((number, loss)), progress=progress,
+    )  # fmt: skip
+    assert seen[-1] == 5
+    assert result.num_steps == saved_at
+    assert saved[-1] == (saved_at, None)
+    assert result.reason == ("finished" if saved_at == 6 else "SIGTERM")
+    assert f"SIGTERM: left the validation after step {saved_at}" in progress.notes
+    assert [step for step, _ in result.validation_curve] == list(range(2, saved_at, 2))[:eval_every]
+
+
 def test_should_stop_reads_the_records(world):
     step = FakeStep(world, losses=[5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.1])
     result = fit(step, 8, should_stop=lambda record: record["train/loss"] <= 3.0)

@@ -1,0 +1,50 @@
+"""`LoopOptions`: how long a run is, and what it does how often."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from axon_dist.core.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How long a loop runs and how often it tells.
+
+    Args:
+        num_steps: the step to stop at, counted from the first of the state.
+        log_every: steps averaged into one record.
+        eval_every: steps between validations; 0 validates only at the end.
+        save_every: steps between saves; 0 saves only at the end.
+        items_per_step: items in a global batch; None leaves the throughput out.
+        item: what they are; utilization is that of tokens.
+        peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it
+            out.
+        max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
+            so; after that it stops.
+    """
+
+    num_steps: int
+    log_every: int = 10
+    eval_every: int = 0
+    save_every: int = 0
+    items_per_step: int | None = None
+    item: str = "tokens"
+    peak_flops: float | None = None
+    max_rollbacks: int = 3
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless the counts are possible."""
+        if min(self.num_steps, self.log_every) < 1 or min(self.eval_every, self.save_every) < 0:
+            raise ConfigError(
+                f"got num_steps={self.num_steps}, log_every={self.log_every}, "
+                f"eval_every={self.eval_every} and save_every={self.save_every}; the first two "
+                "must be at least 1, the others at least 0"
+            )
+        if self.max_rollbacks < 1:
+            raise ConfigError(f"max_rollbacks={self.max_rollbacks} must be at least 1; raise it")
+        if self.peak_flops is not None and (self.items_per_step is None or self.item != "tokens"):
+            raise ConfigError(
+                f"peak_flops={self.peak_flops} needs items_per_step in tokens to measure "
+                f"utilization, and got {self.items_per_step} {self.item}; set it"
+            )
