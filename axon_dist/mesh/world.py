@@ -12,6 +12,7 @@ import flax
 import jax
 import jaxlib
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
@@ -259,14 +260,19 @@ def process_index() -> int:
 def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
     """Lays devices out row-major over the axes of a resolved spec, every axis of type Auto.
 
-    On TPUs `jax.make_mesh` orders the devices after the wiring of the slice; elsewhere the order
-    given is the order of the ranks. The axis types are always written out, for JAX's two ways to
-    make a mesh disagree about the default.
+    On TPUs `jax.make_mesh` orders the devices after the wiring of the slice, dims of which are
+    split only where the axes are no products of whole ones; elsewhere the order given is the order
+    of the ranks. The axis types are always written out, for JAX's two ways to make a mesh disagree
+    about the default.
     """
     types = (AxisType.Auto,) * len(spec.names)
-    if devices[0].platform == "tpu":
+    if devices[0].platform != "tpu":
+        return Mesh(np.array(devices).reshape(spec.sizes), spec.names, axis_types=types)
+    try:
         return jax.make_mesh(spec.sizes, spec.names, axis_types=types, devices=devices)
-    return Mesh(np.array(devices).reshape(spec.sizes), spec.names, axis_types=types)
+    except NotImplementedError:
+        split = mesh_utils.create_device_mesh(spec.sizes, devices, allow_split_physical_axes=True)
+        return Mesh(split, spec.names, axis_types=types)
 
 
 def _backend_of(devices: Sequence[Any]) -> Backend:

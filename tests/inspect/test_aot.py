@@ -6,6 +6,7 @@ numbers can be checked against arithmetic: parameters P, eight devices, bf16 on 
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -204,3 +205,17 @@ def test_other_targets_compile(target):
     assert found.machine.name == target.split(":")[0]
     assert found.collectives.total_wire_bytes() > 2 * shape.num_params()
     assert "?" not in found.collectives.by_axis()
+
+
+def test_an_axis_that_is_no_product_of_whole_dims_has_neighbours_on_it():
+    """Of a slice of 8 x 8 x 16, four devices along tp are four in a row, eight along pp a ring."""
+    if missing := missing_compiler("v5p:8x8x16"):
+        pytest.skip(missing)
+    devices = target_mesh("v5p:8x8x16", "pp=8,fsdp=32,tp=4").devices
+    assert len({device.id for device in devices.flat}) == 1024
+    steps = lambda line: {
+        sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+        for one, other in itertools.pairwise(line)
+    }
+    assert all(steps(line) == {1} for line in devices.reshape(-1, 4))
+    assert all(steps(line) == {1} for line in devices.reshape(8, -1).T)
