@@ -23,6 +23,7 @@ from ..parallel.pipeline import (
     SwitchStages,
     UniformStages,
     buffers_over_time,
+    mean_weight,
     trace_loss,
 )
 from ..parallel.pipeline import Sums as PipelineSums
@@ -206,6 +207,7 @@ class StagedPlan:
             at = lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
             return Data(buffers_at(microbatch), [at(leaf) for leaf in leaves])
 
+        weight = mean_weight(trace, data, self.pipeline.num_microbatches, self.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
             stages=self.programs(trace),
@@ -213,10 +215,13 @@ class StagedPlan:
             weights=[[leaf[0] for leaf in row] for row in rows],
             rest=rest,
             data=data,
-            scale=scale,
+            scale=_over(scale, weight),
             keeps=self.pipeline.keeps_residuals,
         ).run()
-        return (*self._reduce(sums), self._loss(trace, sums), without_rank(changed, buffers))
+        grads = self._reduce(sums)
+        if weight is not None:
+            grads = jax.tree.map(lambda g: g * weight, grads)
+        return (*grads, self._loss(trace, sums), without_rank(changed, buffers))
 
     def trace(self, buffers: PyTree, batch: Batch) -> LossTrace:
         """The loss of one microbatch of this rank."""
@@ -270,3 +275,10 @@ class StagedPlan:
 
 def _wide(metrics: dict[str, Any]) -> dict[str, Array]:
     return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+
+
+def _over(scale: Array | None, weight: Array | None) -> Array | None:
+    """`scale / weight`, None standing for 1."""
+    if weight is None:
+        return scale
+    return (1.0 if scale is None else scale) / weight

@@ -20,6 +20,7 @@ from axon_dist.core.errors import (
     StrategyConflictError,
     UnsupportedError,
 )
+from axon_dist.core.weighted import Weighted
 from axon_dist.models import MLP, next_token_loss
 from axon_dist.parallel import PipelineStage, StageChain, pipelined, tensor_parallel
 from axon_dist.schedule import SCHEDULES, one_f_one_b
@@ -376,6 +377,27 @@ def test_mesh_and_schedule_must_agree():
 def test_accumulation_must_be_the_pipelines():
     with pytest.raises(StrategyConflictError, match=r"accumulate=2.*4 microbatches"):
         build(MODELS["mlp"].make(), mean_square, pipelined(2, 4), accumulate=2)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_the_loss_scale_acts_on_the_size_of_a_mean(mesh):
+    # A microbatch has 64 tokens: the gradient of their sum, times 65536, is no float16 number.
+    case = MODELS["untied"]
+    strategy = compose(pipelined(2, 4), ddp()) if "dp" in mesh else pipelined(2, 4)
+    step = build(case.make(), case.loss_fn, strategy, mesh, precision="fp16")
+    state = step.init()
+    grads, _ = step.gradients(state, case.batch(0))
+    assert_close(step.storage.to_model(grads), expected("untied", 4).grads[0], 2e-2, "gradient")
+    state, metrics = step(state, case.batch(0))
+    assert float(metrics["loss_scale"]) == 65536
+    assert int(state.scaler.skipped) == 0
+
+
+def test_a_weight_that_depends_on_parameters_raises():
+    weigh = lambda model, batch: Weighted(jnp.sum(y := model(batch["x"])), jnp.sum(y**2))
+    step = build(MODELS["mlp"].make(), weigh, pipelined(2, 4))
+    with pytest.raises(UnsupportedError, match=r"weight of the loss depends on .*'layers/0"):
+        step.lower(regression_batch(0))
 
 
 def test_a_batch_that_does_not_divide_raises():

@@ -23,3 +23,4 @@ from .storage import ModelStorage as ModelStorage
 from .storage import storage_for as storage_for
 from .switch import SwitchStages as SwitchStages
 from .uniform import UniformStages as UniformStages
+from .weight import mean_weight as mean_weight
