@@ -13,6 +13,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .files import TextFile, find_files
+from .held import held_fraction
 
 PATTERN = 8
 """Height and width of the pattern that a synthetic class shows."""
@@ -29,13 +30,13 @@ class ImageSource:
         files: paths or globs.
         validation_files: paths or globs kept for validation; empty to split `files`.
         validation_fraction: the share of images for validation, in (0, 1), drawn in the same way
-            every time; used only without `validation_files`.
+            every time, where there are no `validation_files`; None for a tenth.
         image_size: height and width of an image, in pixels.
     """
 
     files: tuple[str, ...] = ()
     validation_files: tuple[str, ...] = ()
-    validation_fraction: float = 0.1
+    validation_fraction: float | None = None
     image_size: int = 32
 
     def validate(self) -> None:
@@ -49,7 +50,8 @@ class ImageSource:
                 "data.files names no file: name .npz files with images and labels, or take images "
                 "that are made up, data.kind=synthetic_images."
             )
-        _check_sizes(self.validation_fraction, self.image_size)
+        held_fraction(self.validation_fraction, self.validation_files)
+        _check_size(self.image_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +63,12 @@ class SyntheticImages:
 
     Args:
         num_images: how many there are.
-        validation_fraction: the share of them for validation, in (0, 1).
+        validation_fraction: the share of them for validation, in (0, 1); None for a tenth.
         image_size: height and width of an image, in pixels.
     """
 
     num_images: int = 10_000
-    validation_fraction: float = 0.1
+    validation_fraction: float | None = None
     image_size: int = 32
 
     def validate(self) -> None:
@@ -77,7 +79,8 @@ class SyntheticImages:
         """
         if self.num_images < 2:
             raise ConfigError(f"data.num_images={self.num_images} must be at least 2; raise it.")
-        _check_sizes(self.validation_fraction, self.image_size)
+        held_fraction(self.validation_fraction)
+        _check_size(self.image_size)
 
 
 class ImageSet(Protocol):
@@ -133,7 +136,7 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
         held = _read(source.validation_files, shape, num_classes)
         _check_disjoint(source)
     else:
-        is_held = _drawn(len(whole), source.validation_fraction)
+        is_held = _drawn(len(whole), held_fraction(source.validation_fraction))
         whole, held = whole.part(~is_held), whole.part(is_held)
     return Images(whole, held, shape, _describe(", ".join(source.files), whole, held, shape))
 
@@ -203,7 +206,7 @@ def _random(kind: int, number: int) -> np.random.Generator:
 
 def _made_up(source: SyntheticImages, shape: tuple[int, int, int], num_classes: int) -> Images:
     numbers = np.arange(source.num_images)
-    is_held = _drawn(source.num_images, source.validation_fraction)
+    is_held = _drawn(source.num_images, held_fraction(source.validation_fraction))
     train, held = (MadeImages(numbers[side], shape, num_classes) for side in (~is_held, is_held))
     return Images(train, held, shape, _describe("synthetic images", train, held, shape))
 
@@ -275,11 +278,7 @@ def _resolved(file: TextFile) -> Path:
     return file.path.resolve()
 
 
-def _check_sizes(fraction: float, image_size: int) -> None:
-    if not 0.0 < fraction < 1.0:
-        raise ConfigError(
-            f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
-        )
+def _check_size(image_size: int) -> None:
     if image_size < 1:
         raise ConfigError(f"data.image_size={image_size} must be at least 1; set it so.")
 

@@ -12,6 +12,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .files import TextFile, find_files, split_files, standard_library_files
+from .held import held_fraction
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 
@@ -22,8 +23,8 @@ class TextSource:
     Args:
         files: paths or globs; empty for the source of Python's own standard library.
         validation_files: paths or globs kept for validation; empty to split `files` by name.
-        validation_fraction: the expected share of files for validation, in (0, 1); used only
-            without `validation_files`.
+        validation_fraction: the expected share of files for validation, in (0, 1), where there are
+            no `validation_files`; None for a tenth.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
         max_bytes: on each side of the split, read only the first files by name that together stay
             within this many bytes; None for all.
@@ -34,7 +35,7 @@ class TextSource:
 
     files: tuple[str, ...] = ()
     validation_files: tuple[str, ...] = ()
-    validation_fraction: float = 0.1
+    validation_fraction: float | None = None
     tokenizer: str | None = None
     max_bytes: int | None = None
 
@@ -43,7 +44,7 @@ class TextSource:
 
         Raises:
             ConfigError: a value is out of range, files are not a sequence, or validation files come
-                without files.
+                without files or with a fraction.
         """
         for field in ("files", "validation_files"):
             if isinstance(getattr(self, field), str):
@@ -51,11 +52,7 @@ class TextSource:
                     f"data.{field}={getattr(self, field)!r} is a single text: write a list, even "
                     "of one pattern."
                 )
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ConfigError(
-                f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1, "
-                "for example 0.1."
-            )
+        held_fraction(self.validation_fraction, self.validation_files)
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ConfigError(
                 f"data.max_bytes={self.max_bytes} must be at least 1; leave it out to read all."
@@ -120,11 +117,12 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
         validation = find_files(source.validation_files)
         _check_disjoint(files, validation)
         return files, validation
-    train, validation = split_files(files, source.validation_fraction)
+    fraction = held_fraction(source.validation_fraction)
+    train, validation = split_files(files, fraction)
     if not train or not validation:
         empty = "training" if not train else "validation"
         raise ConfigError(
-            f"data.validation_fraction={source.validation_fraction} of {len(files)} files leaves "
+            f"data.validation_fraction={fraction} of {len(files)} files leaves "
             f"no file for {empty}: a file is never cut, and its name decides its side. Give more "
             "files, change the fraction, or name data.validation_files."
         )

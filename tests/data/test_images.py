@@ -138,9 +138,7 @@ def test_a_file_that_is_no_npz(tmp_path):
 
 def test_a_file_on_both_sides(tmp_path):
     name = write(tmp_path / "a.npz", 6)
-    with pytest.raises(
-        ConfigError, match=r"1 files are in data.files and in data.val"
-    ):
+    with pytest.raises(ConfigError, match=r"1 files are in data.files and in data.val"):
         load_images(source(name, validation_files=(name,)), 3, 3)
 
 
@@ -149,6 +147,10 @@ def test_a_file_on_both_sides(tmp_path):
     [
         (ImageSource(), r"data.files names no file.*data.kind=synthetic_images"),
         (source("a", validation_fraction=0.0), r"validation_fraction=0.0 must lie between 0 and 1"),
+        (
+            source("a", validation_files=("b",), validation_fraction=0.2),
+            r"validation_fraction=0.2 and data.validation_files=\('b',\) both say",
+        ),
         (ImageSource(files=("a",), image_size=0), r"image_size=0 must be at least 1"),
         (SyntheticImages(num_images=1), r"num_images=1 must be at least 2"),
         (SyntheticImages(num_images=4, validation_fraction=0.1), r"of 4 images leaves none for v"),
