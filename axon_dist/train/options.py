@@ -25,6 +25,7 @@ class StepOptions:
         scaler: the loss scale, or None without one.
         nonfinite: what to do after a loss or gradient that is not finite; None does not look.
         deterministic: whether every run has to give the same bits.
+        pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
     """
 
     accumulate: int = 1
@@ -33,6 +34,7 @@ class StepOptions:
     scaler: GradScaler | None = None
     nonfinite: Nonfinite | None = None
     deterministic: bool = False
+    pad: str | None = None
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every option has a possible value."""

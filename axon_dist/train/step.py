@@ -38,6 +38,7 @@ from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
 from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .options import StepOptions, resolve
+from .padding import Padding
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of
 from .placement import state_shardings
@@ -66,6 +67,7 @@ def build_train_step(
     metrics: tuple[str, ...] = ("loss",),
     nonfinite: Nonfinite | str | None = None,
     deterministic: bool = False,
+    pad: str | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -95,6 +97,8 @@ def build_train_step(
             then does what it says. None updates whatever comes, as plain JAX does.
         deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
             `deterministic_options`.
+        pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
+            with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -125,7 +129,7 @@ def build_train_step(
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
-    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic)
+    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic, pad)
     options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
@@ -167,6 +171,7 @@ class TrainStep:
             strategy.batch_axes,
             options.accumulate,
             world.num_batch_shares(strategy.batch_axes),
+            None if options.pad is None else Padding(options.pad, parts, loss_fn),
         )
         self.abstract_state = self._abstract_state()
         self.state_shardings = state_shardings(
@@ -174,18 +179,17 @@ class TrainStep:
         )
         self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
-        whole = NamedSharding(world.mesh, PartitionSpec())
         chosen = deterministic_options(world) if options.deterministic else None
         jit = functools.partial(jit_of(strategy, world), compiler_options=chosen)
         self._step = jit(
-            self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, whole)
+            self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
-        self._evaluate = jit(self._evaluate_batch, out_shardings=whole)
+        self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
         grads = self.storage.strategy.grads
         grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
         self._differentiate = jit(
             lambda state, placed: self._gradients(self._on_device(state), placed.arrays)[:2],
-            out_shardings=(grad_shardings, whole),
+            out_shardings=(grad_shardings, self._whole),
         )
 
     def init(self) -> TrainState:
@@ -219,13 +223,12 @@ class TrainStep:
 
     def _factory(self) -> Any:
         make: Any = self._source.make
-        whole = NamedSharding(self.world.mesh, PartitionSpec())
 
         def born() -> tuple[PyTree, PyTree]:
             params, buffers = make()
             return self.storage.from_model(params), buffers
 
-        return jax.jit(born, out_shardings=(self.state_shardings.params, whole))
+        return jax.jit(born, out_shardings=(self.state_shardings.params, self._whole))
 
     def _born(self) -> TrainState:
         """Parameters first, moments second: what drawing the former took is free again by then."""
@@ -239,10 +242,9 @@ class TrainStep:
         return complete(params, buffers)
 
     def _placed(self) -> tuple[PyTree, PyTree]:
-        whole = NamedSharding(self.world.mesh, PartitionSpec())
         params, buffers = self._source.arrays or ({}, {})
         stored = self.storage.from_model(params)
-        return jax.device_put((stored, buffers), (self.state_shardings.params, whole))
+        return jax.device_put((stored, buffers), (self.state_shardings.params, self._whole))
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
