@@ -36,6 +36,11 @@ class StepOptions:
     deterministic: bool = False
     pad: str | None = None
 
+    @property
+    def holds(self) -> bool:
+        """Whether the state stays as it was from the first step that is not finite."""
+        return self.nonfinite is not None and self.nonfinite.holds
+
     def validate(self) -> None:
         """Raises `ConfigError` unless every option has a possible value."""
         whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)

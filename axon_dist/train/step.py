@@ -271,16 +271,12 @@ class TrainStep:
         return state, metrics
 
     @property
-    def _holds(self) -> bool:
-        return self.options.nonfinite is not None and self.options.nonfinite.holds
-
-    @property
     def _whole(self) -> NamedSharding:
         return NamedSharding(self.world.mesh, PartitionSpec())
 
     def _held(self, held: Array | None) -> Array | None:
         """The flag of the step before; for the first step one that lies like all later ones."""
-        if not self._holds:
+        if not self.options.holds:
             return None
         if held is not None:
             return held
@@ -336,7 +332,7 @@ class TrainStep:
             self.abstract_state,
             self.state_shardings,
         )
-        held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self._holds else None
+        held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self.options.holds else None
         return self._step.lower(state, self.layout.abstract(batch), held)
 
     def _abstract_state(self) -> TrainState:

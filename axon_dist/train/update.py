@@ -81,12 +81,11 @@ def undo_nonfinite(
         The state that it leads to, and a boolean scalar: whether it was kept. Skipped steps count
         as steps, held ones never happened.
     """
-    assert options.nonfinite is not None
     lost = ~all_finite(grads)
     if options.scaler is not None:
         lost &= old.scaler.scale <= options.scaler.min_scale
     lost |= ~jnp.isfinite(loss)
-    if not options.nonfinite.holds:
+    if not options.holds:
         return _update_if(~lost, new, old), lost
     lost = lost if held is None else lost | held
     return keep_if(~lost, new, old), lost
