@@ -18,7 +18,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
     Args:
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
         batch: `"tokens"`, integer `[B, T + 1]`, and optionally `"mask"`, `[B, T + 1]`, zero where a
-            token is padding or prompt and must not count as a target (its first column never does).
+            token is padding or prompt and must not count as a target (its first column never does);
+            and `"weight"`, `[B]`, by which each sample counts.
 
     Returns:
         The sum of the losses in nats, float32, and the number of tokens that count.
@@ -41,6 +42,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         )
     losses = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
     counts = mask[:, 1:].astype(jnp.float32)
+    if "weight" in batch:
+        counts = counts * batch["weight"][:, None]
     return Weighted(jnp.sum(losses * counts), jnp.sum(counts))
 
 

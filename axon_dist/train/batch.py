@@ -14,6 +14,7 @@ from ..core.errors import DivisibilityError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch
 from .local_view import batch_spec
+from .padding import Padding
 
 
 @jax.tree_util.register_dataclass
@@ -38,12 +39,14 @@ class BatchLayout:
         num_microbatches: K.
         num_processes: how many processes bring rows of their own; those that bring the rows of
             another one are not counted.
+        padding: fills up batches that do not divide; None refuses them.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     num_microbatches: int
     num_processes: int = 1
+    padding: Padding | None = None
 
     @property
     def sharding(self) -> NamedSharding:
@@ -65,20 +68,13 @@ class BatchLayout:
         Raises:
             DivisibilityError: naming the leaf, its shape and what it must divide by.
         """
-        rows = {path: np.shape(leaf)[:1] for path, leaf in leaves_with_paths(batch)}
-        sizes = set(rows.values())
-        if len(sizes) != 1 or () in sizes:
-            raise DivisibilityError(
-                f"the leaves of the batch have {rows} samples in dim 0; every leaf needs the same"
-            )
-        (samples,) = sizes.pop()
-        total = samples * num_processes
+        total = samples_of(batch) * num_processes
         if total % self.divisor or not total:
             split = "×".join(f"{axis}={self.mesh.shape[axis]}" for axis in self.axes) or "1 rank"
             raise DivisibilityError(
                 f"a batch of {total} samples does not divide over {split} and "
                 f"{self.num_microbatches} microbatches; make it a positive "
-                f"multiple of {self.divisor}"
+                f"multiple of {self.divisor}, or have it filled up: build_train_step(pad=...)"
             )
 
     def split(self, leaf: Any) -> Any:
@@ -98,11 +94,13 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
+        batch = self._filled(batch, self.num_processes)
         self.check(batch, self.num_processes)
         return Placed(jax.tree.map(self._place_leaf, batch))
 
     def abstract(self, batch: Batch) -> Placed:
         """A placed global batch as shapes, for lowering without data."""
+        batch = self._filled(batch, 1)
         self.check(batch)
 
         def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -111,6 +109,12 @@ class BatchLayout:
 
         return Placed(jax.tree.map(shape_of, batch))
 
+    def _filled(self, batch: Batch, num_processes: int) -> Batch:
+        """The batch with padding, if there is to be any; each process fills up its own rows."""
+        if self.padding is None or not samples_of(batch):
+            return batch
+        return self.padding.fill(batch, math.lcm(self.divisor, num_processes) // num_processes)
+
     def _place_leaf(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return jax.device_put(self.split(leaf), self.sharding)
@@ -118,3 +122,18 @@ class BatchLayout:
         if self.sharding.is_fully_addressable:
             return jax.device_put(rows, self.sharding)
         return jax.make_array_from_process_local_data(self.sharding, rows)
+
+
+def samples_of(batch: Batch) -> int:
+    """The number of samples that every leaf of a batch has.
+
+    Raises:
+        DivisibilityError: when leaves differ, or have no dims.
+    """
+    rows = {path: np.shape(leaf)[:1] for path, leaf in leaves_with_paths(batch)}
+    sizes = set(rows.values())
+    if len(sizes) != 1 or () in sizes:
+        raise DivisibilityError(
+            f"the leaves of the batch have {rows} samples in dim 0; every leaf needs the same"
+        )
+    return sizes.pop()[0]

@@ -193,10 +193,12 @@ def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
     scaled = lambda x, weight: x if _is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
     as_array = lambda x: jnp.asarray(x, jnp.float32)
     own = outcome.loss.weight
+    # A mean over nothing may be NaN, and must not spoil the means of others.
+    counted = lambda x: x if _is_one(own) else jnp.where(as_array(own) == 0, 0, x * as_array(own))
     return Sums(
         grads=jax.tree.map(lambda g: scaled(_wide(g), grad_weight), grads),
         loss=Weighted(as_array(outcome.loss.total), as_array(own)),
-        metrics={name: scaled(as_array(value), own) for name, value in outcome.metrics.items()},
+        metrics={name: counted(as_array(value)) for name, value in outcome.metrics.items()},
     )
 
 

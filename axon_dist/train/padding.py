@@ -1,0 +1,141 @@
+"""Batches that do not divide, filled up with samples that weigh nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.compat import dce_jaxpr
+from ..core.errors import ConfigError, UnsupportedError
+from ..core.tree import leaves_with_paths
+from ..core.typing import Batch, LossFn
+from .objective import evaluate
+from .parts import ModelParts
+
+
+class Padding:
+    """Fills batches up, after a look at whether the loss really leaves the fillings out.
+
+    The last sample is repeated, so that no value is of a kind that the model never meets, and its
+    weight is 0 in one leaf of the batch. A loss that sums `weight * loss` and returns
+    `Weighted(that, sum of weight)` then has the value and the gradient of the samples that were
+    given. Dropout draws as if the fillings were samples.
+
+    Args:
+        weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
+            ones, [B] in float32.
+        parts: the model.
+        loss_fn: the user's loss.
+    """
+
+    def __init__(self, weight: str, parts: ModelParts, loss_fn: LossFn):
+        self._weight, self._parts, self._loss_fn = weight, parts, loss_fn
+        self._checked: set[Any] = set()
+
+    def fill(self, batch: Batch, multiple: int) -> Batch:
+        """Adds samples until they divide.
+
+        Args:
+            batch: a dict of leaves of shape [B, ...], arrays or shapes.
+            multiple: what B is to divide by.
+
+        Returns:
+            The batch with its weights, of the next multiple of samples.
+
+        Raises:
+            ConfigError: when the batch is not a dict, the loss is a plain mean, or it or a metric
+                does not read the weights.
+            UnsupportedError: when the model keeps statistics of the batch.
+        """
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"got a batch of type {type(batch).__name__} with pad={self._weight!r}; padding "
+                f"needs a dict, in which {self._weight!r} weighs the samples"
+            )
+        leaves = jax.tree.leaves(batch)
+        rows = leaves[0].shape[0]
+        filled = dict(batch)
+        filled.setdefault(self._weight, _ones(rows, any(_is_shape(x) for x in leaves)))
+        missing = -rows % multiple
+        filled = {
+            name: jax.tree.map(lambda x, n=name: _fill(x, missing, n == self._weight), part)
+            for name, part in filled.items()
+        }
+        self._check(filled)
+        return filled
+
+    def _check(self, batch: dict) -> None:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        key = tuple((path, x.shape, x.dtype) for path, x in leaves_with_paths(shapes))
+        if key not in self._checked:
+            self._look(shapes)
+            self._checked.add(key)
+
+    def _look(self, shapes: dict) -> None:
+        """Reads from the traced loss what depends on what."""
+        for what, is_buffer, read in self._dependencies(shapes):
+            if is_buffer and read:
+                raise UnsupportedError(
+                    f"the buffer {what!r} depends on the batch, as the statistics of BatchNorm do, "
+                    f"and would count the samples that pad={self._weight!r} adds. Use a "
+                    "normalisation without statistics, or batches that divide"
+                )
+            if not is_buffer and self._weight not in read and (read or what == "loss"):
+                raise ConfigError(
+                    f"the {what} of loss_fn does not depend on batch[{self._weight!r}], so that "
+                    f"the samples that pad={self._weight!r} adds would count. Multiply each sample "
+                    "by its weight, and return Weighted(sum of weight * loss, sum of weight)"
+                )
+
+    def _dependencies(self, shapes: dict) -> Iterator[tuple[str, bool, set[str]]]:
+        """What the loss function makes, whether it is a buffer, and which leaves it depends on."""
+        names = ["loss", "weight"]
+
+        def run(params: Any, buffers: Any, batch: Any) -> Any:
+            outcome = evaluate(self._parts, self._loss_fn, params, buffers, batch)
+            if isinstance(outcome.loss.weight, (int, float)):
+                raise ConfigError(
+                    f"loss_fn returned a plain mean, which counts the samples that "
+                    f"pad={self._weight!r} adds; return Weighted(sum of weight * loss, sum of "
+                    f"weight) with the weights of batch[{self._weight!r}]"
+                )
+            names.extend(f"metric {name!r}" for name in sorted(outcome.metrics))
+            loss = jnp.asarray(outcome.loss.total), jnp.asarray(outcome.loss.weight)
+            return *loss, outcome.metrics, outcome.buffers
+
+        parts = self._parts
+        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, shapes).jaxpr
+        outputs = [(name, False) for name in names]
+        outputs += [(path, True) for path, _ in leaves_with_paths(parts.buffers)]
+        tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
+        inputs = [*[""] * (len(jaxpr.invars) - len(tops)), *tops]
+        for number, (name, is_buffer) in enumerate(outputs):
+            _, used = dce_jaxpr(jaxpr, [number == other for other in range(len(outputs))])
+            pairs = zip(inputs, used, strict=True)
+            yield name, is_buffer, {top for top, is_used in pairs if top and is_used}
+
+
+def _is_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _ones(rows: int, as_shape: bool) -> Any:
+    if as_shape:
+        return jax.ShapeDtypeStruct((rows,), jnp.float32)
+    return np.ones(rows, np.float32)
+
+
+def _fill(leaf: Any, missing: int, with_zeros: bool) -> Any:
+    """Appends copies of the last sample, or zeros."""
+    shape = (leaf.shape[0] + missing, *leaf.shape[1:])
+    if _is_shape(leaf):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    if not missing:
+        return leaf
+    library = jnp if isinstance(leaf, jax.Array) else np
+    more = library.repeat(leaf[-1:], missing, axis=0)
+    return library.concatenate([leaf, library.zeros_like(more) if with_zeros else more])
