@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from ..core.compat import eval_equation, eval_jaxpr
 from .units import UNIT_NAME, RematPolicy
 
 SHARED, STACKED = "shared", "stacked"
+
+Protect: TypeAlias = Callable[[Callable[..., Any], int], Callable[..., Any]]
+"""Puts what runs so many times under `jax.checkpoint`, or leaves it as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,11 @@ class Chain:
 
 
 def roll(
-    function: Callable[..., Any], group: int = 1, remat: RematPolicy | None = None
+    function: Callable[..., Any],
+    group: int = 1,
+    remat: RematPolicy | None = None,
+    *,
+    prefetch: bool = False,
 ) -> Callable[..., Any]:
     """Makes a function whose chains of units run as scans.
 
@@ -56,6 +63,9 @@ def roll(
         group: how many units one iteration runs; the last iteration may run fewer.
         remat: when given, each iteration is under `jax.checkpoint` with this policy, and so is
             each unit that is in no chain.
+        prefetch: whether the backward pass may gather the weights of an iteration in the one
+            before. Only where units move nothing but weights: the compiler would prefetch gathered
+            activations too, with all the compute that leads up to them, and do it twice.
 
     Returns:
         A function of the same arguments with the same results.
@@ -63,7 +73,8 @@ def roll(
 
     def rolled(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = _evaluate(closed, jax.tree.leaves(args), group, remat)
+        protect = functools.partial(_protect, remat=remat, prefetch=prefetch)
+        results = _evaluate(closed, jax.tree.leaves(args), group, protect)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rolled
@@ -127,7 +138,7 @@ def _same(old: Any, new: Any) -> bool:
     return old is new
 
 
-def _evaluate(closed: Any, values: list[Any], group: int, remat: RematPolicy | None) -> list[Any]:
+def _evaluate(closed: Any, values: list[Any], group: int, protect: Protect) -> list[Any]:
     jaxpr = closed.jaxpr
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr)}
     inside = {call for chain in chains.values() for call in chain.calls}
@@ -138,8 +149,8 @@ def _evaluate(closed: Any, values: list[Any], group: int, remat: RematPolicy | N
     def run(index: int) -> None:
         equation = jaxpr.eqns[index]
         evaluate = functools.partial(eval_equation, equation)
-        if remat is not None and is_unit(equation):
-            evaluate = jax.checkpoint(evaluate, policy=remat)
+        if is_unit(equation):
+            evaluate = protect(evaluate, 1)
         results = evaluate([_read(env, v) for v in equation.invars])
         env.update(zip(equation.outvars, results, strict=True))
         done.add(index)
@@ -151,7 +162,7 @@ def _evaluate(closed: Any, values: list[Any], group: int, remat: RematPolicy | N
             for other in range(index, chain.calls[-1]):
                 if other not in inside and not tainted & set(jaxpr.eqns[other].outvars):
                     run(other)
-            env.update(_scan(jaxpr, chain, env, group, remat))
+            env.update(_scan(jaxpr, chain, env, group, protect))
         elif index not in inside and index not in done:
             run(index)
     return [_read(env, v) for v in jaxpr.outvars]
@@ -162,7 +173,7 @@ def _read(env: dict[Any, Any], variable: Any) -> Any:
 
 
 def _scan(
-    jaxpr: Any, chain: Chain, env: dict[Any, Any], group: int, remat: RematPolicy | None
+    jaxpr: Any, chain: Chain, env: dict[Any, Any], group: int, protect: Protect
 ) -> dict[Any, Any]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
@@ -186,7 +197,7 @@ def _scan(
         for value, role in zip(first, chain.roles, strict=True)
         if isinstance(role, int)
     )
-    carry, between = grouped_scan(unit, start, stacked, len(calls), group, remat)
+    carry, between = grouped_scan(unit, start, stacked, len(calls), group, protect)
     last = [calls[-1].outvars[i] for i in chain.carried]
     found: dict[Any, Any] = dict(zip(last, carry, strict=True))
     for position, rows in zip(kept, between, strict=True):
@@ -201,7 +212,7 @@ def grouped_scan(
     stacked: list[Any],
     length: int,
     group: int,
-    remat: RematPolicy | None,
+    protect: Protect,
 ) -> tuple[Any, list[Any]]:
     """`lax.scan` whose iterations run `group` steps each, under one `jax.checkpoint` each.
 
@@ -211,36 +222,38 @@ def grouped_scan(
         stacked: leaves with a leading dim of `length`.
         length: how many steps.
         group: steps per iteration; `length` need not divide by it.
-        remat: the policy of each iteration, or None to keep everything.
+        protect: puts the body of a loop of so many iterations under `jax.checkpoint`.
 
     Returns:
         The last carry, and the stacked outputs of all steps.
     """
     if group == 1:
-        return jax.lax.scan(_protect(body, remat, length), carry, stacked, length=length)
+        return jax.lax.scan(protect(body, length), carry, stacked, length=length)
     several = lambda carry, rows: jax.lax.scan(body, carry, rows)
     whole = length // group * group
     parts: list[Any] = []
     if whole:
         rows = [x[:whole].reshape(-1, group, *x.shape[1:]) for x in stacked]
-        carry, outputs = jax.lax.scan(_protect(several, remat, whole // group), carry, rows)
+        carry, outputs = jax.lax.scan(protect(several, whole // group), carry, rows)
         parts.append([y.reshape(whole, *y.shape[2:]) for y in outputs])
     if whole < length:
-        carry, outputs = _protect(several, remat, 1)(carry, [x[whole:] for x in stacked])
+        carry, outputs = protect(several, 1)(carry, [x[whole:] for x in stacked])
         parts.append(outputs)
     return carry, [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
 
 
-def _protect(body: Callable[..., Any], remat: RematPolicy | None, times: int) -> Any:
-    """The body of a loop under `jax.checkpoint`.
+def _protect(
+    body: Callable[..., Any], times: int, *, remat: RematPolicy | None, prefetch: bool
+) -> Callable[..., Any]:
+    """What runs so many times, under `jax.checkpoint`.
 
-    Without its barrier where the loop keeps forward and backward pass apart by itself: the barrier
-    would hold the gathers of a backward iteration until it starts, where the compiler can move them
-    into the one before. A loop of one iteration is inlined, and needs it.
+    Its barrier keeps recomputed values apart from those of the forward pass, and holds the gathers
+    of a backward iteration back until it starts. A loop keeps the two passes apart by itself; what
+    runs once, or in a loop of one iteration, which is inlined, needs the barrier.
     """
     if remat is None:
         return body
-    return jax.checkpoint(body, policy=remat, prevent_cse=times == 1)
+    return jax.checkpoint(body, policy=remat, prevent_cse=not prefetch or times == 1)
 
 
 def _read_elsewhere(jaxpr: Any, chain: Chain) -> list[int]:

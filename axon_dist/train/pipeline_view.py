@@ -154,7 +154,13 @@ class StagedPlan:
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
         blocks = frozenset("/".join(map(str, keys)) for keys in self.rows.stages.blocks)
-        return View(self.strategy.precision, blocks, self.strategy.remat, splits_params=False)
+        return View(
+            self.strategy.precision,
+            blocks,
+            self.strategy.remat,
+            splits_params=False,
+            moves_activations=True,
+        )
 
     @property
     def owners(self) -> PyTree:

@@ -40,12 +40,15 @@ class View:
         units: the paths of the modules that are gathered, freed and recomputed as one.
         remat: activation checkpointing, or None.
         splits_params: whether gathered weights are freed after use.
+        moves_activations: whether units send activations between ranks, as tensor and context
+            parallelism do.
     """
 
     precision: MixedPrecision | None
     units: frozenset[Path]
     remat: ActivationCheckpointing | None
     splits_params: bool
+    moves_activations: bool
 
     @property
     def group(self) -> int:
@@ -99,7 +102,8 @@ class View:
         if not self.units:
             return forward
         regather = regather_in_backward if self.splits_params else None
-        return roll(forward, self.group, self.remat.remat if self.remat else regather)
+        remat = self.remat.remat if self.remat else regather
+        return roll(forward, self.group, remat, prefetch=not self.moves_activations)
 
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
@@ -139,6 +143,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         units=units,
         remat=strategy.remat,
         splits_params=bool(strategy.params.split_axes),
+        moves_activations=bool(strategy.layers),
     )
 
 

@@ -40,7 +40,7 @@ class Net(nnx.Module):
         return x.sum() + kept
 
 
-def functions(model, group=1, remat=None, unit_remat=None):
+def functions(model, group=1, remat=None, unit_remat=None, **options):
     """The loss of the plain model, and of its rolled form, as functions of (params, rest, x)."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -54,7 +54,7 @@ def functions(model, group=1, remat=None, unit_remat=None):
 
         return run
 
-    return forward(False), roll(forward(True), group, remat), params, rest
+    return forward(False), roll(forward(True), group, remat, **options), params, rest
 
 
 def scans(function, *args):
@@ -89,7 +89,8 @@ def test_groups_compute_the_same(group, lengths):
     assert lengths[0] in [e.params.get("length", lengths[0]) for e in outer]
 
 
-def test_only_what_runs_once_has_a_barrier():
+@pytest.mark.parametrize(("prefetch", "expected"), [(True, [False, True]), (False, [True, True])])
+def test_what_runs_once_keeps_its_barrier(prefetch, expected):
     barriers = []
 
     def look(jaxpr):
@@ -100,9 +101,11 @@ def test_only_what_runs_once_has_a_barrier():
                 inner = equation.params["jaxpr"]
                 look(getattr(inner, "jaxpr", inner))
 
-    _, rolled, params, rest = functions(Net(nnx.Rngs(0)), 3, NOTHING)
+    model = Net(nnx.Rngs(0))
+    plain, rolled, params, rest = functions(model, 3, NOTHING, prefetch=prefetch)
     look(jax.make_jaxpr(rolled)(params, rest, X).jaxpr)
-    assert barriers == [False, True]
+    assert barriers == expected
+    assert_same(rolled, plain, params, rest, X)
 
 
 def test_dropout_state_is_threaded_through_the_scan():
