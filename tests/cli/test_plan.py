@@ -48,6 +48,10 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],
             "got a config together with global_batch; a config says these itself",
         ),
+        (
+            [str(CONFIGS / "recipes" / "resnet50_ddp8.yaml"), "--target", "h100:8"],
+            "plan knows the activations of transformers on text, and resnet50_ddp8 is",
+        ),
     ],
 )
 def test_mistakes(capsys, arguments, message):
