@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from .action import Action, Phase
@@ -107,9 +107,7 @@ class PipelineMemoryStats:
             >>> stats.worst, stats.total
             (8, 32)
         """
-        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
-        peaks = (num_microbatches,) * num_stages
-        return cls(peaks, peaks)
+        return cls._closed_form(num_stages, num_microbatches, lambda stage: num_microbatches)
 
     @classmethod
     def one_f_one_b_peak_activations(
@@ -117,21 +115,20 @@ class PipelineMemoryStats:
     ) -> PipelineMemoryStats:
         """1F1B's peaks in closed form: stage `s` keeps `min(S-s, M)`.
 
-        Args:
-            num_stages: stages `S`.
-            num_microbatches: microbatches `M`.
-
-        Returns:
-            The peaks.
-
-        Raises:
-            ScheduleError: a number below 1.
+        Takes, returns and raises what `gpipe_peak_activations` does.
 
         Example:
             >>> stats = PipelineMemoryStats.one_f_one_b_peak_activations(4, 8)
             >>> stats.worst, stats.total
             (4, 10)
         """
+        limit = lambda stage: num_stages - stage
+        return cls._closed_form(num_stages, num_microbatches, limit)
+
+    @classmethod
+    def _closed_form(
+        cls, num_stages: int, num_microbatches: int, limit: Callable[[int], int]
+    ) -> PipelineMemoryStats:
         check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
-        peaks = tuple(min(num_stages - s, num_microbatches) for s in range(num_stages))
+        peaks = tuple(min(limit(stage), num_microbatches) for stage in range(num_stages))
         return cls(peaks, peaks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .action import Action, Phase
 from .order import order_to_table
 from .sizes import check_sizes
@@ -32,10 +34,8 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
-    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
-    ahead = [num_stages - stage for stage in range(num_stages)]
-    order = _split_orders(ahead, num_microbatches)
-    return order_to_table("zero_bubble_h1", order, range(num_stages), num_microbatches)
+    ahead = lambda stage: num_stages - stage
+    return _table("zero_bubble_h1", num_stages, num_microbatches, ahead)
 
 
 def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
@@ -47,37 +47,30 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     because the last device starts so late: only an optimizer that lets devices step one by one can
     hide that, and a global gradient norm forbids it.
 
-    Args:
-        num_stages: stages `S`, one per device.
-        num_microbatches: microbatches `M`.
-
-    Returns:
-        The table.
-
-    Raises:
-        ScheduleError: a number below 1.
+    Takes, returns and raises what `zero_bubble_h1` does.
 
     Example:
         >>> zero_bubble_h2(4, 8).num_ticks
         27
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+    Source: the same paper.
     """
-    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
-    ahead = [2 * (num_stages - stage) - 1 for stage in range(num_stages)]
-    order = _split_orders(ahead, num_microbatches)
-    return order_to_table("zero_bubble_h2", order, range(num_stages), num_microbatches)
+    ahead = lambda stage: 2 * (num_stages - stage) - 1
+    return _table("zero_bubble_h2", num_stages, num_microbatches, ahead)
 
 
-def _split_orders(ahead: list[int], num_microbatches: int) -> list[list[Action]]:
+def _table(
+    name: str, num_stages: int, num_microbatches: int, ahead: Callable[[int], int]
+) -> Schedule:
     """Orders each stage from how many forwards it runs ahead; the first stage's is the most."""
+    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     orders = []
-    for stage, limit in enumerate(ahead):
-        warmup = min(limit, num_microbatches)
+    for stage in range(num_stages):
+        warmup = min(ahead(stage), num_microbatches)
         # With few microbatches there is no tail to fill: W must then not wait for one.
-        delay = min(ahead[0] - limit, num_microbatches - warmup)
+        delay = min(ahead(0) - ahead(stage), num_microbatches - warmup)
         orders.append(_stage_order(stage, num_microbatches, warmup, delay))
-    return orders
+    return order_to_table(name, orders, range(num_stages), num_microbatches)
 
 
 def _stage_order(stage: int, num_microbatches: int, warmup: int, delay: int) -> list[Action]:
