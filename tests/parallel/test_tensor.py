@@ -159,7 +159,9 @@ def test_errors_name_what_there_is(make_world):
     with pytest.raises(MeshError, match=r"over axis 'tp', which mesh dp=8 lacks"):
         build(make(), tensor_parallel("transformer"), World.emulate(8, "dp=8"))
     sums = Strategy("remat", remat=ActivationCheckpointing(policy="sums"))
-    with pytest.raises(ConfigError, match=r"'sums' keeps .* 'ddp \+ remat' has none.*tensor_parallel"):
+    with pytest.raises(
+        ConfigError, match=r"'sums' keeps .* 'ddp \+ remat' has none.*tensor_parallel"
+    ):
         build(make(), compose(ddp(("tp",)), sums), world)
     short = {"tokens": np.zeros((2, 4), np.int32)}
     step = build(make(), tensor_parallel("transformer", sequence=True), world)

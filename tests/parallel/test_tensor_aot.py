@@ -39,7 +39,9 @@ def no_compilation_cache():
 def compiled(target, mesh, config, *strategies, length=LENGTH, batch=None, policy="nothing"):
     """The step of a transformer with Adam, compiled for a machine that is not here."""
     world = World.init(mesh, devices=list(target_devices(target)))
-    data = fsdp(mixed_precision="bf16", activation_checkpointing=ActivationCheckpointing(policy=policy))
+    data = fsdp(
+        mixed_precision="bf16", activation_checkpointing=ActivationCheckpointing(policy=policy)
+    )
     step = build_train_step(
         lambda: Transformer(config, rngs=nnx.Rngs(0)),
         optax.adam(1e-4),
