@@ -91,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--per", choices=["step", "microbatch"])
+    parser.add_argument("--nonfinite", choices=["stop", "skip"], help="with this guard in the step")
     parser.add_argument("--json")
     parser.add_argument("--hlo")
     return parser.parse_args()
@@ -113,6 +114,7 @@ def build(config: TransformerConfig, args: argparse.Namespace, world: World) -> 
         world,
         accumulate=args.accumulate,
         clip_norm=1.0,
+        nonfinite=args.nonfinite,
         precision="bf16",
         remat=ActivationCheckpointing(classes=("Block",)),
     )
