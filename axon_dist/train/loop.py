@@ -102,8 +102,8 @@ class Trainer:
             it returns true on one.
         save: `save(state, number, loss)` takes a state between two steps, the number of steps it
             has taken, and its validation loss or None; must be done with the arrays when it
-            returns. It gets the last state too, however the run ends but by an error; of one that was
-            not finite the state before, if that is still there. All that
+            returns. It gets the last state too, however the run ends but by an error; where that
+            is a step that was not finite, the state before, if it is still there. All that
             `batches` has handed out by then went into the state.
         give_back: takes how many of the last batches went into no state after all; called before
             the last state of a run that stops because a step was not finite is saved.
