@@ -32,6 +32,11 @@ def pipelined(
 ) -> Strategy:
     """Pipeline parallelism as a strategy: blocks lie along `axis`, microbatches flow through them.
 
+    Beside data parallelism each rank gathers the weights of its own stages once per step, where
+    they are split at all, and reduces their gradients once, whatever stage of ZeRO it is composed
+    with: per microbatch it would move as many times the bytes. ZeRO-3 so saves memory between
+    steps, and within a step a rank holds its stages whole.
+
     Args:
         num_stages: ranks along the axis, each with `chunks` stages.
         num_microbatches: microbatches per step.

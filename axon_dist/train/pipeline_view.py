@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from ..collectives import GradSyncStrategy
 from ..core.errors import StrategyConflictError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
@@ -190,12 +191,19 @@ class StagedPlan:
         """Checks what a pipeline cannot do.
 
         Raises:
-            StrategyConflictError: for buffers or reductions of each rank or microbatch alone.
+            StrategyConflictError: for buffers of each rank alone, or reductions in groups.
         """
         if not self.reduction.sync_buffers:
             raise StrategyConflictError(
                 "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "
                 "broadcast_buffers at True"
+            )
+        capacity, sync = self.reduction.bucket_capacity, self.reduction.sync
+        if capacity is not None or sync is not GradSyncStrategy.SYNCHRONOUS:
+            raise StrategyConflictError(
+                f"a pipeline got bucket_capacity={capacity} and sync={sync.name}; it reduces every "
+                "gradient once, after the last microbatch, and leaves the grouping to the "
+                "compiler, so leave both out"
             )
 
     def run(

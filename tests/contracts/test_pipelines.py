@@ -21,6 +21,7 @@ from axon_dist.core.errors import (
     UnsupportedError,
 )
 from axon_dist.core.weighted import Weighted
+from axon_dist.inspect import collectives
 from axon_dist.models import MLP, next_token_loss
 from axon_dist.parallel import PipelineStage, StageChain, pipelined, tensor_parallel
 from axon_dist.schedule import SCHEDULES, one_f_one_b
@@ -266,12 +267,27 @@ def tokens(samples: int):
     return {"tokens": jax.ShapeDtypeStruct((samples, 9), jnp.int32)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_h1"])
-def test_memory_does_not_grow_with_microbatches(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    [
+        *((name, 2) for name in ("1f1b", "interleaved_1f1b", "zero_bubble_h1")),
+        # With two chunks, eight microbatches do not fill eight ranks to the schedule's peak.
+        *(
+            pytest.param(name, size, marks=pytest.mark.full)
+            for name, size in [
+                ("1f1b", 8),
+                ("eager_1f1b", 4),
+                ("interleaved_1f1b", 4),
+                ("zero_bubble_h1", 8),
+            ]
+        ),
+    ],
+)
+def test_memory_does_not_grow_with_microbatches(schedule, size):
     temp = []
-    case = decoder(num_layers=4, width=64, ffn_width=128)
+    case = decoder(num_layers=8 if size > 2 else 4, width=64, ffn_width=128)
     for count in (8, 64):
-        step = build(case.make, case.loss_fn, pipelined(2, count, schedule))
+        step = build(case.make, case.loss_fn, pipelined(size, count, schedule), f"pp={size}")
         compiled = step.lower(tokens(2 * count)).compile()
         temp.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temp[1] <= 1.02 * temp[0]
@@ -377,6 +393,30 @@ def test_mesh_and_schedule_must_agree():
 def test_accumulation_must_be_the_pipelines():
     with pytest.raises(StrategyConflictError, match=r"accumulate=2.*4 microbatches"):
         build(MODELS["mlp"].make(), mean_square, pipelined(2, 4), accumulate=2)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_weights_are_gathered_and_gradients_reduced_once_per_step(stage):
+    case, mesh = MODELS["mlp"], "pp=2,dp=2"
+    strategy = compose(pipelined(2, 8), zero(stage, min_elements=8))
+    step = build(case.make(), case.loss_fn, strategy, mesh)
+    program = step.lower(regression_batch(0)).compile()
+    ledger = collectives(program, step.world.mesh)
+    data = [row for row in ledger if row.axes is not None and "dp" in row.axes]
+    assert {row.count for row in data} == {1}
+    assert not any(row.in_conditional for row in data)
+    (vector,) = jax.tree.leaves(step.abstract_state.params)
+    own = vector.size // 2 * 4
+    kinds = {kind: sum(r.bytes_out for r in data if r.kind == kind) for kind in ledger.by_kind()}
+    assert kinds["all-gather"] == pytest.approx(own, rel=0.05)
+    assert kinds["reduce-scatter"] == pytest.approx(own / 2, rel=0.05)
+
+
+def test_gradients_in_buckets_raise():
+    strategy = compose(pipelined(2, 4), ddp(bucket_capacity=100))
+    step = build(MODELS["mlp"].make(), MODELS["mlp"].loss_fn, strategy, "pp=2,dp=2")
+    with pytest.raises(StrategyConflictError, match=r"bucket_capacity=100.*leave both out"):
+        step.lower(regression_batch(0))
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
