@@ -6,7 +6,9 @@ The model is a GPT of 8 layers, width 256, 4 heads, 128 tokens, vocabulary 512, 
 microbatch, float32, AdamW. Prints CPU-seconds per microbatch (the least of the rounds): a program
 that computes in its bubbles needs more of them per microbatch when there are few. The GPipe is a
 scan over ticks, differentiated by JAX, each block under `jax.checkpoint`, idle ticks skipped by
-`lax.cond`.
+`lax.cond`. `1f1b residuals` keeps what the backward pass needs instead of recomputing it. Under the
+table stand the ratios that matter, and what the two halves of a backward pass cost together,
+measured on a stage alone.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from rich.table import Table
 
 from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.parallel.pipeline import Data, StageProgram, Wire
+from axon_dist.parallel.pipeline.backward import DividedBackward, Operands, pull_back
 
 from .timing import alternate
 
-SCHEDULES = ("1f1b", "eager_1f1b", "zero_bubble_h1")
+SCHEDULES = ("1f1b", "1f1b residuals", "eager_1f1b", "zero_bubble_h1")
+HAND, ALONE = "gpipe by hand", "one device"
 LAYERS, TOKENS, ROWS = 8, 128, 2
 
 
@@ -124,15 +129,17 @@ def program(name: str, stages: int, count: int):
     """A function that takes one step, and the seconds that compiling it took."""
     batch = {"tokens": tokens_of(count)}
     started = time.perf_counter()
-    if name == "gpipe by hand":
+    if name == HAND:
         world = World.emulate(stages, f"pp={stages}")
         step, state = gpipe_by_hand(world, count)
         data = batch["tokens"].reshape(count, ROWS, -1)
         run = lambda state: step(state, data)
     else:
-        alone = name == "one device"
+        alone = name == ALONE
         world = World.emulate(1, "dp=1") if alone else World.emulate(stages, f"pp={stages}")
-        strategy = ddp() if alone else pipelined(stages, count, name)
+        schedule, *backward = name.split()
+        kept = {"backward": backward[0]} if backward else {}
+        strategy = ddp() if alone else pipelined(stages, count, schedule, **kept)
         built = build_train_step(
             make_model, optax.adamw(1e-3), next_token_loss, strategy, world, accumulate=count
         )
@@ -156,21 +163,72 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     args = parser.parse_args()
     World.emulate(args.stages)
-    names = ["one device", "gpipe by hand", *args.schedules]
+    names = [ALONE, HAND, *args.schedules]
     table = Table(title=f"{args.stages} stages: CPU-seconds per microbatch, seconds to compile")
     table.add_column("program")
     for count in args.microbatches:
         table.add_column(f"M={count}", justify="right")
         table.add_column("compile", justify="right")
     cells: dict[str, list[str]] = {name: [] for name in names}
+    seconds: dict[tuple[str, int], tuple[float, float]] = {}
     for count in args.microbatches:
         made = {name: program(name, args.stages, count) for name in names}
         timings = alternate({name: call for name, (call, _) in made.items()}, args.rounds, 1)
         for name in names:
-            cells[name] += [f"{timings[name].best_cpu / count:.4f}", f"{made[name][1]:.1f}"]
+            seconds[name, count] = timings[name].best_cpu / count, made[name][1]
+            cells[name] += [f"{part:.4f}" for part in seconds[name, count]]
     for name, row in cells.items():
         table.add_row(name, *row)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(ratios(seconds, names, args.microbatches))
+    whole, halves = halves_of_a_backward_pass(args.rounds)
+    console.print(f"backward pass of a stage {whole:.4f} s, I + W {halves / whole:.2f} of it")
+
+
+def ratios(
+    seconds: dict[tuple[str, int], tuple[float, float]], names: list[str], counts: list[int]
+) -> Table:
+    """What the table says, as ratios within the same run."""
+    few, many = min(counts), max(counts)
+    table = Table(title="ratios")
+    table.add_column("program")
+    for title in (f"M={few} / M={many}", f"/ {HAND}, M={few}", f"compile / {ALONE}, M={many}"):
+        table.add_column(title, justify="right")
+    for name in names:
+        (cpu, _), (cpu_many, compile_many) = seconds[name, few], seconds[name, many]
+        hand, alone = seconds[HAND, few][0], seconds[ALONE, many][1]
+        values = (cpu / cpu_many, cpu / hand, compile_many / alone)
+        table.add_row(name, *(f"{value:.2f}" for value in values))
+    return table
+
+
+def halves_of_a_backward_pass(rounds: int) -> tuple[float, float]:
+    """CPU-seconds of the backward pass of a two-block stage, whole and as I and W, recomputing."""
+    blocks = [nnx.split(block) for block in make_model().blocks[:2]]
+    graphs = [graph for graph, _ in blocks]
+    leaves, trees = zip(*(jax.tree.flatten(state) for _, state in blocks), strict=True)
+
+    def middle(weights, rest, data, stage, wire):
+        (x,) = wire.floats
+        for graph, tree, own in zip(graphs, trees, weights, strict=True):
+            x = nnx.merge(graph, jax.tree.unflatten(tree, own))(x)
+        return Wire([x], [])
+
+    stage = StageProgram((0,), 0, range(2), None, middle, None, (), (), ())
+    x = jnp.ones((ROWS, TOKENS, 256))
+    at = Operands(list(map(list, leaves)), {}, Data([], []), jnp.int32(0), Wire([x], []))
+    parts = DividedBackward.of(stage, at, [x])
+    whole = jax.jit(lambda at, seed: pull_back(stage, at)[1](seed))
+    input_half = jax.jit(lambda at, seed: parts.input_gradient(at, parts.forward(at)[1], seed))
+    weight_half = jax.jit(parts.weight_gradient)
+
+    def halves():
+        dx, held = input_half(at, [x])
+        return dx, weight_half(at, held)
+
+    timings = alternate({"whole": lambda: whole(at, [x]), "halves": halves}, 4 * rounds, 5)
+    return timings["whole"].best_cpu, timings["halves"].best_cpu
 
 
 if __name__ == "__main__":
