@@ -6,7 +6,6 @@ over as many devices as the strategy splits them.
 
 import pathlib
 
-import jax
 import pytest
 
 from axon_dist.config import examine, load_config
@@ -14,15 +13,6 @@ from axon_dist.inspect import missing_compiler
 
 pytestmark = pytest.mark.aot
 RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """A compiler without its device cannot read back what the persistent cache has stored."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def compiled(recipe, target):

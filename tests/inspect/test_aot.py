@@ -109,15 +109,6 @@ def compile_fsdp(target, shape):
     return lowered.compile(compiler_options=target_options(target)), mesh
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """A compiler without its device cannot read back what the persistent cache has stored."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
 LLAMA_1B = Shape(32000, 2048, 24, 16, 5504, 4096, attention="cudnn")
 
 

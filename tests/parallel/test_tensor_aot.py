@@ -3,9 +3,9 @@
 With A bytes of activations per rank, a sum over t ranks moves 2 (t-1)/t A, a gather or a scatter
 half of it. Forward a block has two sums, backward two, and under full rematerialisation the first
 of the forward pass again: ten halves. With sequence parallelism each sum is a scatter and a gather,
-and recomputing gathers the inputs of both column layers: eleven. The remat policy `sums` keeps what was
-summed, for eight, and ten with sequence parallelism, where only the inputs are gathered again. The
-token table and the head have two sums more.
+and recomputing gathers the inputs of both column layers: eleven. The remat policy `sums` keeps what
+was summed, for eight, and ten with sequence parallelism, where only the inputs are gathered again.
+The token table and the head have two sums more.
 """
 
 import jax
@@ -25,15 +25,6 @@ pytestmark = [
     pytest.mark.skipif(missing_compiler("h100:8") is not None, reason="needs the CUDA compiler"),
 ]
 LENGTH = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """A compiler without its device cannot read back what the persistent cache has stored."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def compiled(target, mesh, config, *strategies, length=LENGTH, batch=None, policy="nothing"):

@@ -19,15 +19,6 @@ pytestmark = pytest.mark.aot
 TENSOR = {"(q|k|v|gate|up)$": "column", "(out|down)$": "row"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_compilation_cache():
-    """A compiler without its device cannot read back what the persistent cache has stored."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
 def temp(target, mesh, count, *strategies):
     """Bytes of temporary memory of a step, compiled for a machine that is not here."""
     if missing := missing_compiler(target):
