@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core.typing import Array
+from .piece import whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Packing:
             return list(values)
         vectors = []
         for form in self.packed:
-            own = [x.reshape(-1) for x in values if x.dtype == form.dtype]
+            # A split piece could only be shifted into its place by a permutation, in a branch.
+            own = [whole(x.reshape(-1)) for x in values if x.dtype == form.dtype]
             vector = jnp.concatenate(own) if own else jnp.zeros(0, form.dtype)
             vectors.append(jnp.pad(vector, (0, form.shape[0] - vector.shape[0])))
         return vectors
@@ -74,7 +76,7 @@ class Packing:
         pieces: dict[Any, Any] = {}
         for form, vector in zip(self.packed, packed, strict=True):
             ends = [0, *accumulate(_sizes(shapes, form.dtype))]
-            pieces[form.dtype] = iter([vector[a:b] for a, b in pairwise(ends)])
+            pieces[form.dtype] = iter([whole(vector[a:b]) for a, b in pairwise(ends)])
         return [next(pieces[shape.dtype]).reshape(shape.shape) for shape in shapes]
 
     @property

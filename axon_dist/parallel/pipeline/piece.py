@@ -43,7 +43,7 @@ class Piece:
         for equation in self.equations:
             results = eval_equation(equation, [read(v) for v in equation.invars])
             made = zip(equation.outvars, results, strict=True)
-            values.update((v, _whole(x) if v in self.pinned else x) for v, x in made)
+            values.update((v, whole(x) if v in self.pinned else x) for v, x in made)
         return [read(v) for v in self.outputs]
 
 
@@ -92,7 +92,7 @@ def depends_on(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
     return tainted
 
 
-def _whole(x: Any) -> Any:
+def whole(x: Any) -> Any:
     """Keeps the compiler from splitting a value over the axes that are left to it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
