@@ -46,7 +46,7 @@ from .rowwise import check_rowwise
 from .state import TrainState
 from .storage import storage_of
 from .throttle import InFlight
-from .update import clip, skip_overflow, undo_nonfinite
+from .update import are_finite, clip, skip_overflow, undo_nonfinite
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -374,11 +374,11 @@ class TrainStep:
             measured["param_norm"] = optax.tree.norm(params)
         new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
         if self.options.scaler is not None:
-            new = skip_overflow(self.options.scaler, grads, new, state)
+            new = skip_overflow(self.options.scaler, are_finite(grads, measured), new, state)
             measured["loss_scale"] = new.scaler.scale
         if self.options.nonfinite is not None:
-            loss = metrics["loss"]
-            new, measured[FLAG] = undo_nonfinite(self.options, loss, grads, new, state, held)
+            loss, finite = metrics["loss"], are_finite(grads, measured)
+            new, measured[FLAG] = undo_nonfinite(self.options, loss, finite, new, state, held)
         return new, {**metrics, **measured}
 
     def _on_device(self, state: TrainState) -> TrainState:

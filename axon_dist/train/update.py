@@ -38,21 +38,31 @@ def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), {"grad_norm": norm}
 
 
+def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
+    """Whether every gradient is finite, read off their norm where that is known already.
+
+    Args:
+        grads: the gradients.
+        measured: what `clip` gave.
+    """
+    norm = measured.get("grad_norm")
+    return all_finite(grads) if norm is None else jnp.isfinite(norm)
+
+
 def skip_overflow(
-    scaler: GradScaler, grads: PyTree, new: TrainState, old: TrainState
+    scaler: GradScaler, finite: Array, new: TrainState, old: TrainState
 ) -> TrainState:
     """Keeps the old state where a gradient is not finite, and adjusts the scale.
 
     Args:
         scaler: the loss scale.
-        grads: the unscaled gradients.
+        finite: whether the gradients are.
         new: the state that the step would lead to.
         old: the state that it started from.
 
     Returns:
         The state that it leads to; counts of random draws advance either way.
     """
-    finite = all_finite(grads)
     kept = _update_if(finite, new, old)
     return dataclasses.replace(kept, scaler=scaler.update(old.scaler, finite))
 
@@ -60,7 +70,7 @@ def skip_overflow(
 def undo_nonfinite(
     options: StepOptions,
     loss: Array,
-    grads: PyTree,
+    finite: Array,
     new: TrainState,
     old: TrainState,
     held: Array | None,
@@ -72,7 +82,7 @@ def undo_nonfinite(
     Args:
         options: what to do then, and the loss scale.
         loss: the mean loss of the batch.
-        grads: the unscaled gradients.
+        finite: whether the gradients are.
         new: the state that the step would lead to.
         old: the state that it started from.
         held: whether a step before was not finite, where the policy keeps the state from then on.
@@ -81,7 +91,7 @@ def undo_nonfinite(
         The state that it leads to, and a boolean scalar: whether it was kept. Skipped steps count
         as steps, held ones never happened.
     """
-    lost = ~all_finite(grads)
+    lost = ~finite
     if options.scaler is not None:
         lost &= old.scaler.scale <= options.scaler.min_scale
     lost |= ~jnp.isfinite(loss)
