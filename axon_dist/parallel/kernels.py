@@ -18,6 +18,9 @@ from ..nn.layout import Axes, Layout, manual_axes
 OPAQUE = ("flash",)
 """The forms of attention that are one opaque kernel; XLA partitions the others itself."""
 
+FUSED = ("auto", "cudnn")
+"""The forms whose kernel brings its own partitioning, which fails where other axes are manual."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OverMesh:
@@ -27,11 +30,14 @@ class OverMesh:
         mesh: the mesh.
         batch: the axes that split the samples.
         heads: the axes that split the heads.
+        is_opaque: whether the form is one of `OPAQUE`; one of `FUSED` is left alone where no axis
+            is manual.
     """
 
     mesh: Mesh
     batch: Axes
     heads: Axes
+    is_opaque: bool = True
 
     def __call__(
         self, attend: Callable[..., Array], module: Any, query: Array, key: Array, value: Array
@@ -43,7 +49,8 @@ class OverMesh:
         ways = math.prod(self.mesh.shape[axis] for axis in heads)
         if key.shape[2] % ways:
             heads = ()
-        if not batch and not heads:
+        is_partitioned = not self.is_opaque and not manual
+        if is_partitioned or not (batch or heads):
             return attend(module, query, key, value)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
@@ -58,13 +65,15 @@ class OverMesh:
 
 
 def map_kernels(model: nnx.Module, layout: Layout) -> None:
-    """Wraps the attention of a merged model where it is an opaque kernel, in place.
+    """Wraps the attention of a merged model where it is one kernel, in place.
 
     Args:
-        model: modules with a `form` among `OPAQUE` and a method `attend` are changed.
+        model: modules with a `form` among `OPAQUE` or `FUSED` and a method `attend` are changed.
         layout: which axes split samples.
     """
     heads = tuple(axis for axis in ("tp",) if axis in layout.mesh.axis_names)
     for _, module in nnx.iter_modules(model):
-        if getattr(module, "form", None) in OPAQUE and hasattr(module, "attend"):
-            wrap_calls(module, {"attend": OverMesh(layout.mesh, layout.batch, heads)})
+        form = getattr(module, "form", None)
+        if form in (*OPAQUE, *FUSED) and hasattr(module, "attend"):
+            over = OverMesh(layout.mesh, layout.batch, heads, form in OPAQUE)
+            wrap_calls(module, {"attend": over})

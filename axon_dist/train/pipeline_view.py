@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import StrategyConflictError
@@ -76,15 +76,16 @@ def pipeline_gradients(
                 PartitionSpec(None, strategy.batch_axes),
                 whole,
             ),
-            out_specs=(*plan.grad_specs, whole, whole),
+            out_specs=(*plan.grad_specs, whole, whole, whole),
             check_vma=False,
         )
         stored = plan.rows.rows_of(params), plan.rows.rest_of(params)
-        rows, rest, loss, buffers = mapped(*stored, buffers, batch, scale)
+        rows, rest, unit, loss, buffers = mapped(*stored, buffers, batch, scale)
+        reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
+        reduced = jax.lax.with_sharding_constraint(reduced, plan.owners)
         total, weight, metrics = loss
-        sums = Sums(plan.rows.assemble(rows, rest), Weighted(total, weight), metrics)
-        grads, metrics = sums.means()
-        return jax.lax.with_sharding_constraint(grads, plan.owners), metrics, buffers
+        sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
+        return *sums.means(), buffers
 
     return gradients
 
@@ -177,11 +178,12 @@ class StagedPlan:
     def grad_specs(self) -> tuple[PyTree, PyTree]:
         """Where rows and rest lie when they leave the manual region.
 
-        A reduce-scatter in a region where other axes are automatic would first gather over these,
-        so that gradients are then summed whole, and split afterwards.
+        A reduce-scatter in a region where other axes are automatic would first gather over these.
+        There the addends of all ranks leave side by side, and the compiler sums them outside.
         """
         if not self.is_whole_mesh:
-            return PartitionSpec(self.pipeline.axis), PartitionSpec()
+            addends = PartitionSpec(self.pipeline.axis, self.strategy.batch_axes)
+            return addends, addends
         policy = self.storage.strategy.opt_state
         found = specs(policy, self.stored_shapes, self.mesh)
         kept = jax.tree.map(lambda spec: only_axes(spec, self.axes), found)
@@ -232,10 +234,8 @@ class StagedPlan:
             scale=_over(scale, weight),
             keeps=self.pipeline.keeps_residuals,
         ).run()
-        grads = self._reduce(sums)
-        if weight is not None:
-            grads = jax.tree.map(lambda g: g * weight, grads)
-        return (*grads, self._loss(trace, sums), without_rank(changed, buffers))
+        unit = jnp.ones(()) if weight is None else weight
+        return (*self._reduce(sums), unit, self._loss(trace, sums), without_rank(changed, buffers))
 
     def trace(self, buffers: PyTree, batch: Batch) -> LossTrace:
         """The loss of one microbatch of this rank."""
@@ -274,13 +274,33 @@ class StagedPlan:
         rows = [[leaf[None] for leaf in row] for row in sums.rows]
         rest = [sums.rest[i] for i in sorted(sums.rest)]
         if not self.is_whole_mesh:
-            total = lambda axes: lambda x: jax.lax.psum(x, axes) if axes else x
-            return jax.tree.map(total(batch_axes), rows), jax.tree.map(total(self.axes), rest)
+            beside = lambda *dims: lambda x: jnp.expand_dims(x, dims)
+            return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
         reduce_row = lambda x, spec: reduce_by(x, only_axes(spec, batch_axes), batch_axes, wire)
         reduce_rest = lambda x, spec: reduce_by(x, spec, self.axes, wire)
         return jax.tree.map(reduce_row, rows, row_specs), jax.tree.map(
             reduce_rest, rest, rest_specs
         )
+
+    def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
+        """The sums of addends that left the manual region side by side; others are sums already."""
+        if self.is_whole_mesh:
+            return rows, rest
+        found = jax.tree.map(lambda sharding: sharding.spec, self.owners)
+        own = self.rows.rows_of(found), self.rows.rest_of(found)
+
+        def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
+            # `jnp.sum` would add, and send, bfloat16 as float32.
+            summed = jax.lax.reduce_sum(x.astype(self.reduction.dtype), (dim,))
+            return jax.lax.with_sharding_constraint(summed, NamedSharding(self.mesh, spec))
+
+        def over_all(x: Array, spec: PartitionSpec) -> Array:
+            # First over the ranks that will each own a part, then over the stages.
+            part = total(x, 1, PartitionSpec(self.pipeline.axis, *spec))
+            return total(part, 0, spec).astype(x.dtype)
+
+        row = lambda x, spec: total(x, 1, spec).astype(x.dtype)
+        return jax.tree.map(row, rows, own[0]), jax.tree.map(over_all, rest, own[1])
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
         total, weight, metrics = jax.lax.psum(sums.loss, self.axes)
