@@ -10,6 +10,10 @@ import pytest
 
 from axon_dist.mesh import World
 
+# Tests compile much and run little: code that is made a third faster and runs slower is worth it.
+# What partitioning, fusion and memory come to is decided before this stage. XLA_FLAGS= undoes it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 DEVICES = 8
 WORLD = World.emulate(DEVICES)
 

@@ -5,10 +5,18 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+
+
+def cache():
+    """The settings of the cache of these tests, for another process."""
+    names = [name for name in jax.config.values if "compilation_cache_dir" in name]
+    names += [name for name in jax.config.values if "persistent_cache_min" in name]
+    return {name.upper(): str(jax.config.values[name]) for name in names}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
@@ -19,7 +27,7 @@ def test_example_runs(path):
         text=True,
         timeout=300,
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
+        env={**os.environ, "COLUMNS": "120", **cache()},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{path.name} shows nothing"

@@ -1,4 +1,3 @@
-import os
 import signal
 from unittest import mock
 
@@ -46,7 +45,7 @@ def test_handlers_come_back_even_after_an_error():
     def fail_under_a_signal():
         with stop_on_signals() as request:
             assert signal.getsignal(signal.SIGINT) is not before
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             raise RuntimeError(request.reason)
 
     with pytest.raises(RuntimeError, match="SIGINT"):

@@ -99,17 +99,19 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     """A short sequence of phases of which every cell is a subsequence.
 
-    The same on every process, and F, I, W where cells leave it open: a value is then written by one
-    lane and read by a later one, so that XLA updates its buffer in place.
+    The same on every process, and F, B, I, W where cells leave it open: a value is then written by
+    one lane and read by a later one. XLA updates such a buffer in place, and copies one that is
+    read before it is written.
 
     Example:
         >>> parse = lambda *texts: tuple(map(Action.parse, texts))
         >>> [str(p) for p in lane_phases([parse("0F0"), parse("0B0"), parse("0F1", "0B1")])]
         ['F', 'B']
     """
+    order = list(Phase)
     wanted = sorted(
         {tuple(action.phase for action in cell) for cell in cells},
-        key=lambda cell: (len(cell), cell),
+        key=lambda cell: (len(cell), [order.index(phase) for phase in cell]),
     )
     lanes: list[Phase] = []
     for sequence in reversed(wanted):
