@@ -289,6 +289,9 @@ class StagedPlan:
         found = jax.tree.map(lambda sharding: sharding.spec, self.owners)
         own = self.rows.rows_of(found), self.rows.rest_of(found)
 
+        stages = self.pipeline.axis
+        others = tuple(axis for axis in self.mesh.axis_names if axis != stages)
+
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add, and send, bfloat16 as float32.
             summed = jax.lax.reduce_sum(x.astype(self.reduction.dtype), (dim,))
@@ -296,7 +299,7 @@ class StagedPlan:
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:
             # First over the ranks that will each own a part, then over the stages.
-            part = total(x, 1, PartitionSpec(self.pipeline.axis, *spec))
+            part = total(x, 1, PartitionSpec(stages, *only_axes(spec, others)))
             return total(part, 0, spec).astype(x.dtype)
 
         row = lambda x, spec: total(x, 1, spec).astype(x.dtype)
