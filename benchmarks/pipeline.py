@@ -6,9 +6,10 @@ The model is a GPT of 8 layers, width 256, 4 heads, 128 tokens, vocabulary 512, 
 microbatch, float32, AdamW. Prints CPU-seconds per microbatch (the least of the rounds): a program
 that computes in its bubbles needs more of them per microbatch when there are few. The GPipe is a
 scan over ticks, differentiated by JAX, each block under `jax.checkpoint`, idle ticks skipped by
-`lax.cond`. `1f1b residuals` keeps what the backward pass needs instead of recomputing it. Under the
-table stand the ratios that matter, and what the two halves of a backward pass cost together,
-measured on a stage alone.
+`lax.cond`; `joined` is the same with products as the library has them (`with_joined_rows`).
+`1f1b residuals` keeps what the backward pass needs instead of recomputing it. Under the table are
+the ratios that matter, and what the halves of a backward pass cost together, measured on a stage
+alone.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ from rich.table import Table
 
 from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel.pipeline import Data, StageProgram, Wire
+from axon_dist.parallel.pipeline import Data, StageProgram, Wire, with_joined_rows
 from axon_dist.parallel.pipeline.backward import DividedBackward, Operands, pull_back
 
 from .timing import alternate
 
-SCHEDULES = ("1f1b", "1f1b residuals", "eager_1f1b", "zero_bubble_h1")
-HAND, ALONE = "gpipe by hand", "one device"
+SCHEDULES = (
+    "1f1b",
+    "1f1b residuals",
+    "1f1b dots",
+    "eager_1f1b",
+    "zero_bubble_h1",
+    "zero_bubble_h1 residuals",
+)
+HAND, JOINED, ALONE = "gpipe by hand", "gpipe by hand, joined", "one device"
 LAYERS, TOKENS, ROWS = 8, 128, 2
 
 
@@ -46,7 +54,7 @@ def make_model() -> Transformer:
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
-def gpipe_by_hand(world: World, num_microbatches: int):
+def gpipe_by_hand(world: World, num_microbatches: int, joined: bool):
     """What an expert writes without a library; returns a jitted step and its state."""
     stages = world.mesh.shape["pp"]
     model = make_model()
@@ -66,9 +74,10 @@ def gpipe_by_hand(world: World, num_microbatches: int):
     params = jax.tree.map(put, params, specs)
     optimizer = optax.adamw(1e-3)
 
-    @jax.checkpoint
-    def block(leaves, x):
+    def plain(leaves, x):
         return nnx.merge(graphdef, leaves, copy=True)(x)
+
+    block = jax.checkpoint(with_joined_rows(plain) if joined else plain)
 
     def losses(params, tokens):
         rank = jax.lax.axis_index("pp")
@@ -129,9 +138,9 @@ def program(name: str, stages: int, count: int):
     """A function that takes one step, and the seconds that compiling it took."""
     batch = {"tokens": tokens_of(count)}
     started = time.perf_counter()
-    if name == HAND:
+    if name in (HAND, JOINED):
         world = World.emulate(stages, f"pp={stages}")
-        step, state = gpipe_by_hand(world, count)
+        step, state = gpipe_by_hand(world, count, name == JOINED)
         data = batch["tokens"].reshape(count, ROWS, -1)
         run = lambda state: step(state, data)
     else:
@@ -163,7 +172,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
     args = parser.parse_args()
     World.emulate(args.stages)
-    names = [ALONE, HAND, *args.schedules]
+    names = [ALONE, HAND, JOINED, *args.schedules]
     table = Table(title=f"{args.stages} stages: CPU-seconds per microbatch, seconds to compile")
     table.add_column("program")
     for count in args.microbatches:
@@ -215,7 +224,7 @@ def halves_of_a_backward_pass(rounds: int) -> tuple[float, float]:
             x = nnx.merge(graph, jax.tree.unflatten(tree, own))(x)
         return Wire([x], [])
 
-    stage = StageProgram((0,), 0, range(2), None, middle, None, (), (), ())
+    stage = StageProgram((0,), 0, range(2), None, with_joined_rows(middle), None, (), (), ())
     x = jnp.ones((ROWS, TOKENS, 256))
     at = Operands(list(map(list, leaves)), {}, Data([], []), jnp.int32(0), Wire([x], []))
     parts = DividedBackward.of(stage, at, [x])

@@ -26,6 +26,7 @@ from ..parallel.pipeline import (
     buffers_over_time,
     mean_weight,
     trace_loss,
+    with_joined_rows,
 )
 from ..parallel.pipeline import Sums as PipelineSums
 from ..sharding import shardings, specs
@@ -257,7 +258,13 @@ class StagedPlan:
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
         uniform = UniformStages.find(trace, self.rows)
-        return (uniform or SwitchStages(trace, self.rows)).programs()
+        programs = (uniform or SwitchStages(trace, self.rows)).programs()
+        if not self.is_whole_mesh:
+            return programs
+        join = lambda p: dataclasses.replace(
+            p, middle=with_joined_rows(p.middle), last=with_joined_rows(p.last)
+        )
+        return [join(program) for program in programs]
 
     def samples(self, batch: Batch, buffers: PyTree) -> Any:
         """Which random draws of the model count samples."""

@@ -14,6 +14,7 @@ from .piece import cut as cut
 from .piece import depends_on as depends_on
 from .plan import PipelinePlan as PipelinePlan
 from .policy import Staged as Staged
+from .products import with_joined_rows as with_joined_rows
 from .stage import Data as Data
 from .stage import Loss as Loss
 from .stage import StageProgram as StageProgram

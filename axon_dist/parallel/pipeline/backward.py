@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
 
 from ...core.compat import eval_equation
-from ...core.typing import Array, PyTree
-from .piece import Piece, cut, depends_on
+from ...core.typing import Array
+from .piece import Piece, cut, depends_on, interpret
+from .products import CALLS, REMATS
 from .stage import Data, Rest, StageProgram, Wire
 
-INLINED = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"}
-)
+INLINED = CALLS | REMATS | {"custom_jvp_call"}
 """Calls that are opened, so that their halves can be told apart."""
 
 
@@ -116,7 +114,7 @@ class DividedBackward:
             return y, grads.inputs, (grads.weights, grads.rest)
 
         closed, shapes = jax.make_jaxpr(whole, return_shape=True)(at, cotangents)
-        opened = lambda *values: _evaluate(closed.jaxpr, closed.consts, values)
+        opened = lambda *values: interpret(closed.jaxpr, closed.consts, values, _opened)
         flat = jax.make_jaxpr(opened)(*jax.tree.leaves((at, cotangents)))
         jaxpr, sizes = flat.jaxpr, [len(jax.tree.leaves(shape)) for shape in shapes]
         outputs = [jaxpr.outvars[: sizes[0]], jaxpr.outvars[sizes[0] :][: sizes[1]]]
@@ -183,18 +181,10 @@ def _with_outputs(piece: Piece, more: list[Any]) -> Piece:
     )
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[PyTree]) -> list[Any]:
-    """Runs a jaxpr with its calls opened."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, values, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for equation in jaxpr.eqns:
-        operands = [read(v) for v in equation.invars]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in INLINED and inner is not None:
-            opened = getattr(inner, "jaxpr", inner)
-            results = _evaluate(opened, getattr(inner, "consts", ()), operands)
-        else:
-            results = eval_equation(equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+def _opened(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation; calls are run equation by equation."""
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    if equation.primitive.name not in INLINED or inner is None:
+        return eval_equation(equation, operands)
+    jaxpr = getattr(inner, "jaxpr", inner)
+    return interpret(jaxpr, getattr(inner, "consts", ()), operands, _opened)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,32 @@ def cut(
     read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
     needs = frozenset(read - (made - known))
     return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
+
+
+def interpret(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    run: Callable[[Any, Sequence[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Runs a jaxpr, each equation as `run` does it.
+
+    Args:
+        jaxpr: an open jaxpr.
+        consts: the values of its constants.
+        values: the values of its inputs.
+        run: (equation, operands) -> results.
+
+    Returns:
+        The values of its outputs.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, values, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for equation in jaxpr.eqns:
+        results = run(equation, [read(v) for v in equation.invars])
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def variables(atoms: Iterable[Any]) -> set[Any]:
