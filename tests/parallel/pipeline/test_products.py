@@ -102,4 +102,5 @@ def test_batched_products_and_matrices_stay_as_they_are():
 def test_trees_go_in_and_out():
     function = with_joined_rows(lambda tree: {"y": tree["x"] @ tree["w"], "n": tree["n"] + 1})
     result = function({"x": normal(0, 2, 3, 8), "w": normal(1, 8, 6), "n": jnp.int32(1)})
-    assert result["y"].shape == (2, 3, 6) and result["n"] == 2
+    assert result["y"].shape == (2, 3, 6)
+    assert result["n"] == 2
