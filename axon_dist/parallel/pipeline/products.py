@@ -70,14 +70,13 @@ def _run(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def _product(equation: Any, x: Array, w: Array) -> Array:
-    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-    rows = x.ndim - len(contracted)
-    if batch or rows < 2 or tuple(contracted) != tuple(range(rows, x.ndim)):
+    (of_x, of_w), batch = equation.params["dimension_numbers"]
+    rows = x.ndim - len(of_x)
+    if any(batch) or rows < 2 or tuple(of_x) != tuple(range(rows, x.ndim)):
         (result,) = eval_equation(equation, (x, w))
         return result
-    own, shape = equation.params["dimension_numbers"], equation.outvars[0].aval.shape
-    joined = tuple(dim - rows + 1 for dim in contracted)
-    params = {**equation.params, "dimension_numbers": ((joined, own[0][1]), own[1])}
-    flat = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
-    (result,) = eval_equation(equation.replace(params=params), (flat, w))
-    return result.reshape(shape)
+    joined = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
+    dims = (tuple(range(1, joined.ndim)), of_w), batch
+    matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
+    (result,) = eval_equation(matrices, (joined, w))
+    return result.reshape(equation.outvars[0].aval.shape)
