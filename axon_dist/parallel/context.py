@@ -41,7 +41,7 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
 
     Returns:
         The strategy; it splits no batch: compose it with `ddp`, `zero`, `fsdp` or
-        `tensor_parallel`.
+        `tensor_parallel`, and with `pipelined` in the mode `"ulysses"`.
 
     Raises:
         ConfigError: for an unknown mode.
@@ -75,6 +75,11 @@ class ContextLayers:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes it needs."""
         return (self.axis,)
+
+    @property
+    def sends_around(self) -> bool:
+        """Under the mode `ring`."""
+        return self.mode is ContextMode.RING
 
     def extend(self, layout: Layout) -> Layout:
         """Positions are split in every layer."""

@@ -90,6 +90,11 @@ class AdaptLayers(Protocol):
         """The mesh axes it needs."""
         ...
 
+    @property
+    def sends_around(self) -> bool:
+        """Whether it passes values around a ring of ranks, which all ranks must do together."""
+        ...
+
     def extend(self, layout: Layout) -> Layout:
         """Adds what it splits to where the activations of all layers lie."""
         ...
@@ -141,7 +146,7 @@ class Strategy:
         Raises:
             MeshError: when it names an axis that the mesh lacks.
             StrategyConflictError: when it puts gradients that it splits into buckets, or stages
-                of a pipeline are to recompute several blocks at once.
+                of a pipeline are to recompute several blocks at once or to send around a ring.
             UnsupportedError: when the devices lack the memory that it offloads to.
         """
         for axis in self.batch_axes:
@@ -161,6 +166,16 @@ class Strategy:
         if self.pipeline is not None:
             self.pipeline.validate(world)
             self._check_stage_remat()
+            self._check_stage_rings()
+
+    def _check_stage_rings(self) -> None:
+        rings = [axis for layers in self.layers if layers.sends_around for axis in layers.axes]
+        if rings:
+            raise StrategyConflictError(
+                f"strategy {self.name!r} is a pipeline, whose stages do different things at a "
+                f"time, and sends keys around the ring of axis {rings[0]!r}, which all must do "
+                "together; use context_parallel('ulysses')"
+            )
 
     def _check_stage_remat(self) -> None:
         interval = 1 if self.remat is None else self.remat.interval

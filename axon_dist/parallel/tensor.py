@@ -78,6 +78,11 @@ class TensorLayers:
         """The mesh axes it needs."""
         return (self.policy.axis,)
 
+    @property
+    def sends_around(self) -> bool:
+        """Never: its ranks gather and scatter."""
+        return False
+
     def extend(self, layout: Layout) -> Layout:
         """Heads are split, as the features that they are made of."""
         return dataclasses.replace(layout, heads=(self.policy.axis,))

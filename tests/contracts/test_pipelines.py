@@ -23,7 +23,13 @@ from axon_dist.core.errors import (
 from axon_dist.core.weighted import Weighted
 from axon_dist.inspect import collectives
 from axon_dist.models import MLP, next_token_loss
-from axon_dist.parallel import PipelineStage, StageChain, pipelined, tensor_parallel
+from axon_dist.parallel import (
+    PipelineStage,
+    StageChain,
+    context_parallel,
+    pipelined,
+    tensor_parallel,
+)
 from axon_dist.schedule import SCHEDULES, one_f_one_b
 
 from .models import (
@@ -123,6 +129,8 @@ WITH = {
     "ddp+sequence": (ddp(), tensor_parallel(TENSOR, sequence=True)),
     "zero1+sequence": (zero(1, min_elements=8), tensor_parallel(TENSOR, sequence=True)),
     "zero3+sequence": (zero(3, min_elements=8), tensor_parallel(TENSOR, sequence=True)),
+    "ulysses": (context_parallel("ulysses"),),
+    "ddp+ulysses": (ddp(), context_parallel("ulysses")),
     "ddp+layers": (ddp(), tensor_parallel({"layers/0$": "column", "layers/1$": "row"})),
 }
 
@@ -197,6 +205,8 @@ FULL = [
     ),
     Row("1f1b", "pp=2,tp=2", 4, "dropout", "sequence", backward="residuals"),
     Row("1f1b", "pp=2,tp=2", 4, "uneven", "sequence"),
+    *(Row(name, "pp=2,cp=2", 4, "decoder4", "ulysses") for name in ("1f1b", "zero_bubble_v")),
+    Row("1f1b", "pp=2,dp=2,cp=2", 4, "dropout", "ddp+ulysses", backward="residuals"),
     Row("interleaved_1f1b", "pp=2,dp=2,tp=2", 4, "decoder4", "ddp+sequence", backward="dots"),
     *(
         Row(name, "pp=2,dp=2,tp=2", 4, "modules", "ddp+layers")

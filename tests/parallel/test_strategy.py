@@ -14,6 +14,7 @@ from axon_dist.parallel import (
     Strategy,
     as_strategy,
     compose,
+    context_parallel,
     ddp,
     overlay,
     pipelined,
@@ -103,6 +104,13 @@ def test_axes_that_the_mesh_lacks(world):
         MeshError, match=r"'ddp' splits the batch over axis 'fsdp', which mesh dp=8 lacks.*dp"
     ):
         ddp(("fsdp",)).validate(world)
+
+
+def test_stages_send_nothing_around_a_ring(make_world):
+    world = make_world("pp=2,cp=2")
+    with pytest.raises(StrategyConflictError, match=r"ring of axis 'cp'.*parallel\('ulysses'\)"):
+        compose(pipelined(2, 4), context_parallel()).validate(world)
+    compose(pipelined(2, 4), context_parallel("ulysses")).validate(world)
 
 
 def test_stages_recompute_block_by_block(make_world):
