@@ -85,8 +85,8 @@ def check_branches(text: str) -> None:
             "stages of this pipeline would permute values between devices in a branch that the "
             f"other stages do not take, and wait for them forever: {', '.join(found[:4])}. A call "
             "of jax.lax.ppermute does so, and the compiler where a model shifts or slices an array "
-            "along a dim that a strategy splits, such as the positions under sequence=True. Leave that "
-            "strategy out, or compute such a slice before the model, in the batch"
+            "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
+            "that strategy out, or compute such a slice before the model, in the batch"
         )
 
 
