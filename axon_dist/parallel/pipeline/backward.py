@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ...core.compat import eval_equation
 from ...core.typing import Array
@@ -16,6 +17,9 @@ from .stage import Data, Rest, StageProgram, Wire
 
 INLINED = CALLS | REMATS | {"custom_jvp_call"}
 """Calls that are opened, so that their halves can be told apart."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""What weight gradients are put off for."""
 
 
 class Operands(NamedTuple):
@@ -67,8 +71,10 @@ class DividedBackward:
 
     Nothing is computed twice: the second part is what leads from the forward to the gradient of
     the input, the third is the rest, and values that a later part needs are handed over. In a chain
-    of matrix products each part is one product per layer. What does not depend on the microbatch,
-    such as a weight in another dtype, is made anew instead of being kept.
+    of matrix products each part is one product per layer. Gradients of scales and biases, mere
+    sums, are made with the second part, since they are smaller than what they would need later.
+    What does not depend on the microbatch, such as a weight in another dtype, is made anew instead
+    of being kept.
 
     Args:
         inputs: variables of operands and cotangents, in the order of `jax.tree.leaves`.
@@ -125,12 +131,17 @@ class DividedBackward:
         varying = depends_on(jaxpr, given[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
         made = {*wire}
         parts: list[Piece] = []
-        for part in outputs:
-            parts.append(cut(jaxpr, part, known=made))
-            made |= varying & {v for equation in parts[-1].equations for v in equation.outvars}
+        for number, part in enumerate(outputs):
+            piece = cut(jaxpr, part, known=made)
+            if number == 1:
+                sums = _light(jaxpr, outputs[2], made | varying & _made(piece), varying)
+                also = cut(jaxpr, [*part, *sums], known=made)
+                piece = dataclasses.replace(also, outputs=piece.outputs)
+            parts.append(piece)
+            made |= varying & _made(piece)
         order = [*wire, *seeds, *(v for e in jaxpr.eqns for v in e.outvars)]
         later = parts[1].needs | parts[2].needs
-        of_forward = {*wire, *(v for e in parts[0].equations for v in e.outvars)} & made
+        of_forward = {*wire, *_made(parts[0])} & made
         kept = [v for v in order if v in of_forward and v in later]
         held = [v for v in order if v in made | set(seeds) and v in parts[2].needs]
         return cls(
@@ -173,11 +184,34 @@ class DividedBackward:
         return self.consts | dict(zip(self.inputs, values, strict=False))
 
 
+def _light(jaxpr: Any, gradients: Sequence[Any], known: set[Any], varying: set[Any]) -> list[Any]:
+    """The gradients that no product leads to, and that are smaller than what leads to them."""
+    found = []
+    for gradient in (v for v in gradients if not isinstance(v, Literal)):
+        piece = cut(jaxpr, [gradient], known=known)
+        operands = sum(v.aval.size for v in piece.needs & varying)
+        if gradient.aval.size < operands and not any(map(_has_product, piece.equations)):
+            found.append(gradient)
+    return found
+
+
+def _has_product(equation: Any) -> bool:
+    inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
+    return equation.primitive.name in PRODUCTS or any(map(_is_program, inner))
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def _made(piece: Piece) -> set[Any]:
+    return {v for equation in piece.equations for v in equation.outvars}
+
+
 def _with_outputs(piece: Piece, more: list[Any]) -> Piece:
     """A piece that also returns values it makes or is given."""
-    made = {v for equation in piece.equations for v in equation.outvars}
     return dataclasses.replace(
-        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - made)
+        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - _made(piece))
     )
 
 

@@ -49,34 +49,50 @@ def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), _run)
+        results = _Interpreter().run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
 
 
-def _run(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    name, params = equation.primitive.name, equation.params
-    if name in CALLS:
-        inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        return interpret(inner.jaxpr, inner.consts, operands, _run)
-    if name in REMATS:
-        again = lambda *values: interpret(params["jaxpr"], (), values, _run)
-        policy, barrier = params["policy"], params["prevent_cse"]
-        return jax.checkpoint(again, policy=policy, prevent_cse=barrier)(*operands)
-    if name == "dot_general":
-        return [_product(equation, *operands)]
-    return eval_equation(equation, operands)
+class _Interpreter:
+    """Runs one program; what several products share is joined once, so that it is kept once."""
 
+    def __init__(self):
+        self._joined: dict[int, tuple[Array, Array]] = {}
 
-def _product(equation: Any, x: Array, w: Array) -> Array:
-    (of_x, of_w), batch = equation.params["dimension_numbers"]
-    rows = x.ndim - len(of_x)
-    if any(batch) or rows < 2 or tuple(of_x) != tuple(range(rows, x.ndim)):
-        (result,) = eval_equation(equation, (x, w))
-        return result
-    joined = x.reshape(math.prod(x.shape[:rows]), *x.shape[rows:])
-    dims = (tuple(range(1, joined.ndim)), of_w), batch
-    matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
-    (result,) = eval_equation(matrices, (joined, w))
-    return result.reshape(equation.outvars[0].aval.shape)
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        return interpret(jaxpr, consts, values, self._equation)
+
+    def _equation(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS:
+            inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+            return self.run(inner.jaxpr, inner.consts, operands)
+        if name in REMATS:
+            again = lambda *values: _Interpreter().run(params["jaxpr"], (), values)
+            policy, barrier = params["policy"], params["prevent_cse"]
+            return jax.checkpoint(again, policy=policy, prevent_cse=barrier)(*operands)
+        if name == "dot_general":
+            return [self._product(equation, *operands)]
+        return eval_equation(equation, operands)
+
+    def _product(self, equation: Any, x: Array, w: Array) -> Array:
+        (of_x, of_w), batch = equation.params["dimension_numbers"]
+        rows = x.ndim - len(of_x)
+        if any(batch) or rows < 2 or tuple(of_x) != tuple(range(rows, x.ndim)):
+            (result,) = eval_equation(equation, (x, w))
+            return result
+        joined = self._join(x, rows)
+        dims = (tuple(range(1, joined.ndim)), of_w), batch
+        matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
+        (result,) = eval_equation(matrices, (joined, w))
+        return result.reshape(equation.outvars[0].aval.shape)
+
+    def _join(self, x: Array, rows: int) -> Array:
+        # An id is of one array for as long as the array is held.
+        known = self._joined.get(id(x))
+        if known is None or known[1].ndim != x.ndim - rows + 1:
+            shape = math.prod(x.shape[:rows]), *x.shape[rows:]
+            known = self._joined[id(x)] = x, x.reshape(shape)
+        return known[1]

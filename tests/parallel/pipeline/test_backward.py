@@ -56,3 +56,27 @@ def test_weights_are_not_handed_over():
     parts = DividedBackward.of(PROGRAM, at, seed, keeps_wire=True)
     shapes = {shape.shape for shape in parts.shapes([*parts.kept, *parts.held])}
     assert shapes <= {(4, 8), (4, 16)}
+
+
+def scaled_layer(weights, rest, data, stage, wire):
+    """A scale, a layer and a bias."""
+    del rest, data, stage
+    (scale, kernel, bias), (x,) = weights[0], wire.floats
+    return Wire([jnp.tanh(x * scale) @ kernel + bias], [])
+
+
+def test_gradients_of_scales_and_biases_are_not_put_off():
+    array = lambda *shape: jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    wire = Wire([array(4, 8)], [])
+    at = Operands([[array(8), array(8, 6), array(6)]], {}, Data([], []), jnp.int32(0), wire)
+    program = StageProgram((0,), 0, range(1), None, scaled_layer, None, (), (), ())
+    seed = [array(4, 6)]
+    parts = DividedBackward.of(program, at, seed)
+    # The input and the cotangent of the product, and two finished gradients.
+    assert sorted(shape.shape for shape in parts.shapes(parts.held)) == [(4, 6), (4, 8), (6,), (8,)]
+    assert [e.primitive.name for e in parts.weight_part.equations].count("reduce_sum") == 0
+    _, kept = parts.forward(at)
+    _, held = parts.input_gradient(at, kept, seed)
+    want = pull_back(program, at)[1](seed)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, parts.weight_gradient(at, held)[0], want.weights)

@@ -104,3 +104,10 @@ def test_trees_go_in_and_out():
     result = function({"x": normal(0, 2, 3, 8), "w": normal(1, 8, 6), "n": jnp.int32(1)})
     assert result["y"].shape == (2, 3, 6)
     assert result["n"] == 2
+
+
+def test_what_products_share_is_joined_once():
+    shared = lambda x, w: x @ w + jnp.sin(x @ w) + x @ jnp.cos(w)
+    x, w = normal(0, 2, 3, 8), normal(1, 8, 6)
+    found = list(equations(jax.make_jaxpr(with_joined_rows(shared))(x, w).jaxpr))
+    assert [e.outvars[0].aval.shape for e in found].count((6, 8)) == 1
