@@ -39,10 +39,10 @@ def mesh_spec(value: Any) -> MeshSpec:
 
 
 def strategy_options(value: Any) -> StrategyOptions:
-    """Reads `ddp`, `[fsdp, tp]` or `{ddp: {bucket_capacity: 1000000}}`.
+    """Reads `ddp`, `[full_shard, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
 
     Raises:
-        ValueError: for anything else, or none.
+        ValueError: for anything else, none, or a strategy that stands twice.
 
     Example:
         >>> dict(strategy_options("ddp"))
@@ -51,6 +51,12 @@ def strategy_options(value: Any) -> StrategyOptions:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        twice = next((name for name in value if value.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"got {list(value)}, in which {twice} stands twice; a strategy applies once, so "
+                "name it once"
+            )
         value = {name: {} for name in value}
     if not isinstance(value, Mapping) or not value:
         raise ValueError(

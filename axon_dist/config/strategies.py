@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from axon_dist.core.errors import ConfigError, did_you_mean
@@ -12,6 +13,24 @@ from axon_dist.mesh import World
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 
 from .read import read
+
+_OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "dp": "ddp",
+        "fsdp": "full_shard",
+        "fsdp2": "full_shard",
+        "hsdp": "hybrid_shard",
+        "tp": "tensor",
+        "cp": "context",
+        "pp": "pipeline",
+    }
+)
+"""Names from elsewhere, mesh axes among them, and the strategy that an error then points to."""
+
+_REQUIRED: MappingProxyType[str, tuple[str, Any]] = MappingProxyType(
+    {"num_microbatches": ("the number of parts that a batch is cut into", 8)}
+)
+"""Options without a default: what they are, and a value to show."""
 
 
 def build_strategy(parallel: Mapping[str, Mapping[str, Any]], model: Any, world: World) -> Strategy:
@@ -23,7 +42,8 @@ def build_strategy(parallel: Mapping[str, Mapping[str, Any]], model: Any, world:
         world: the devices.
 
     Raises:
-        ConfigError: for an unknown strategy or option, or an option of the wrong type.
+        ConfigError: for an unknown strategy or option, an option of the wrong type, or a missing
+            one that has no default.
         MeshError: when a strategy needs an axis that the mesh lacks.
         StrategyConflictError: when two of them contradict each other.
 
@@ -41,26 +61,38 @@ def read_strategies(parallel: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
     """Checks names and options against the registry, without a world.
 
     Raises:
-        ConfigError: for an unknown strategy or option, or an option of the wrong type.
+        ConfigError: for an unknown strategy or option, an option of the wrong type, or a missing
+            one that has no default.
     """
     for name in parallel:
         if name not in STRATEGIES:
-            hint = did_you_mean(name, STRATEGIES)
+            hint = did_you_mean(_OTHER_NAMES.get(name.lower(), name), STRATEGIES)
             raise ConfigError(f"parallel.{name}: there is no such strategy.{hint}")
     return {
-        name: _read_options(STRATEGIES[name], options, f"parallel.{name}")
-        for name, options in parallel.items()
+        name: _read_options(STRATEGIES[name], options, name) for name, options in parallel.items()
     }
 
 
 def _read_options(
-    function: Callable[..., Any], options: Mapping[str, Any], path: str
+    function: Callable[..., Any], options: Mapping[str, Any], strategy: str
 ) -> dict[str, Any]:
     """Reads keyword arguments of a function by their annotations."""
+    path = f"parallel.{strategy}"
     hints = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
     parameters = inspect.signature(function).parameters
-    known = {name for name in parameters if name not in ("model", "world")}
+    known = {name: p for name, p in parameters.items() if name not in ("model", "world")}
     for key in options:
         if key not in known:
             raise ConfigError(f"{path}.{key}: there is no such option.{did_you_mean(key, known)}")
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise ConfigError(_says_missing(strategy, key))
     return {key: read(hints[key], value, f"{path}.{key}") for key, value in options.items()}
+
+
+def _says_missing(strategy: str, option: str) -> str:
+    meaning, value = _REQUIRED.get(option, ("which has no default", "..."))
+    return (
+        f"parallel.{strategy} needs {option}, {meaning}; write "
+        f"parallel: {{{strategy}: {{{option}: {value}}}}}"
+    )

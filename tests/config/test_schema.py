@@ -1,11 +1,14 @@
 import dataclasses
+import inspect
 
 import pytest
 
 from axon_dist.config import DATA, MODELS, OPTIMIZERS, RunConfig
 from axon_dist.config.loggers import LOGGERS, Wandb
+from axon_dist.config.strategies import read_strategies
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import TransformerConfig
+from axon_dist.parallel import STRATEGIES
 
 FULL = {
     "name": "full",
@@ -85,6 +88,26 @@ def test_shorthands():
         ({"optimizer": {"name": "sgd", "b1": 0.9}}, r"^optimizer.b1: there is no such key. Valid"),
         ({"optimizer": {"schedule": "cosin"}}, r"^optimizer.schedule.name: .* 'cosine'\?"),
         ({"parallel": "dpp"}, r"^parallel.dpp: there is no such strategy. Did you mean 'ddp'\?"),
+        ({"parallel": "fsdp"}, r"^parallel.fsdp: there is no such .* Did you mean 'full_shard'\?"),
+        ({"parallel": "FSDP2"}, r"^parallel.FSDP2: .* Did you mean 'full_shard'\?"),
+        ({"parallel": ["ddp", "tp"]}, r"^parallel.tp: .* Did you mean 'tensor'\? Valid: context, "),
+        ({"parallel": "cp"}, r"^parallel.cp: .* Did you mean 'context'\?"),
+        ({"parallel": "pp"}, r"^parallel.pp: .* Did you mean 'pipeline'\?"),
+        ({"parallel": "hsdp"}, r"^parallel.hsdp: .* Did you mean 'hybrid_shard'\?"),
+        ({"parallel": "dp"}, r"^parallel.dp: .* Did you mean 'ddp'\?"),
+        (
+            {"parallel": ["ddp", "tensor", "ddp"]},
+            r"^parallel: got \['ddp', 'tensor', 'ddp'\], in which ddp stands twice; .* it once",
+        ),
+        (
+            {"parallel": ["ddp", "pipeline"]},
+            r"^parallel.pipeline needs num_microbatches, the number of parts that a batch is cut "
+            r"into; write parallel: \{pipeline: \{num_microbatches: 8\}\}$",
+        ),
+        (
+            {"parallel": {"pipeline": {"schedule": "1f1b"}}},
+            r"^parallel.pipeline needs num_microbatches",
+        ),
         ({"parallel": {}}, r"^parallel: got \{\}, which must be a strategy"),
         ({"parallel": {"ddp": 3}}, r"^parallel: ddp has 3 under it, which must be a section"),
         (
@@ -155,3 +178,17 @@ def test_every_section_is_frozen():
     for cls in schema_types(RunConfig()):
         if dataclasses.is_dataclass(cls):
             assert cls.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_option_without_a_default_is_explained(name):
+    required = [
+        key
+        for key, parameter in inspect.signature(STRATEGIES[name]).parameters.items()
+        if key not in ("model", "world") and parameter.default is parameter.empty
+    ]
+    if not required:
+        assert read_strategies({name: {}}) == {name: {}}
+        return
+    with pytest.raises(ConfigError, match=rf"needs {required[0]}, the .*: {{{required[0]}: \d+}}"):
+        read_strategies({name: {}})
