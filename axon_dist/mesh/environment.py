@@ -40,7 +40,8 @@ def from_env(env: Environment) -> LaunchSpec:
         The spec.
 
     Raises:
-        LaunchError: when the variables contradict each other, or some are missing.
+        LaunchError: when the variables contradict each other, some are missing, or `MASTER_PORT`
+            is no port, which is wrong even where nobody asks for it.
 
     Example:
         >>> spec = from_env({"WORLD_SIZE": "8", "RANK": "4", "MASTER_ADDR": "10.0.0.1"})
@@ -49,6 +50,8 @@ def from_env(env: Environment) -> LaunchSpec:
         >>> from_env({}).is_distributed
         False
     """
+    if env.get("MASTER_PORT"):
+        parse_port(env["MASTER_PORT"], "MASTER_PORT")
     for reader in (_named_cluster, *_READERS):
         spec = reader(env)
         if spec is not None:

@@ -24,6 +24,7 @@ def test_nothing_said_is_one_process():
     spec = from_env({})
     assert where({}) == ("localhost:29500", 1, 0, None)
     assert (spec.local_rank, spec.is_distributed) == (0, False)
+    assert from_env({"MASTER_PORT": ""}) == from_env({"MASTER_PORT": "29501"}) == spec
 
 
 @given(count=st.integers(1, 64), data=st.data())
@@ -123,6 +124,10 @@ def test_one_process_of_a_cluster_is_alone(env):
         (TORCH | {"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
         (TORCH | {"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000; .* 1\.\.65535"),
         (TORCH | {"MASTER_PORT": "0"}, r"MASTER_PORT is 0"),
+        (TORCH | {"MASTER_PORT": ""}, r"MASTER_PORT is '', which is not an integer"),
+        ({"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000; .* 1\.\.65535"),
+        (SLURM | {"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
         (TORCH | {"MASTER_ADDR": " "}, r"MASTER_ADDR is empty; set the host"),
         (TORCH | {"LOCAL_RANK": "-1"}, r"LOCAL_RANK=-1 must be at least 0"),
         (
