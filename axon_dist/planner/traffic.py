@@ -8,6 +8,8 @@ the bytes of a microbatch's residual stream, `samples * positions * width * b`.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from types import MappingProxyType
 
 from ..core.errors import ConfigError, did_you_mean
@@ -90,7 +92,8 @@ def comm_bytes(
         Bytes per rank and step.
 
     Raises:
-        ConfigError: for an unknown strategy, one that moves activations, or a number below 1.
+        ConfigError: for an unknown strategy, one that moves activations, a size that is not finite
+            and positive, or a count that is not an integer of at least 1.
 
     Example:
         >>> [comm_bytes("ddp", 1, n, 1) for n in (2, 4, 8)]
@@ -101,7 +104,8 @@ def comm_bytes(
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
     """
     name = _known(strategy)
-    _check(num_ranks=num_ranks, num_microbatches=num_microbatches, num_replicas=num_replicas)
+    _check_sizes(num_params=num_params, bytes_per_element=bytes_per_element)
+    _check_counts(num_ranks=num_ranks, num_microbatches=num_microbatches, num_replicas=num_replicas)
     if num_replicas > 1 and name != "hybrid_shard":
         raise ConfigError(
             f"{strategy} got num_replicas={num_replicas}; only hybrid_shard has replicas besides "
@@ -133,7 +137,8 @@ def tensor_bytes(
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.
     """
-    _check(num_layers=num_layers, num_ranks=num_ranks)
+    _check_sizes(activation_bytes=activation_bytes)
+    _check_counts(num_layers=num_layers, num_ranks=num_ranks)
     return (12 if remat else 8) * around(num_ranks) * activation_bytes * num_layers
 
 
@@ -153,8 +158,8 @@ def sequence_bytes(
 
     Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
     """
-    again = 2 * around(num_ranks) * activation_bytes * num_layers
-    return tensor_bytes(activation_bytes, num_layers, num_ranks, remat=remat) + again
+    reduced = tensor_bytes(activation_bytes, num_layers, num_ranks, remat=remat)
+    return reduced + 2 * around(num_ranks) * activation_bytes * num_layers
 
 
 def pipeline_bytes(activation_bytes: float, chunks: int = 1) -> float:
@@ -167,7 +172,8 @@ def pipeline_bytes(activation_bytes: float, chunks: int = 1) -> float:
         activation_bytes: A.
         chunks: stages per rank, v.
     """
-    _check(chunks=chunks)
+    _check_sizes(activation_bytes=activation_bytes)
+    _check_counts(chunks=chunks)
     return 2 * chunks * activation_bytes
 
 
@@ -188,7 +194,8 @@ def context_bytes(kv_bytes: float, num_layers: int, num_ranks: int) -> float:
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889.
     """
-    _check(num_layers=num_layers, num_ranks=num_ranks)
+    _check_sizes(kv_bytes=kv_bytes)
+    _check_counts(num_layers=num_layers, num_ranks=num_ranks)
     return 6 * around(num_ranks) * kv_bytes * num_layers
 
 
@@ -210,7 +217,14 @@ def _known(strategy: str) -> str:
     return name
 
 
-def _check(**counts: int) -> None:
+def _check_sizes(**sizes: float) -> None:
+    for name, value in sizes.items():
+        if not (isinstance(value, numbers.Real) and 0 < value < math.inf):
+            raise ConfigError(f"got {name}={value!r}; it must be a finite number above 0")
+
+
+def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"got {name}={value}; it must be at least 1")
+        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_integer or value < 1:
+            raise ConfigError(f"got {name}={value!r}; it must be an integer of at least 1")

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,8 @@ from axon_dist.planner import (
     tensor_bytes,
     transfers,
 )
+
+NAN = math.nan
 
 
 @pytest.mark.parametrize(("ranks", "dp", "fsdp"), [(2, 1, 1.5), (4, 1.5, 2.25), (8, 1.75, 2.625)])
@@ -53,13 +57,41 @@ def test_activations_around_the_ring():
     [
         (("tensor", 1, 8), {}, r"'tensor' moves activations .* ask tensor_bytes\(\)"),
         (("fsdq", 1, 8), {}, "unknown strategy 'fsdq'. Did you mean 'fsdp'"),
-        (("ddp", 1, 0), {}, "got num_ranks=0; it must be at least 1"),
+        (("ddp", 1, 0), {}, "got num_ranks=0; it must be an integer of at least 1"),
+        (("ddp", 1, 1.5), {}, r"got num_ranks=1\.5; it must be an integer of at least 1"),
+        (("ddp", 1, True), {}, "got num_ranks=True; it must be an integer of at least 1"),
+        (("ddp", 1, NAN), {}, "got num_ranks=nan; it must be an integer of at least 1"),
+        (("ddp", -1, 8), {}, "got num_params=-1; it must be a finite number above 0"),
+        (("ddp", 0, 8), {}, "got num_params=0; it must be a finite number above 0"),
+        (("ddp", NAN, 8), {}, "got num_params=nan; it must be a finite number above 0"),
+        (("ddp", math.inf, 8), {}, "got num_params=inf; it must be a finite number above 0"),
+        (("ddp", "7B", 8), {}, "got num_params='7B'; it must be a finite number above 0"),
+        (("ddp", 1, 8, NAN), {}, "got bytes_per_element=nan; it must be a finite number above 0"),
+        (("ddp", 1, 8, -4), {}, "got bytes_per_element=-4; it must be a finite number above 0"),
+        (("ddp", 1, 8), {"num_microbatches": 0.5}, r"got num_microbatches=0\.5; it must be an int"),
+        (("hybrid_shard", 1, 8), {"num_replicas": NAN}, "got num_replicas=nan; it must be an int"),
         (("ddp", 1, 8), {"num_replicas": 2}, "ddp got num_replicas=2; only hybrid_shard has"),
     ],
 )
 def test_impossible_questions(arguments, options, message):
     with pytest.raises(ConfigError, match=message):
         comm_bytes(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tensor_bytes(-1, 1, 2), "got activation_bytes=-1; it must be a finite number"),
+        (lambda: tensor_bytes(1, 1.5, 2), r"got num_layers=1\.5; it must be an integer"),
+        (lambda: sequence_bytes(1, 1, 0), "got num_ranks=0; it must be an integer"),
+        (lambda: pipeline_bytes(NAN), "got activation_bytes=nan; it must be a finite number"),
+        (lambda: pipeline_bytes(1, NAN), "got chunks=nan; it must be an integer"),
+        (lambda: context_bytes(math.inf, 1, 2), "got kv_bytes=inf; it must be a finite number"),
+    ],
+)
+def test_impossible_activations(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
 
 
 WORK = Workload(shape=guess_shape(1e9), global_batch=64)
