@@ -36,8 +36,9 @@ def partition(
         The `num_stages + 1` boundaries, from 0 to `num_layers`.
 
     Raises:
-        ScheduleError: fewer layers than stages, costs of the wrong number or sign, boundaries that
-            do not cut all layers into non-empty stages, or both costs and boundaries.
+        ScheduleError: fewer layers than stages, costs of the wrong number, not finite or negative,
+            boundaries that do not cut all layers into non-empty stages, or both costs and
+            boundaries.
 
     Example:
         >>> partition(10, 4)
@@ -92,10 +93,10 @@ def _checked(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bou
 
 
 def _balanced(costs: Sequence[float], num_layers: int, num_stages: int) -> Boundaries:
-    if len(costs) != num_layers or min(costs) < 0:
+    if len(costs) != num_layers or not all(0 <= cost < inf for cost in costs):
         raise ScheduleError(
-            f"got the costs {list(costs)} for {num_layers} layers. Give one cost per layer, none "
-            "of them negative."
+            f"got the costs {list(costs)} for {num_layers} layers. Give one cost per layer, each a "
+            "finite number of at least 0."
         )
     ends = [0, *accumulate(costs)]
     pace, _ = _cheapest_cut(ends, num_stages, price=lambda cost: cost, total=max)

@@ -1,4 +1,5 @@
 from itertools import combinations, pairwise
+from math import inf, nan
 
 import pytest
 from hypothesis import given, settings
@@ -77,9 +78,11 @@ def test_more_stages_than_layers():
         partition(3, 4)
 
 
-@pytest.mark.parametrize("costs", [[1, 2], [], [1, -1, 1]])
+@pytest.mark.parametrize("costs", [[1, 2], [], [1, -1, 1], [1, 1, nan], [nan, -1, 1], [inf, 1, 1]])
 def test_costs_that_do_not_fit(costs):
-    with pytest.raises(ScheduleError, match=r"costs \[.*for 3 layers.*one cost per layer"):
+    with pytest.raises(
+        ScheduleError, match=r"costs \[.*for 3 layers.*one cost per layer, each a fin"
+    ):
         partition(3, 2, costs)
 
 
