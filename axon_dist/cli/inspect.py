@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
+from pathlib import Path
 
 from rich.console import Console
 
 from axon_dist.config import examine, load_config
 
+from .output import check_output
 from .verb import Verb
 
 
@@ -17,19 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     parser.add_argument("--target", help="compile for this machine, such as h100:8 or v5p:2x2x2")
-    parser.add_argument("--json", metavar="FILE", help="write the report there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compiles and prints."""
+    check_output("--json", arguments.json)
     config = load_config(arguments.config, arguments.overrides)
     found = examine(config, arguments.target)
     console = Console()
     where = found.target.name if found.target else "this machine"
     console.print(f"{config.name}: {found.strategy} on {found.mesh}, compiled for {where}")
     console.print(found.report)
-    if arguments.json:
-        pathlib.Path(arguments.json).write_text(found.report.to_json())
+    if arguments.json is not None:
+        arguments.json.write_text(found.report.to_json(), encoding="utf-8")
     return 0
 
 

@@ -14,6 +14,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.schedule import (
     SCHEDULES,
     Costs,
+    PipelineSchedule,
     Schedule,
     ScheduleSummary,
     Unavailable,
@@ -26,13 +27,16 @@ from axon_dist.schedule import (
     validate,
 )
 
+from .output import check_output
 from .verb import Verb
+
+_DEFAULT = PipelineSchedule.ONE_F_ONE_B
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the schedule, its sizes and where it goes."""
     names = ", ".join(SCHEDULES)
-    parser.add_argument("name", nargs="?", default="1f1b", help=f"{names}, or a CSV file")
+    parser.add_argument("name", nargs="?", help=f"{names}, or a CSV file; {_DEFAULT} by default")
     parser.add_argument("--stages", type=int, metavar="S", help="ranks along the pipeline")
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
     parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
@@ -51,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draws one schedule, or compares all."""
+    check_output("--svg", arguments.svg)
+    check_output("--csv", arguments.csv)
     costs = Costs(*arguments.costs)
     console = Console(highlight=False, soft_wrap=True)
     if arguments.compare:
@@ -70,12 +76,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
-    path = Path(arguments.name)
+    name = _DEFAULT if arguments.name is None else arguments.name
+    path = Path(name)
     if path.suffix != ".csv":
-        return build_schedule(arguments.name, *_sizes(arguments), arguments.chunks)
+        return build_schedule(name, *_sizes(arguments), arguments.chunks)
     if not path.is_file():
         raise ConfigError(f"there is no file {str(path)!r}; write one with --csv FILE")
-    return Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)
+    table = Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)
+    _check_asked(arguments, table)
+    return table
+
+
+def _check_asked(arguments: argparse.Namespace, table: Schedule) -> None:
+    """A table has its sizes; those given beside it must be the same."""
+    for option, asked, size in (
+        ("--stages", arguments.stages, table.num_devices),
+        ("--microbatches", arguments.microbatches, table.num_microbatches),
+        ("--chunks", arguments.chunks, table.chunks),
+    ):
+        if asked not in (None, size):
+            raise ConfigError(
+                f"got {option} {asked}, and the table {arguments.name!r} has {size}; leave "
+                f"{option} out, for a table says its sizes itself"
+            )
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -96,7 +119,9 @@ def _measures(row: ScheduleSummary) -> str:
 
 
 def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> None:
-    rows = compare(*_sizes(arguments), arguments.chunks or 2, costs)
+    _check_alone(arguments)
+    chunks = {} if arguments.chunks is None else {"chunks": arguments.chunks}
+    rows = compare(*_sizes(arguments), costs=costs, **chunks)
     table = Table("schedule", box=None, pad_edge=False)
     for title in ("chunks", "ticks", "bubble", "in step", "in flight", "inputs", "held", "sent"):
         table.add_column(title, justify="right")
@@ -106,6 +131,19 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
     for row in rows:
         if isinstance(row, Unavailable):
             console.print(f"{row.name}: {row.reason}", markup=False)
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """A comparison is of all schedules, so that no single one can be named, drawn or written."""
+    given = [arguments.name] if arguments.name is not None else []
+    for option, file in (("--svg", arguments.svg), ("--csv", arguments.csv)):
+        given += [f"{option} {file}"] if file is not None else []
+    if given:
+        words = " and ".join(given)
+        raise ConfigError(
+            f"got {words} beside --compare, which measures all schedules and writes no file; leave "
+            f"out {words}, or --compare"
+        )
 
 
 def _cells(row: ScheduleSummary | Unavailable) -> list[str]:
