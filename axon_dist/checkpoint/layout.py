@@ -51,6 +51,11 @@ def staging_of(folder: Path) -> Path:
     return folder.with_name(folder.name + UNFINISHED)
 
 
+def replaced_of(folder: Path) -> Path:
+    """Where the checkpoint that had the name lies while another one takes it."""
+    return folder.with_name(f"{folder.name}.old{UNFINISHED}")
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
     """The dtype and the global shape of a leaf, whatever mesh it lies on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from .errors import DamagedCheckpointError
 from .layout import UNFINISHED, step_name, step_of
 from .load import load_checkpoint
 from .manifest import Manifest, StateDictType
+from .replaceable import foreign_in
 from .retention import Entry, Retention
 from .save import PendingSave
 from .seal import read_manifest, remove
@@ -181,7 +183,9 @@ class CheckpointManager:
     def _prepare(self) -> int:
         """Clears away what killed runs left half-written; returns the next serial number."""
         for leftover in self.folder.glob(f"step_*{UNFINISHED}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if foreign_in(leftover, may_be_partial=True) is None:
+                    shutil.rmtree(leftover)
         return 1 + max((entry.serial for entry in self.entries()), default=-1)
 
     def _remove_outdated(self) -> None:

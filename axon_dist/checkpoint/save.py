@@ -20,6 +20,7 @@ from .checksum import leaf_checksums
 from .layout import staging_of
 from .leaves import as_array, named_leaves, to_stored
 from .manifest import Manifest, StateDictType, installed_versions, mesh_shape, spec_of
+from .replaceable import check_replaceable
 from .seal import publish, seal
 from .stores import STORES
 
@@ -40,14 +41,15 @@ def save_checkpoint(
     mesh: it restores onto any other one, bit for bit.
 
     Args:
-        path: the folder of the checkpoint; one that is there is replaced.
+        path: the folder of the checkpoint. An empty folder or an earlier checkpoint, damaged or
+            not, is replaced; anything else stays, and is an error.
         state: a pytree of arrays, random keys and numbers.
         type: who writes: every process its shards, or process 0 everything.
         meta: what JSON holds, to be found in `read_manifest(path).meta`.
 
     Raises:
-        CheckpointError: when leaves of the state cannot be told apart, or the disk refuses; what
-            was there stays.
+        CheckpointError: when leaves of the state cannot be told apart, something else than a
+            checkpoint lies at the path, or the disk refuses; what was there stays.
         UnsupportedError: when a full checkpoint has no name for a dtype.
 
     Example:
@@ -102,7 +104,7 @@ class PendingSave:
             score=score,
             serial=serial,
         )
-        on_main(lambda: self._run(self._clear_staging))
+        on_main(self._clear_staging)
         checksums = leaf_checksums(stored)
         write = self._run(lambda: STORES[type].begin(staging_of(folder), stored))
         complete = lambda: self._complete(write, manifest, checksums, then)
@@ -143,9 +145,14 @@ class PendingSave:
             then()
 
     def _clear_staging(self) -> None:
+        check_replaceable(self.folder)
         staging = staging_of(self.folder)
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+
+        def clear() -> None:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+        self._run(clear)
 
     def _run(self, action: Callable[[], _T]) -> _T:
         """Does a part of saving; whatever the disk or the store raise becomes one kind of error."""

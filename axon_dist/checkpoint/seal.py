@@ -11,7 +11,7 @@ from pathlib import Path
 from ..core.errors import CheckpointError
 from .checksum import file_checksum
 from .errors import DamagedCheckpointError
-from .layout import MANIFEST, MARKER, UNFINISHED, staging_of
+from .layout import MANIFEST, MARKER, replaced_of, staging_of
 from .manifest import FileRecord, Manifest
 
 
@@ -34,8 +34,10 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 def publish(folder: Path) -> None:
     """Gives a sealed checkpoint its name, in place of one that had it."""
-    replaced = folder.with_name(f"{folder.name}.old{UNFINISHED}")
+    replaced = replaced_of(folder)
     if folder.exists():
+        # What a save left there that was killed after its checkpoint had the name.
+        shutil.rmtree(replaced, ignore_errors=True)
         os.rename(folder, replaced)
     os.rename(staging_of(folder), folder)
     _sync_folder(folder.parent)

@@ -162,6 +162,18 @@ def test_a_full_disk_is_said_and_the_old_checkpoint_stays(type, background, tmp_
     assert names(tmp_path) == step_names(3)
 
 
+def test_what_is_no_checkpoint_stays_and_is_said(tmp_path):
+    for name in ("step_00000001", "step_notes.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").write_text("")
+    told = []
+    manager = CheckpointManager(tmp_path, tell=told.append)
+    manager.save(1, state(1))
+    assert "step_00000001' lies a folder that holds 'thesis'" in manager.failure
+    assert told == [manager.failure]
+    assert [path.name for path in tmp_path.rglob("thesis")] == ["thesis"] * 2
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     told = []

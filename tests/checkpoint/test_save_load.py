@@ -157,6 +157,68 @@ def test_a_second_save_replaces_the_first(type, tmp_path):
     assert os.listdir(tmp_path) == ["c"]
 
 
+def entries(folder):
+    """Every file below a folder with its contents."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        ("c", {"c/b.txt": "", "c/a": "", "c/d": "", "c/e": ""},
+         r"lies a folder that holds 'a', 'b.txt', 'd' and 1 more, which saving would delete; only"),
+        ("c", {"c": "notes"}, r"/c' lies a file, .* only an empty folder or an earlier checkpoint"),
+        ("c", {"c/manifest.json": '{"name": "a web page"}'},
+         r"holds 'manifest.json' but no COMMITTED file and no manifest.*/c-checkpoint', or move"),
+        ("c", {"c/arrays/mine.npy": ""}, r"a folder that holds 'arrays' but no COMMITTED file"),
+        ("c", {"c.tmp/thesis": ""}, r"at '.*/c\.tmp' lies a folder that holds 'thesis'"),
+        ("c", {"c.old.tmp/thesis": ""}, r"at '.*/c\.old\.tmp' lies a folder that holds 'thesis'"),
+        ("c.tmp", {}, r"c\.tmp' cannot be the name of a checkpoint: .* not end with \.tmp"),
+    ],
+)  # fmt: skip
+def test_what_is_no_checkpoint_is_not_replaced(name, files, message, tmp_path):
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    before = entries(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path / name, {"w": jnp.ones(3)})
+    assert entries(tmp_path) == before
+    assert len(os.listdir(tmp_path)) == len({path.split("/")[0] for path in files})
+
+
+def test_a_checkpoint_with_something_in_it_or_a_link_to_one_is_not_replaced(tmp_path):
+    save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
+    (tmp_path / "c" / "notes").write_text("")
+    with pytest.raises(CheckpointError, match=r"/c' lies a checkpoint together with 'notes', whi"):
+        save_checkpoint(tmp_path / "c", {"w": jnp.zeros(3)})
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"/link' lies a symbolic link"):
+        save_checkpoint(tmp_path / "link", {"w": jnp.zeros(3)})
+    assert load_checkpoint(tmp_path / "c", {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+
+
+def test_an_empty_folder_and_every_damaged_checkpoint_are_replaced(tmp_path):
+    def save():
+        save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
+        assert load_checkpoint(tmp_path / "c", {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+        assert os.listdir(tmp_path) == ["c"]
+
+    (tmp_path / "c").mkdir()
+    save()
+    for lost in ("COMMITTED", "manifest.json"):
+        (tmp_path / "c" / lost).unlink()
+        save()
+    shutil.rmtree(tmp_path / "c" / "arrays")
+    (tmp_path / "c" / "manifest.json").write_text("{")
+    save()
+    # What kills leave: while the store wrote, and before the one that was replaced was removed.
+    (tmp_path / "c.tmp" / "arrays.orbax-checkpoint-tmp").mkdir(parents=True)
+    shutil.copytree(tmp_path / "c", tmp_path / "c.old.tmp")
+    save()
+
+
 def test_no_checkpoint_and_an_unfinished_one(tmp_path):
     target = {"w": jnp.ones(3)}
     with pytest.raises(CheckpointError, match=r"there is no checkpoint '.*none'; name a folder"):

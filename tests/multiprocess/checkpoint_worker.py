@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import (
@@ -13,7 +14,9 @@ from axon_dist.checkpoint import (
     StateDictType,
     export_safetensors,
     load_checkpoint,
+    save_checkpoint,
 )
+from axon_dist.core.errors import CheckpointError
 from axon_dist.mesh import World
 
 VALUES = {
@@ -73,6 +76,12 @@ def main(rank, num_processes, port, folder):
     manager = CheckpointManager(blocked)
     manager.save(1, state)
     assert "could not save checkpoint" in manager.failure, "and all hear of a failure"
+    occupied = folder / "occupied"
+    if rank == 0:
+        occupied.mkdir()
+        (occupied / "thesis").write_text("")
+    with pytest.raises(CheckpointError, match="a folder that holds 'thesis'"):
+        save_checkpoint(occupied, state)
     print(f"process {rank} done", flush=True)
 
 
