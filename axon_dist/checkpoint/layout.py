@@ -9,10 +9,12 @@ step_00000012/        the checkpoint; `step_00000012.tmp` while it is being writ
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..core.errors import ConfigError
 from ..core.typing import Path as LeafPath
 
 MARKER = "COMMITTED"
@@ -28,11 +30,26 @@ _SHOWN = 3
 def step_name(step: int) -> str:
     """The name of the checkpoint of a step; names sort as their steps do.
 
+    Args:
+        step: how many steps the state has taken, at least 0.
+
+    Raises:
+        ConfigError: for anything else.
+
     Example:
         >>> step_name(12)
         'step_00000012'
     """
-    return f"step_{step:08d}"
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(
+            f"step={step!r} cannot be the step of a checkpoint: it counts the steps taken; give an "
+            "integer of at least 0"
+        )
+    return f"step_{number:08d}"
 
 
 def step_of(name: str) -> int | None:

@@ -110,9 +110,12 @@ class CheckpointManager:
             state: a pytree of arrays.
             meta: what JSON holds.
             score: what `Retention.best` goes by, lower being better.
+
+        Raises:
+            ConfigError: for a step that is negative or no integer; every other failure is told.
         """
-        self.wait()
         path = self.folder / step_name(step)
+        self.wait()
         try:
             serial = on_main(self._prepare)
             self._pending = PendingSave(

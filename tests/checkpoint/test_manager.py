@@ -21,7 +21,7 @@ from axon_dist.checkpoint import (
     read_manifest,
     store,
 )
-from axon_dist.core.errors import CheckpointError
+from axon_dist.core.errors import CheckpointError, ConfigError
 
 KINDS = pytest.mark.parametrize("type", list(StateDictType))
 SIZE = 20_000
@@ -160,6 +160,20 @@ def test_a_full_disk_is_said_and_the_old_checkpoint_stays(type, background, tmp_
     manager.wait()
     assert manager.failure is None
     assert names(tmp_path) == step_names(3)
+
+
+@pytest.mark.parametrize("step", [-1, 2.0, "3", None])
+def test_a_step_that_is_none(step, tmp_path):
+    with pytest.raises(ConfigError, match=rf"step={step!r} cannot .* an integer of at least 0"):
+        CheckpointManager(tmp_path).save(step, state(1))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [0, np.int64(0), jnp.int32(0)])
+def test_any_integer_is_a_step(step, tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(step, state(1))
+    assert names(tmp_path) == step_names(0)
 
 
 def test_what_is_no_checkpoint_stays_and_is_said(tmp_path):
