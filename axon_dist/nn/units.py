@@ -27,6 +27,9 @@ UNIT_NAME = "axon_unit"
 GATHER = "axon_gather"
 """The metadata of a parameter that holds how a unit gathers it."""
 
+ARRAY, NODE = "array", "node"
+"""What takes the place of an argument of a unit: an array, or something of nnx that has state."""
+
 IsUnit: TypeAlias = Callable[[Path, nnx.Module], bool]
 """(path, module) -> whether calls of the module are a unit."""
 
@@ -85,11 +88,15 @@ def _marked(module_type: type[nnx.Module], remat: RematPolicy | None) -> type[nn
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         graphdef, params, rest = nnx.split(self, nnx.Param, ...)
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        static = tuple(None if _is_array(leaf) else Static(leaf) for leaf in leaves)
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        nodes_graph, nodes_state = nnx.split(nodes)
+        static = tuple(_static(leaf) for leaf in leaves)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        output, rest = axon_unit(graphdef, (structure, static, remat), params, rest, arrays)
+        how = Call(structure, static, nodes_graph, remat)
+        output, rest, changed = axon_unit(graphdef, how, params, rest, (arrays, nodes_state))
         nnx.update(self, rest)
+        nnx.update(nodes, changed)
         return output
 
     members = {"__call__": call, "__doc__": module_type.__doc__, "_axon_original": module_type}
@@ -107,21 +114,59 @@ class Static:
     value: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """All of a call that is no array, which is part of its program.
+
+    Args:
+        structure: of `(args, kwargs)`.
+        static: for each leaf, its `Static`, or the kind of what takes its place.
+        nodes: the structure of the modules, variables and random streams among the leaves.
+        remat: the policy, or None.
+    """
+
+    structure: Any
+    static: tuple[Any, ...]
+    nodes: Any
+    remat: RematPolicy | None
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def axon_unit(graphdef: Any, how: Any, params: Any, rest: Any, arrays: list[Any]) -> Any:
+def axon_unit(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     """Runs a unit: gathers its parameters, calls the module, returns output and changed state."""
-    structure, static, remat = how
-    run = functools.partial(_run, graphdef, structure, static)
-    return (run if remat is None else jax.checkpoint(run, policy=remat))(params, rest, arrays)
+    run = functools.partial(_run, graphdef, how)
+    return (run if how.remat is None else jax.checkpoint(run, policy=how.remat))(
+        params, rest, given
+    )
 
 
-def _run(graphdef: Any, structure: Any, static: tuple, params: Any, rest: Any, arrays: Any) -> Any:
+def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     module = nnx.merge(graphdef, gathered(params), rest, copy=True)
-    source = iter(arrays)
-    leaves = [next(source) if flag is None else flag.value for flag in static]
-    args, kwargs = jax.tree.unflatten(structure, leaves)
-    output = type(module)._axon_original.__call__(module, *args, **kwargs)
-    return output, nnx.state(module, nnx.Not(nnx.Param))
+    arrays, state = given
+    nodes = nnx.merge(how.nodes, state, copy=True)
+    sources = {ARRAY: iter(arrays), NODE: iter(nodes)}
+    leaves = [
+        flag.value if isinstance(flag, Static) else next(sources[flag]) for flag in how.static
+    ]
+    args, kwargs = jax.tree.unflatten(how.structure, leaves)
+    original = type(module)._axon_original
+    output = original.__call__(module, *args, **kwargs)
+    _check_unchanged(original, leaves, (args, kwargs))
+    # What never changes is not handed on from block to block.
+    changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
+    return output, nnx.state(module, nnx.Not(nnx.Param)), changed
+
+
+def _check_unchanged(module_type: type, leaves: list[Any], given: Any) -> None:
+    """Raises when a call has changed a list or dict among its arguments, as its caller expects."""
+    after = jax.tree.leaves(given, is_leaf=_is_node)
+    if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
+        raise UnsupportedError(
+            f"a call of {module_type.__name__} changes a list or dict that it is given: its "
+            f"arguments had {len(leaves)} leaves and now have {len(after)}. The call is a program "
+            "of its own, out of which nothing comes but what it returns: return the value, or keep "
+            "it in an nnx.Variable"
+        )
 
 
 def gathered(params: Any) -> Any:
@@ -146,6 +191,16 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
             f"{what} matches no module of the model; it has modules of the classes "
             f"{', '.join(classes)}. Name one of them"
         )
+
+
+def _static(leaf: Any) -> Any:
+    if _is_node(leaf):
+        return NODE
+    return ARRAY if _is_array(leaf) else Static(leaf)
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
 def _is_array(leaf: Any) -> bool:

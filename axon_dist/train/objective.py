@@ -32,6 +32,9 @@ class Outcome:
     buffers: PyTree
 
 
+RESERVED = frozenset({"loss", "grad_norm", "param_norm", "loss_scale", "nonfinite"})
+"""Metrics that a step reports itself."""
+
 Prepare: TypeAlias = Callable[[nnx.Module], None]
 """Adapts a merged model to where it runs, in place; such as statistics over mesh axes."""
 
@@ -58,20 +61,36 @@ def evaluate(
         The outcome; a plain scalar loss has weight 1.
 
     Raises:
-        ConfigError: when the loss is not a scalar, or the metrics are not a dict.
+        ConfigError: when the loss is not a floating-point scalar, or the metrics are not a dict,
+            or have the name of a number that the step reports itself.
     """
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
     returned = loss_fn(model, batch)
+    if isinstance(returned, tuple) and len(returned) != 2:
+        raise ConfigError(
+            f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "
+            "dict of scalar metrics"
+        )
     loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
     weighted = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
+    if not jnp.issubdtype(getattr(weighted.total, "dtype", type(weighted.total)), jnp.floating):
+        raise ConfigError(
+            f"loss_fn returned a loss of {_kind(weighted.total)}; it must be a floating-point "
+            "scalar, or Weighted(total, weight)"
+        )
     _check_scalar("loss", weighted.total)
     _check_scalar("weight", weighted.weight)
     if not isinstance(metrics, dict):
         raise ConfigError(
             f"loss_fn returned {type(metrics).__name__} beside the loss; it must be a dict of "
             "scalar metrics"
+        )
+    if taken := sorted(RESERVED & metrics.keys()):
+        raise ConfigError(
+            f"loss_fn returned metrics named {', '.join(taken)}, which the step reports itself; "
+            "give them other names, or leave them out"
         )
     for name, value in metrics.items():
         _check_scalar(f"metric {name!r}", value)
@@ -217,6 +236,10 @@ def _is_one(weight: Any) -> bool:
 def _nonzero(weight: Any) -> Array:
     weight = jnp.asarray(weight)
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _kind(value: Any) -> str:
+    return f"dtype {value.dtype}" if hasattr(value, "dtype") else f"type {type(value).__name__}"
 
 
 def _check_scalar(what: str, value: Any) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
+from ..core.errors import ConfigError
 from ..core.typing import Array, PyTree
 
 
@@ -31,3 +33,19 @@ class TrainState:
     opt_state: PyTree
     buffers: PyTree
     scaler: Any = None
+
+
+def check_usable(state: TrainState) -> None:
+    """Raises unless the arrays of a state are still there.
+
+    A step gives the memory of its state to the next. XLA may end the process when a program is
+    given what is gone (jax 0.10 on several CPU devices does).
+
+    Raises:
+        ConfigError: when an earlier step has used the state up.
+    """
+    if not isinstance(state.step, Tracer) and state.step.is_deleted():
+        raise ConfigError(
+            "this state was used up by an earlier step, which gave its memory to the next state; "
+            "go on with the state that the step returned: state, metrics = step(state, batch)"
+        )

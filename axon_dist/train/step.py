@@ -29,6 +29,7 @@ from ..parallel import (
 )
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
+from .arguments import check_arguments, check_options
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .determinism import deterministic_options
@@ -43,7 +44,7 @@ from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of
 from .placement import state_shardings
 from .rowwise import check_rowwise
-from .state import TrainState
+from .state import TrainState, check_usable
 from .storage import storage_of
 from .throttle import InFlight
 from .update import are_finite, clip, skip_overflow, undo_nonfinite
@@ -74,13 +75,14 @@ def build_train_step(
     The step computes, whatever the mesh,
 
         loss, grads = value_and_grad(loss_fn)(model, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
         params = params + updates
 
     Args:
         model: an NNX module, or a zero-argument function that makes one; the arrays of the
             latter are born sharded.
-        optimizer: any optax transformation.
+        optimizer: any optax transformation; one that looks at the loss, such as
+            `optax.contrib.reduce_on_plateau`, gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
             of scalar metrics.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
@@ -120,6 +122,8 @@ def build_train_step(
         >>> int(state.step)
         1
     """
+    check_arguments(optimizer, loss_fn, strategy, world)
+    check_options(remat, scaler, deterministic, pad)
     parts, source = take_apart(model)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
     chosen.validate(world)
@@ -159,11 +163,12 @@ class TrainStep:
         options: StepOptions,
     ):
         self.parts, self.strategy, self.world = parts, strategy, world
-        self.optimizer, self.loss_fn, self.options = optimizer, loss_fn, options
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.loss_fn, self.options = loss_fn, options
         self.reduction = strategy.reduction or Reduction()
         self.storage = storage_of(parts, strategy)
         if self.storage.rows is not None:
-            check_rowwise(optimizer, self.storage.rows)
+            check_rowwise(self.optimizer, self.storage.rows)
         self._source = source
         self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
         self.layout = BatchLayout(
@@ -264,7 +269,9 @@ class TrainStep:
 
         Raises:
             DivisibilityError: when the batch cannot be cut evenly.
+            ConfigError: when an earlier step has used the state up.
         """
+        check_usable(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         state, metrics = self._step(state, placed, self._held(held))
         self._in_flight.add(metrics["loss"])
@@ -296,6 +303,7 @@ class TrainStep:
         Returns:
             A tree like the parameters, laid out as the strategy lays gradients; and the metrics.
         """
+        check_usable(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         return self._differentiate(state, placed)
 
@@ -309,11 +317,13 @@ class TrainStep:
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
+        check_usable(state)
         layout = dataclasses.replace(self.layout, num_microbatches=1)
         return self._evaluate(state, layout.place(batch))
 
     def merge(self, state: TrainState) -> nnx.Module:
         """The model with the values of a state."""
+        check_usable(state)
         params = self.storage.to_model(state.params)
         return self.parts.merge(params, mean_buffers(state.buffers, self.reduction))
 
@@ -368,7 +378,9 @@ class TrainStep:
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
-            updates, opt_state = self.optimizer.update(clipped, state.opt_state, state.params)
+            updates, opt_state = self.optimizer.update(
+                clipped, state.opt_state, state.params, value=metrics["loss"]
+            )
             params = optax.apply_updates(state.params, updates)
         if "param_norm" in self.options.metrics:
             measured["param_norm"] = optax.tree.norm(params)

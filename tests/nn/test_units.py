@@ -120,3 +120,59 @@ def test_remat_recomputes_a_unit():
 def test_no_unit_is_an_error_that_names_the_classes():
     with pytest.raises(UnsupportedError, match=r"blocks of X matches no module.*Block, .*Linear"):
         check_some([], "blocks of X", net())
+
+
+class Noisy(nnx.Module):
+    """A block that is given what it draws from, and a counter."""
+
+    def __init__(self, seed):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x, counter, rngs):
+        counter.set_value(counter[...] + 1)
+        return x + self.dropout(jnp.tanh(self.linear(x)), rngs=rngs) * counter[...]
+
+
+class Shared(nnx.Module):
+    """Blocks that share what they are given."""
+
+    def __init__(self):
+        self.blocks = nnx.List(Noisy(i) for i in range(3))
+        self.counter = nnx.Variable(jnp.zeros(()))
+        self.rngs = nnx.Rngs(dropout=7)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, self.counter, rngs=self.rngs)
+        return x
+
+
+@pytest.mark.parametrize("remat", [None, jax.checkpoint_policies.nothing_saveable])
+def test_arguments_with_state_are_changed_as_their_caller_expects(remat):
+    plain, marked, x = Shared(), Shared(), jnp.ones((5, 4))
+    mark_units(marked, by_class("Noisy"), remat)
+    for calls in (1, 2):
+        np.testing.assert_allclose(marked(x), plain(x), rtol=1e-5)
+        assert float(marked.counter[...]) == 3 * calls
+        assert int(marked.rngs.dropout.count[...]) == int(plain.rngs.dropout.count[...]) > 0
+
+
+class Appending(nnx.Module):
+    """A block that leaves something in a list."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, extra):
+        extra.append(jnp.mean(x))
+        return self.linear(x)
+
+
+def test_a_list_that_a_call_appends_to_is_refused():
+    model = Appending()
+    mark_units(model, lambda path, module: path == "")
+    with pytest.raises(
+        UnsupportedError, match=r"Appending changes a list.* had 1 .* have 2.*return the value"
+    ):
+        model(jnp.ones((2, 4)), [])

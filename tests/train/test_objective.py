@@ -135,3 +135,21 @@ def test_no_weight_at_all_gives_zero_gradients_not_nan():
     grads, metrics = sums.means()
     np.testing.assert_array_equal(grads["w"], [0, 0])
     assert float(metrics["loss"]) == float(metrics["m"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            (1.0, {"loss": 2.0}),
+            "metrics named loss, which the step reports itself; give them other",
+        ),
+        ((1.0, {"grad_norm": 2.0, "own": 1.0}), "metrics named grad_norm,"),
+        ((1.0, {}, None), "loss_fn returned 3 values; it must return the loss, or the loss and"),
+        (None, "loss of type NoneType; it must be a floating-point scalar"),
+        (jnp.int32(3), "loss of dtype int32; it must be a floating-point scalar"),
+    ],
+)
+def test_values_and_metrics_that_a_loss_function_may_not_return(returned, message):
+    with pytest.raises(ConfigError, match=message):
+        evaluate(PARTS, lambda model, batch: returned, PARAMS, BUFFERS, BATCH)

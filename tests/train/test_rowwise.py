@@ -19,6 +19,11 @@ def rows(request):
     return storage_of(parts, pipelined(2, 2)).rows
 
 
+def each(update):
+    """A transformation of every leaf by itself."""
+    return optax.stateless_with_tree_map(lambda g, p: update(g))
+
+
 def matrices_only(params):
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
@@ -30,6 +35,8 @@ def matrices_only(params):
         optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
         optax.lion(1e-3),
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+        each(lambda g: jax.numpy.sign(g) * 0.1),
     ],
 )
 def test_element_by_element_is_allowed(optimizer, rows):
@@ -42,6 +49,10 @@ def test_element_by_element_is_allowed(optimizer, rows):
         optax.lamb(1e-3),
         optax.adafactor(1e-3, min_dim_size_to_factor=2),
         optax.adamw(1e-3, mask=matrices_only),
+        optax.add_noise(0.1, 0.55, 0),
+        each(lambda g: g / g.shape[0]),
+        each(lambda g: jax.numpy.cumsum(g, axis=0)),
+        each(lambda g: jax.numpy.flip(g, axis=0)),
     ],
 )
 def test_by_shape_or_leaf_is_refused(optimizer, rows):

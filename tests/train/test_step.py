@@ -80,6 +80,55 @@ def build(world, model=make_mlp, strategy=None, **options):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": None}, "optimizer is a NoneType; give an optax transformation, such as"),
+        ({"optimizer": 0.1}, "optimizer is a float"),
+        ({"loss": 3}, "loss_fn is a int; give a function loss_fn.model, batch."),
+        ({"strategy": "ddp"}, r"strategy is 'ddp'; give a strategy such as ddp\(\)"),
+        ({"remat": True}, "remat is True; it must be None or such as ActivationCheckpointing"),
+        ({"scaler": True}, "scaler is True; it must be None or such as GradScaler"),
+        ({"deterministic": "yes"}, "deterministic is 'yes'; it must be None or True or False"),
+        ({"pad": 3}, "pad is 3; it must be None or the path of the leaf"),
+    ],
+)
+def test_arguments_of_another_kind(world, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        build(world, **arguments)
+
+
+def test_an_nnx_optimizer_and_a_mesh_are_told_what_to_give(world):
+    model = make_mlp()
+    with pytest.raises(ConfigError, match="give the optax transformation it was made of"):
+        build(world, optimizer=nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+    with pytest.raises(ConfigError, match=r"world is a Mesh; give a World, made by World\.init"):
+        build(world.mesh)
+
+
+def test_a_state_that_was_used_up(world):
+    step = build(world)
+    state = step.init()
+    step(state, batch_of())
+    used = "used up by an earlier step.*go on with the state that the step returned"
+    for use in (step, step.gradients, step.evaluate):
+        with pytest.raises(ConfigError, match=used):
+            use(state, batch_of())
+    with pytest.raises(ConfigError, match=used):
+        step.merge(state)
+
+
+def test_optimizers_that_look_at_the_loss(world):
+    step = build(world, optimizer=optax.polyak_sgd(max_learning_rate=0.1))
+    optimizer, (graph, params) = optax.polyak_sgd(max_learning_rate=0.1), nnx.split(make_mlp())
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p), batch_of()))(params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, value=loss)
+    want = jax.tree.leaves(optax.apply_updates(params, updates))
+    state, _ = step(step.init(), batch_of())
+    for got, expected in zip(jax.tree.leaves(state.params), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"accumulate": 0}, "accumulate is 0; it must be a whole number of microbatches, at least"),
