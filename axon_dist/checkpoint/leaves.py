@@ -35,11 +35,24 @@ def as_array(path: LeafPath, leaf: Any) -> Array:
     """A leaf as a JAX array; numbers and numpy arrays are put on the default device.
 
     Raises:
-        CheckpointError: when JAX would change its dtype, as it does to int64 by default.
+        CheckpointError: when it is nothing that JAX makes an array of, or when JAX would change its
+            dtype, as it does to int64 by default.
     """
     if isinstance(leaf, jax.Array):
         return leaf
-    array = jnp.asarray(leaf)
+    try:
+        array = jnp.asarray(leaf)
+    except OverflowError as error:
+        raise CheckpointError(
+            f"leaf {path} of the state is the number {leaf}: {error}; keep it smaller, or set "
+            "jax_enable_x64"
+        ) from error
+    except (TypeError, ValueError) as error:
+        dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+        raise CheckpointError(
+            f"leaf {path} of the state is of type {type(leaf).__name__}{dtype}; only arrays, "
+            "random keys and numbers can be saved: take it out of the state, or put it into meta"
+        ) from error
     if isinstance(leaf, (np.ndarray, np.generic)) and array.dtype != leaf.dtype:
         raise CheckpointError(
             f"leaf {path} is a numpy {leaf.dtype}, which JAX would turn into {array.dtype}; "

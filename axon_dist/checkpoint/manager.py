@@ -55,6 +55,9 @@ class CheckpointManager:
         background: write while the run goes on; a save then waits for the one before it.
         tell: takes a sentence for the user whenever something fails.
 
+    Raises:
+        ConfigError: for an unknown type.
+
     Example:
         >>> import jax.numpy as jnp, tempfile
         >>> with CheckpointManager(Path(tempfile.mkdtemp()), Retention(last=2)) as manager:
@@ -71,12 +74,12 @@ class CheckpointManager:
         folder: str | Path,
         retention: Retention | None = None,
         *,
-        type: StateDictType = StateDictType.SHARDED,
+        type: StateDictType | str = StateDictType.SHARDED,
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
     ):
         self.folder, self.retention = Path(folder), retention or Retention()
-        self.type, self.background, self.tell = type, background, tell
+        self.type, self.background, self.tell = StateDictType(type), background, tell
         self.failure: str | None = None
         self._pending: PendingSave | None = None
 
@@ -122,7 +125,7 @@ class CheckpointManager:
                 path,
                 state,
                 self.type,
-                meta or {},
+                {} if meta is None else meta,
                 score=score,
                 serial=serial,
                 then=self._remove_outdated,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigError, did_you_mean
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from .layout import LeafSpec
@@ -29,6 +29,12 @@ class StateDictType(enum.StrEnum):
     """Process 0 gathers the whole state in host memory and writes one safetensors file."""
     SHARDED = "sharded"
     """Every process writes the shards it owns, through Orbax."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> StateDictType:
+        raise ConfigError(
+            f"unknown type of checkpoint {value!r}.{did_you_mean(str(value), list(cls))}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +103,23 @@ class Manifest:
         return cls(
             **{**data, "type": StateDictType(data["type"]), "leaves": leaves, "files": files}
         )
+
+
+def check_meta(meta: Any) -> None:
+    """Raises `CheckpointError`, naming the key, unless JSON holds what a checkpoint is to carry."""
+    if not isinstance(meta, Mapping):
+        raise CheckpointError(
+            f"meta is of type {type(meta).__name__}; give a mapping that JSON holds"
+        )
+    for key, value in meta.items():
+        try:
+            json.dumps({key: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"the meta of a checkpoint is written as JSON, and {key!r} in it cannot be: "
+                f"{error}; make it of dicts with text keys, lists, texts, numbers, booleans and "
+                "None, or put arrays into the state"
+            ) from error
 
 
 def installed_versions() -> dict[str, str]:

@@ -19,7 +19,14 @@ from .agree import is_main, on_main
 from .checksum import leaf_checksums
 from .layout import staging_of
 from .leaves import as_array, named_leaves, to_stored
-from .manifest import Manifest, StateDictType, installed_versions, mesh_shape, spec_of
+from .manifest import (
+    Manifest,
+    StateDictType,
+    check_meta,
+    installed_versions,
+    mesh_shape,
+    spec_of,
+)
 from .replaceable import check_replaceable
 from .seal import publish, seal
 from .stores import STORES
@@ -31,7 +38,7 @@ def save_checkpoint(
     path: str | Path,
     state: PyTree,
     *,
-    type: StateDictType = StateDictType.SHARDED,
+    type: StateDictType | str = StateDictType.SHARDED,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a state, and returns when it is safe on disk; every process calls this.
@@ -44,12 +51,15 @@ def save_checkpoint(
         path: the folder of the checkpoint. An empty folder or an earlier checkpoint, damaged or
             not, is replaced; anything else stays, and is an error.
         state: a pytree of arrays, random keys and numbers.
-        type: who writes: every process its shards, or process 0 everything.
+        type: who writes: every process its shards (`"sharded"`), or process 0 everything
+            (`"full"`).
         meta: what JSON holds, to be found in `read_manifest(path).meta`.
 
     Raises:
-        CheckpointError: when leaves of the state cannot be told apart, something else than a
-            checkpoint lies at the path, or the disk refuses; what was there stays.
+        ConfigError: for another type.
+        CheckpointError: when the state has no leaves, one that is no array, or two that cannot be
+            told apart; when JSON does not hold the meta; when something else than a checkpoint
+            lies at the path, or the disk refuses. What was there stays.
         UnsupportedError: when a full checkpoint has no name for a dtype.
 
     Example:
@@ -61,7 +71,7 @@ def save_checkpoint(
         >>> load_checkpoint(path, state)["w"].tolist()
         [0.0, 1.0, 2.0]
     """
-    PendingSave(Path(path), state, type, meta or {}).wait()
+    PendingSave(Path(path), state, type, {} if meta is None else meta).wait()
 
 
 class PendingSave:
@@ -84,7 +94,7 @@ class PendingSave:
         self,
         folder: Path,
         state: PyTree,
-        type: StateDictType,
+        type: StateDictType | str,
         meta: Mapping[str, Any],
         *,
         score: float | None = None,
@@ -92,7 +102,9 @@ class PendingSave:
         then: Callable[[], None] = lambda: None,
     ):
         self.folder, self._written = folder, concurrent.futures.Future()
-        arrays = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
+        type = StateDictType(type)
+        arrays = _arrays_of(state)
+        on_main(lambda: self._make_way(meta))
         stored = {path: to_stored(array) for path, array in arrays.items()}
         manifest = Manifest(
             type=type,
@@ -104,7 +116,6 @@ class PendingSave:
             score=score,
             serial=serial,
         )
-        on_main(self._clear_staging)
         checksums = leaf_checksums(stored)
         write = self._run(lambda: STORES[type].begin(staging_of(folder), stored))
         complete = lambda: self._complete(write, manifest, checksums, then)
@@ -144,7 +155,8 @@ class PendingSave:
             publish(self.folder)
             then()
 
-    def _clear_staging(self) -> None:
+    def _make_way(self, meta: Any) -> None:
+        check_meta(meta)
         check_replaceable(self.folder)
         staging = staging_of(self.folder)
 
@@ -168,6 +180,16 @@ class PendingSave:
                 f"could not save checkpoint {str(self.folder)!r}: {reason[0]}; what was saved "
                 "before stays. Make room there, or name another folder"
             ) from error
+
+
+def _arrays_of(state: PyTree) -> dict[LeafPath, Array]:
+    arrays = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
+    if not arrays:
+        raise CheckpointError(
+            f"the state, a {type(state).__name__}, has no leaves; give a pytree of at least one "
+            "array, random key or number"
+        )
+    return arrays
 
 
 def _raise(error: BaseException | None) -> None:

@@ -49,10 +49,10 @@ class OrbaxStore:
 
     def begin(self, folder: Path, leaves: Leaves) -> Callable[[], None]:
         """Copies the shards of this process to host memory."""
+        stored = {path: leaf for path, leaf in leaves.items() if leaf.size}
         checkpointer = ocp.StandardCheckpointer()
-        checkpointer.save(
-            (folder / ARRAYS).absolute(), {path: leaf for path, leaf in leaves.items() if leaf.size}
-        )
+        if stored:
+            checkpointer.save((folder / ARRAYS).absolute(), stored)
         return checkpointer.close
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from axon_dist.checkpoint import (
+    CheckpointManager,
     DamagedCheckpointError,
     StateDictType,
     load_checkpoint,
@@ -17,7 +18,7 @@ from axon_dist.checkpoint import (
     save_checkpoint,
     target_of,
 )
-from axon_dist.core.errors import CheckpointError, UnsupportedError
+from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 from axon_dist.models import MLP
 from axon_dist.parallel import ddp, fsdp, zero
 from axon_dist.precision import GradScaler
@@ -128,6 +129,57 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(CheckpointError, match=r"leaf w .* without a sharding; .*target_of"):
         load_checkpoint(tmp_path / "c", {"w": jax.ShapeDtypeStruct((), jnp.float32)})
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [{"b": "text"}]}, r"leaf a/0/b of the state is of type str; only arrays"),
+        ({"a": np.array(["x"])}, r"leaf a of the state is of type ndarray of dtype <U1; .* into meta"),
+        ({"a": object()}, r"leaf a of the state is of type object; only arrays"),
+        ({"a": jax.ShapeDtypeStruct((2,), jnp.float32)},
+         r"leaf a of the state is of type ShapeDtypeStruct of dtype float32; only"),
+        ({"a": 10**12}, r"leaf a of the state is the number 10{12}: .*; keep it smaller, or set"),
+        ({}, r"the state, a dict, has no leaves; give a pytree of at least one array"),
+        ({"a": None}, r"the state, a dict, has no leaves"),
+    ],
+)  # fmt: skip
+@BOTH
+def test_a_state_that_is_none(type, state, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path / "c", state, type=type)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"ok": 1, "rate": np.float32(3)}, r"JSON, and 'rate' in it cannot be: .* float32 is not"),
+        ({"data": {(1, 2): 3}}, r"JSON, and 'data' in it cannot be: keys must be .*; make it of"),
+        (3, r"meta is of type int; give a mapping that JSON holds"),
+    ],
+)
+def test_meta_that_json_does_not_hold(meta, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)}, meta=meta)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_type_by_name(tmp_path):
+    message = r"unknown type of checkpoint 'ful'\. Did you mean 'full'\? Valid: full, sharded\."
+    with pytest.raises(ConfigError, match=message):
+        save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)}, type="ful")
+    with pytest.raises(ConfigError, match=message):
+        CheckpointManager(tmp_path, type="ful")
+    assert os.listdir(tmp_path) == []
+    save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)}, type="full")
+    assert read_manifest(tmp_path / "c").type is StateDictType.FULL
+
+
+@BOTH
+def test_arrays_without_elements_alone(type, tmp_path):
+    save_checkpoint(tmp_path / "c", {"w": jnp.zeros((0, 3))}, type=type)
+    assert load_checkpoint(tmp_path / "c", {"w": jnp.zeros((0, 3))})["w"].shape == (0, 3)
 
 
 def test_numbers_become_arrays_and_meta_comes_back(tmp_path):
