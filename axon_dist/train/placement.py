@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..parallel import Reduction, Strategy
+from ..parallel import CPUOffload, Reduction, Strategy
 from ..sharding import optimizer_shardings, shardings
 from .local_view import buffer_partition
 from .parts import ModelParts
@@ -45,3 +45,19 @@ def state_shardings(
         buffers=jax.tree.map(place, specs),
         scaler=jax.tree.map(lambda _: whole, state.scaler),
     )
+
+
+def on_device(offload: CPUOffload, places: Any, state: TrainState) -> TrainState:
+    """Copies what lives in host memory to the devices.
+
+    Args:
+        offload: what lives there.
+        places: a `TrainState` of shardings.
+        state: the state, within a trace.
+
+    Returns:
+        The state, all of it in device memory.
+    """
+    if offload is CPUOffload.NONE:
+        return state
+    return jax.device_put(state, jax.tree.map(lambda s: s.with_memory_kind("device"), places))

@@ -19,7 +19,6 @@ from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..parallel import (
-    CPUOffload,
     HasStrategy,
     Reduction,
     Strategy,
@@ -42,7 +41,7 @@ from .options import StepOptions, resolve
 from .padding import Padding
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of
-from .placement import state_shardings
+from .placement import on_device, state_shardings
 from .rowwise import check_rowwise
 from .state import TrainState, check_usable
 from .storage import storage_of
@@ -183,6 +182,7 @@ class TrainStep:
             self.abstract_state, parts, strategy, self.storage, world.mesh
         )
         self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
+        self._near = functools.partial(on_device, strategy.offload, self.state_shardings)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
         chosen = deterministic_options(world) if options.deterministic else None
         jit = functools.partial(jit_of(strategy, world), compiler_options=chosen)
@@ -193,7 +193,7 @@ class TrainStep:
         grads = self.storage.strategy.grads
         grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
         self._differentiate = jit(
-            lambda state, placed: self._gradients(self._on_device(state), placed.arrays)[:2],
+            lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, self._whole),
         )
 
@@ -374,7 +374,7 @@ class TrainStep:
     def _take_step(
         self, state: TrainState, placed: Placed, held: Array | None = None
     ) -> tuple[TrainState, dict]:
-        state = self._on_device(state)
+        state = self._near(state)
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
@@ -393,15 +393,8 @@ class TrainStep:
             new, measured[FLAG] = undo_nonfinite(self.options, loss, finite, new, state, held)
         return new, {**metrics, **measured}
 
-    def _on_device(self, state: TrainState) -> TrainState:
-        """Copies what lives in host memory to the devices."""
-        if self.strategy.offload is CPUOffload.NONE:
-            return state
-        near = jax.tree.map(lambda s: s.with_memory_kind("device"), self.state_shardings)
-        return jax.device_put(state, near)
-
     def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
-        state = self._on_device(state)
+        state = self._near(state)
         buffers = mean_buffers(state.buffers, self.reduction)
         params = self.storage.to_model(state.params)
         run = evaluation(self.parts, self.loss_fn, self.strategy, self.world.mesh)
