@@ -98,8 +98,8 @@ class Trainer:
         validation: makes the batches of one validation, all of one size; None does not validate.
         writers: take the metrics.
         progress: shows the run.
-        should_stop: reads the latest record of metrics; the run ends on every process as soon as
-            it returns true on one.
+        should_stop: reads the latest record of metrics before every step; the run ends on every
+            process as soon as it returns true on one. See below for the keys.
         save: `save(state, number, loss)` takes a state between two steps, the number of steps it
             has taken, and its validation loss or None; must be done with the arrays when it
             returns. It gets the last state too, however the run ends but by an error; where that
@@ -109,6 +109,17 @@ class Trainer:
             the last state of a run that stops because a step was not finite is saved.
         go_back: returns the newest good state that was saved, or None if there is none; has to be
             there where the step's `nonfinite` is `"rollback"`.
+
+    What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
+    the first such record on.
+
+        train/loss, train/...             each metric of the step, such as `train/grad_norm`
+        train/skipped_steps               so far; where the step's `nonfinite` is `"skip"`
+        time/step_seconds                 as soon as a step after the first was timed
+        time/tokens_per_second            beside it with `items_per_step`; named after `item`
+        time/model_flops_utilization      beside it with `peak_flops`
+
+    Validation losses are not among them.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -124,6 +135,11 @@ class Trainer:
         >>> result = trainer.fit()
         >>> result.reason, result.train_curve[-1][1] < 0.01
         ('finished', True)
+        >>> is_good = lambda record: record["train/loss"] < 0.5
+        >>> options = LoopOptions(num_steps=20, log_every=1)
+        >>> early = Trainer(step=step, batches=batches, options=options, should_stop=is_good).fit()
+        >>> early.reason, early.num_steps < 20
+        ('should_stop', True)
     """
 
     step: TrainStep
@@ -147,7 +163,8 @@ class Trainer:
             The result, with the last state.
 
         Raises:
-            ConfigError: when the options are not possible, or there is no batch or no step left.
+            ConfigError: when the options are not possible or need a function that is not there,
+                or there is no batch or no step left.
             NonfiniteError: when a loss or gradient is not finite, and the step was not built to
                 skip it or go back.
         """
@@ -217,6 +234,15 @@ class Trainer:
                 "it a function that returns the newest state saved, or build the step to stop or "
                 "skip"
             )
+
+        given = {"save": ("save_every", self.save), "validation": ("eval_every", self.validation)}
+        for name, (option, function) in given.items():
+            every = getattr(self.options, option)
+            if every and function is None:
+                raise ConfigError(
+                    f"the options have {option}={every} and the trainer has no {name}, so nothing "
+                    f"would happen then; give it a {name} function, or leave {option} at 0"
+                )
 
     def _check_steps_left(self, record: Record) -> None:
         if record.step >= self.options.num_steps:

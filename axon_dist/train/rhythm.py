@@ -14,8 +14,10 @@ class LoopOptions:
     Args:
         num_steps: the step to stop at, counted from the first of the state.
         log_every: steps averaged into one record.
-        eval_every: steps between validations; 0 validates only at the end.
-        save_every: steps between saves; 0 saves only at the end.
+        eval_every: steps between validations; 0 validates only at the end. More than 0 needs a
+            `validation` of the trainer.
+        save_every: steps between saves; 0 saves only at the end. More than 0 needs a `save` of the
+            trainer.
         items_per_step: items in a global batch; None leaves the throughput out.
         item: what they are; utilization is that of tokens.
         peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it

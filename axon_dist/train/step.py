@@ -80,8 +80,7 @@ def build_train_step(
     Args:
         model: an NNX module, or a zero-argument function that makes one; the arrays of the
             latter are born sharded.
-        optimizer: any optax transformation; one that looks at the loss, such as
-            `optax.contrib.reduce_on_plateau`, gets it as `value`.
+        optimizer: any optax transformation; one that looks at the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
             of scalar metrics.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
