@@ -75,6 +75,38 @@ class AuxNet(nnx.Module):
         return self.head(x), sum(extra)
 
 
+class PhaseBlock(nnx.Module):
+    """A block that turns complex activations, and draws from a key that it hands on."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.turn = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, z, key):
+        key, own = jax.random.split(key)
+        kept = jax.random.bernoulli(own, 0.8, z.shape)
+        return (1 + 0.5j) * z + 1j * kept * jnp.tanh(self.turn(jnp.real(z))), key
+
+
+class PhaseNet(nnx.Module):
+    """Complex numbers and a random key from block to block.
+
+    Args:
+        scale: what the activations are multiplied by after each block but the first; another than
+            1 makes the stages differ.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, scale: float = 1.0):
+        self.blocks = nnx.List(PhaseBlock(rngs) for _ in range(3))
+        self.scale = scale
+
+    def __call__(self, x):
+        z, key = x + 0j, jax.random.key(3)
+        for number, block in enumerate(self.blocks):
+            z, key = block(z, key)
+            z = z * self.scale if number and self.scale != 1 else z
+        return jnp.real(z)[:, :4]
+
+
 def auxiliary_loss(model, batch):
     """The main loss and the blocks' own."""
     y, extra = model(batch["x"])
@@ -104,6 +136,8 @@ MODELS = {
     "mlp_dropout": mlp(16, 8, 24, 12, 4, dropout=0.2),
     "weighted": dataclasses.replace(mlp(16, 8, 8, 4), loss_fn=weighted_square, batch=ragged_batch),
     "auxiliary": Case(lambda: AuxNet(nnx.Rngs(0)), auxiliary_loss, regression_batch),
+    "phases": Case(lambda: PhaseNet(nnx.Rngs(0)), mean_square, regression_batch),
+    "phases_apart": Case(lambda: PhaseNet(nnx.Rngs(0), 0.8), mean_square, regression_batch),
     "modules": Case(
         lambda: StageChain(
             [nnx.Linear(16, 7, rngs=nnx.Rngs(0)), MLP((7, 10, 4), rngs=nnx.Rngs(1))]
@@ -170,11 +204,15 @@ ROWS = [
     Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero3"),
     Row("1f1b", "pp=2,dp=2,tp=2", 2, "decoder4", "ddp+sequence"),
     Row("1f1b", "pp=1", 1, "mlp"),
+    Row("1f1b", "pp=2", 2, "phases"),
+    Row("1f1b", "pp=2", 2, "phases_apart"),
     Row("1f1b", "pp=2", 4, "dropout", backward="residuals"),
     Row("1f1b", "pp=2", 4, "decoder4", backward="dots"),
     Row("zero_bubble_v", "pp=2", 4, "mlp", backward="residuals"),
 ]
 FULL = [
+    *(Row("zero_bubble_h1", "pp=3", 4, name) for name in ("phases", "phases_apart")),
+    *(Row("1f1b", "pp=2", 4, name, backward="residuals") for name in ("phases", "phases_apart")),
     *(
         Row(name, f"pp={size}", count, "decoder8", chunks=None if size < 8 else 1)
         for name, row in SCHEDULES.items()

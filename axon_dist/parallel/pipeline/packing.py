@@ -20,7 +20,8 @@ class Packing:
     """Lists of arrays, one kind of list per variant, packed to one common form.
 
     Where all variants have equal shapes the form is the list itself. Else it is one vector per
-    dtype, as long as the longest variant needs, with zeros behind the shorter ones.
+    dtype, as long as the longest variant needs, with zeros behind the shorter ones. Random keys
+    are packed as the integers they are made of.
 
     Args:
         variants: per variant, the shapes and dtypes of its list.
@@ -52,14 +53,15 @@ class Packing:
     def packed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The common form."""
         if self.is_uniform:
-            return self.variants[0]
-        length = lambda dtype: max(sum(_sizes(v, dtype)) for v in self.variants)
+            return self._plain[0]
+        length = lambda dtype: max(sum(_sizes(v, dtype)) for v in self._plain)
         return tuple(jax.ShapeDtypeStruct((length(dtype),), dtype) for dtype in self._dtypes)
 
     def pack(self, variant: int, values: Sequence[Array]) -> list[Array]:
         """Brings the list of a variant to the common form."""
+        values = [plain(value) for value in values]
         if self.is_uniform:
-            return list(values)
+            return values
         vectors = []
         for form in self.packed:
             # A split piece could only be shifted into its place by a permutation, in a branch.
@@ -70,9 +72,13 @@ class Packing:
 
     def unpack(self, variant: int, packed: Sequence[Array]) -> list[Array]:
         """The inverse of `pack`."""
+        pairs = zip(self._apart(variant, packed), self.variants[variant], strict=True)
+        return [like(value, shape.dtype) for value, shape in pairs]
+
+    def _apart(self, variant: int, packed: Sequence[Array]) -> list[Array]:
         if self.is_uniform:
             return list(packed)
-        shapes = self.variants[variant]
+        shapes = self._plain[variant]
         pieces: dict[Any, Any] = {}
         for form, vector in zip(self.packed, packed, strict=True):
             ends = [0, *accumulate(_sizes(shapes, form.dtype))]
@@ -80,8 +86,28 @@ class Packing:
         return [next(pieces[shape.dtype]).reshape(shape.shape) for shape in shapes]
 
     @property
+    def _plain(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """The variants, keys as integers."""
+        shape = lambda x: jax.eval_shape(plain, x) if _is_key(x.dtype) else x
+        return tuple(tuple(shape(x) for x in variant) for variant in self.variants)
+
+    @property
     def _dtypes(self) -> list[Any]:
-        return sorted({shape.dtype for variant in self.variants for shape in variant}, key=str)
+        return sorted({shape.dtype for variant in self._plain for shape in variant}, key=str)
+
+
+def plain(value: Any) -> Array:
+    """The value, or the integers of random keys, which buffers of zeros can hold."""
+    return jax.random.key_data(value) if _is_key(jnp.asarray(value).dtype) else jnp.asarray(value)
+
+
+def like(value: Array, dtype: Any) -> Array:
+    """The inverse of `plain`: keys again where `dtype` is one of keys."""
+    return jax.random.wrap_key_data(value, dtype=dtype) if _is_key(dtype) else value
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _sizes(shapes: Sequence[jax.ShapeDtypeStruct], dtype: Any) -> list[int]:

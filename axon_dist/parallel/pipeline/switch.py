@@ -185,6 +185,6 @@ class SwitchStages:
 
 def _by_kind(avals: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Values with gradients, and those without."""
-    is_float = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals]
+    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
     pairs = list(zip(values, is_float, strict=True))
     return [v for v, f in pairs if f], [v for v, f in pairs if not f]

@@ -17,6 +17,7 @@ from ...core.typing import Array
 from ...nn.rolling import SHARED, Chain, find_chains
 from .layout import Keys
 from .loss_trace import LossTrace
+from .packing import like, plain
 from .piece import Piece
 from .stage import Data, Loss, Rest, StageProgram, Wire
 from .storage import ModelStorage, RowStorage
@@ -140,9 +141,12 @@ class UniformStages:
         return [i for i, role in enumerate(roles) if role == SHARED and i not in weights]
 
     @cached_property
+    def _dtypes(self) -> list[Any]:
+        return [self._calls[0].invars[i].aval.dtype for i in self._carried]
+
+    @property
     def _is_float(self) -> list[bool]:
-        avals = [self._calls[0].invars[i].aval for i in self._carried]
-        return [jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals]
+        return [jnp.issubdtype(dtype, jnp.inexact) for dtype in self._dtypes]
 
     def _uses(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         needs = frozenset().union(*(piece.needs for piece in pieces)) if pieces else frozenset()
@@ -154,13 +158,12 @@ class UniformStages:
 
     def _wire(self, values: Sequence[Any]) -> Wire:
         pairs = list(zip(values, self._is_float, strict=True))
-        return Wire(
-            [jnp.asarray(v) for v, f in pairs if f], [jnp.asarray(v) for v, f in pairs if not f]
-        )
+        return Wire([plain(v) for v, f in pairs if f], [plain(v) for v, f in pairs if not f])
 
     def _unwire(self, wire: Wire) -> list[Any]:
         floats, others = iter(wire.floats), iter(wire.others)
-        return [next(floats if is_float else others) for is_float in self._is_float]
+        values = [next(floats if is_float else others) for is_float in self._is_float]
+        return [like(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
 
     def _first(self, rest: Rest, data: Data) -> Wire:
         return self._wire(self._prologue.run(self._known(rest, data)))

@@ -28,3 +28,12 @@ def test_unpacking_undoes_packing(variants):
         for got, want in zip(packing.unpack(number, packed), values, strict=True):
             assert got.dtype == want.dtype
             np.testing.assert_array_equal(got, want)
+
+
+def test_keys_are_packed_as_integers():
+    key = jax.random.key(3)
+    for variants in ([[key], [key, key]], [[key]]):
+        packing = Packing.of(variants)
+        packed = packing.pack(0, [key])
+        assert [x.dtype for x in packed] == [jnp.uint32]
+        assert packing.unpack(0, packed) == [key]
