@@ -51,7 +51,8 @@ step = build_train_step(
     lambda: nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, ddp(), world
 )
 trainer = Trainer(
-    step=step, batches=batches(), options=LoopOptions(num_steps=10**6, eval_every=4),
+    step=step, batches=batches(),
+    options=LoopOptions(num_steps=10**6, eval_every=4 if mode == "validating" else 0),
     validation=validation if mode == "validating" else None,
     save=lambda state, number, loss: say("saved step", number),
 )

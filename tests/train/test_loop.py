@@ -310,6 +310,36 @@ def test_impossible_options(world, options, message):
         trainer.fit()
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "function"),
+    [
+        ("save_every", "save", lambda state, number, loss: None),
+        ("eval_every", "validation", lambda: [0]),
+    ],
+)
+def test_a_rhythm_of_nothing(world, option, name, function):
+    message = rf"{option}=2 and the trainer has no {name}, .* give it a {name} .* leave {option}"
+    with pytest.raises(ConfigError, match=message):
+        fit(FakeStep(world), 3, **{option: 2})
+    assert fit(FakeStep(world), 3, **{option: 2, name: function}).is_finished
+    assert fit(FakeStep(world), 3).is_finished
+
+
+def test_what_should_stop_reads(world):
+    records, writer = [], ListWriter()
+    options = LoopOptions(num_steps=9, log_every=2, items_per_step=50, peak_flops=1e6)
+    Trainer(
+        step=FakeStep(world), batches=itertools.count(), options=options, writers=[writer],
+        should_stop=records.append,
+    ).fit()  # fmt: skip
+    assert records[0].keys() == {
+        "train/loss", "time/step_seconds", "time/tokens_per_second",
+        "time/model_flops_utilization",
+    }  # fmt: skip
+    rows = [row for _, row in writer.rows]
+    assert all(record in rows for record in records)
+
+
 def test_nothing_to_do(world):
     with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
         fit(FakeStep(world), 1, batches=[])
