@@ -12,11 +12,11 @@ from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.errors import GroupError, StrategyConflictError
 from ..core.typing import PyTree
 from ..mesh import ProcessGroup
-from .strategy import Reduction, Strategy
+from .strategy import Reduction, Strategy, axes_of
 
 
 def ddp(
-    axes: tuple[str, ...] = ("dp",),
+    axes: str | tuple[str, ...] = ("dp",),
     *,
     sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS,
     bucket_capacity: int | None = None,
@@ -55,7 +55,7 @@ def ddp(
     if bucket_capacity is None and sync is GradSyncStrategy.OVERLAPPED:
         bucket_capacity = 25_000_000
     reduction = Reduction(per, sync, bucket_capacity, reduce_dtype, broadcast_buffers)
-    return Strategy("ddp", batch_axes=axes, reduction=reduction)
+    return Strategy("ddp", batch_axes=axes_of(axes), reduction=reduction)
 
 
 class DistributedDataParallel:

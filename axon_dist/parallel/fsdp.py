@@ -22,7 +22,7 @@ from ..precision import MixedPrecision
 from ..sharding import shardings
 from .memory import FSDPMemoryStats, estimate, measure
 from .offload import CPUOffload
-from .strategy import Reduction, Strategy
+from .strategy import Reduction, Strategy, axes_of
 from .wrap import AutoWrapPolicy, TransformerAutoWrapPolicy
 from .zero import MIN_ELEMENTS, ZeROStage, require_axes, zero
 
@@ -53,7 +53,7 @@ STAGES: MappingProxyType[ShardingStrategy, ZeROStage] = MappingProxyType(
 
 def fsdp(
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
-    axes: tuple[str, ...] = ("fsdp",),
+    axes: str | tuple[str, ...] = ("fsdp",),
     *,
     cpu_offload: CPUOffload | str = CPUOffload.NONE,
     mixed_precision: MixedPrecision | str | bool | None = None,
@@ -89,6 +89,7 @@ def fsdp(
     """
     chosen = _member(ShardingStrategy, sharding_strategy)
     hybrid = chosen is ShardingStrategy.HYBRID_SHARD
+    axes = axes_of(axes)
     if hybrid and len(axes) < 2:
         raise ConfigError(
             f"hybrid_shard got the axes {axes}; it needs one to replicate over and a last one to "

@@ -205,8 +205,29 @@ class HasStrategy(Protocol):
 
 
 def as_strategy(strategy: Strategy | HasStrategy) -> Strategy:
-    """The strategy itself, or the one that a wrapper makes."""
-    return strategy if isinstance(strategy, Strategy) else strategy.strategy
+    """The strategy itself, or the one that a wrapper makes.
+
+    Raises:
+        ConfigError: when it is neither.
+    """
+    found = getattr(strategy, "strategy", strategy)
+    if not isinstance(found, Strategy):
+        what = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
+        raise ConfigError(
+            f"got {what} for a strategy; give one such as ddp(), or a wrapper such as "
+            'DDP(model, world.group("dp"))'
+        )
+    return found
+
+
+def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Names of mesh axes as a tuple; one name may stand alone.
+
+    Example:
+        >>> axes_of("dp"), axes_of(["dp", "fsdp"])
+        (('dp',), ('dp', 'fsdp'))
+    """
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:
@@ -288,7 +309,20 @@ def _only(parts: Sequence[Strategy], field: str, silent: Any) -> Any:
         first, other = getattr(saying[0], field), getattr(part, field)
         if first != other:
             raise StrategyConflictError(
-                f"{field} is {first} in {saying[0].name!r} and {other} in {part.name!r}; say it "
-                "in one of them, or the same in both"
+                f"{field} is {_briefly(first, other)} in {saying[0].name!r} and "
+                f"{_briefly(other, first)} in {part.name!r}; say it in one of them, or the same in "
+                "both"
             )
     return getattr(saying[0], field) if saying else silent
+
+
+def _briefly(value: Any, other: Any) -> str:
+    """A value, of a record only the fields in which it differs from another."""
+    if not dataclasses.is_dataclass(value) or type(value) is not type(other):
+        return getattr(value, "name", None) or str(value)
+    differing = [
+        (field.name, getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != getattr(other, field.name)
+    ]
+    return ", ".join(f"{name}={getattr(own, 'name', own)!r}" for name, own in differing)

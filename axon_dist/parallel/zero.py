@@ -9,10 +9,10 @@ from typing import Any
 
 import optax
 
-from ..core.errors import ConfigError, GroupError, did_you_mean
+from ..core.errors import ConfigError, GroupError
 from ..mesh import ProcessGroup
 from ..sharding import LargestDim, Replicate
-from .strategy import Reduction, Strategy
+from .strategy import Reduction, Strategy, axes_of
 
 MIN_ELEMENTS = 1024
 """Leaves with fewer elements stay whole by default."""
@@ -55,9 +55,9 @@ ZERO: MappingProxyType[ZeROStage, Split] = MappingProxyType(
 
 def zero(
     stage: int | ZeROStage,
-    axes: tuple[str, ...] = ("dp",),
+    axes: str | tuple[str, ...] = ("dp",),
     *,
-    shard_axes: tuple[str, ...] | None = None,
+    shard_axes: str | tuple[str, ...] | None = None,
     min_elements: int = MIN_ELEMENTS,
     reduction: Reduction | None = None,
     name: str | None = None,
@@ -92,10 +92,12 @@ def zero(
     Source: Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054.
     """
     if stage not in list(ZeROStage):
-        valid = [str(int(s)) for s in ZeROStage]
-        raise ConfigError(f"unknown ZeRO stage {stage!r}.{did_you_mean(str(stage), valid)}")
+        raise ConfigError(
+            f"unknown ZeRO stage {stage!r}; it must be a number from 0 to 3, such as zero(1)"
+        )
     row = ZERO[ZeROStage(stage)]
-    over = axes if shard_axes is None else shard_axes
+    axes = axes_of(axes)
+    over = axes if shard_axes is None else axes_of(shard_axes)
     if not over or not set(over) <= set(axes):
         raise ConfigError(
             f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "

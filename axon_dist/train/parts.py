@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import flax.linen as nn
 import jax
 from flax import nnx
 
@@ -75,7 +77,7 @@ def take_apart(model: ModelLike) -> tuple[ModelParts, Source]:
         The parts, and where the first values come from.
 
     Raises:
-        ConfigError: when `model` is neither, or has no parameter.
+        ConfigError: when `model` is neither, or has no parameter, or one without a gradient.
 
     Example:
         >>> parts, source = take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -87,11 +89,12 @@ def take_apart(model: ModelLike) -> tuple[ModelParts, Source]:
         arrays = jax.tree.map(jax.numpy.asarray, (params, buffers))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         return _checked(ModelParts(graphdef, *shapes)), Source(arrays=arrays)
-    if not callable(model):
+    if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
             "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
         )
+    _check_takes_nothing(model)
     found: list[nnx.GraphDef] = []
 
     def values_of_new() -> tuple[PyTree, PyTree]:
@@ -152,10 +155,28 @@ def _split(model: nnx.Module) -> tuple[nnx.GraphDef, PyTree, PyTree]:
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
 
 
+def _check_takes_nothing(make: Callable[..., Any]) -> None:
+    # The metaclass of modules hides what a class takes.
+    run, given = (make.__init__, (None,)) if isinstance(make, type) else (make, ())
+    try:
+        inspect.signature(run).bind(*given)
+    except TypeError as error:
+        raise ConfigError(
+            f"the function that makes the model cannot be called without arguments ({error}); give "
+            "one that can, such as lambda: Model(rngs=nnx.Rngs(0))"
+        ) from None
+
+
 def _checked(parts: ModelParts) -> ModelParts:
     if not jax.tree.leaves(parts.params):
         raise ConfigError(
             "the model has no nnx.Param, so there is nothing to train; a bridged Linen module "
             "needs lazy_init(x) first"
         )
+    for path, leaf in leaves_with_paths(parts.params):
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+            raise ConfigError(
+                f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no gradient; "
+                "keep it in an nnx.Variable instead of an nnx.Param"
+            )
     return parts

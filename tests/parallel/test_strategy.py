@@ -16,6 +16,7 @@ from axon_dist.parallel import (
     compose,
     context_parallel,
     ddp,
+    fsdp,
     overlay,
     pipelined,
     zero,
@@ -97,6 +98,25 @@ def test_an_overlay_has_a_say_in_every_layout():
     assert made.grads == rule
     assert made.opt_state == Merge((rule, LargestDim(("dp",), 1, "zero1")))
     assert overlay(ddp(), Replicate()).params == Replicate()
+
+
+def test_one_axis_may_stand_alone():
+    assert ddp("data") == ddp(("data",))
+    assert fsdp(axes="x") == fsdp(axes=("x",))
+    assert zero(1, "x", shard_axes="x") == zero(1, ("x",))
+
+
+def test_what_is_no_strategy():
+    with pytest.raises(ConfigError, match=r"got 'ddp' for a strategy; give one such as ddp\(\)"):
+        compose("ddp", ddp())
+    with pytest.raises(ConfigError, match=r"unknown ZeRO stage '1'; it must be a number from 0 to"):
+        zero("1")
+
+
+def test_a_conflict_names_only_what_differs():
+    with pytest.raises(StrategyConflictError) as caught:
+        compose(ddp(), fsdp())
+    assert "is per='step' in 'ddp' and per='microbatch' in 'full_shard'; say" in str(caught.value)
 
 
 def test_axes_that_the_mesh_lacks(world):

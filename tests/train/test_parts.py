@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.precision import MixedPrecision
@@ -110,3 +110,19 @@ def test_storage_dtypes(model):
 def test_parameters_promote_to_one_dtype():
     parts, _ = take_apart(make())
     assert parts.dtype == jnp.float32
+
+
+class Table(nnx.Module):
+    """A parameter that cannot be trained."""
+
+    def __init__(self):
+        self.table = nnx.Param(jnp.arange(3))
+
+
+def test_parameters_without_a_gradient_and_factories_with_arguments():
+    with pytest.raises(ConfigError, match=r"'table' has dtype int32.*nnx.Variable instead of"):
+        take_apart(Table())
+    with pytest.raises(ConfigError, match=r"without arguments \(missing .*'in_features'"):
+        take_apart(nnx.Linear)
+    with pytest.raises(ConfigError, match=r"model is a Dense.*goes through nnx.bridge.ToNNX"):
+        take_apart(linen.Dense(3))
