@@ -41,7 +41,7 @@ def test_split_gradients_are_reduced_every_microbatch_by_default():
 
 
 def test_impossible_stages_and_axes():
-    with pytest.raises(ConfigError, match="unknown ZeRO stage 4; it must be .* from 0 to 3"):
+    with pytest.raises(ConfigError, match=r"unknown ZeRO stage 4; it must be .* from 0 to 3"):
         zero(4)
     for axes in (("tp",), ()):
         with pytest.raises(ConfigError, match=r"must be one or more of the batch axes \('dp',\)"):
