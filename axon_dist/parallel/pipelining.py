@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -11,6 +12,7 @@ from flax import nnx
 from ..core.errors import ConfigError, did_you_mean
 from ..nn import POLICIES, ActivationCheckpointing
 from ..schedule import SCHEDULES, PipelineSchedule, Schedule, build_schedule, validate
+from ..schedule.sizes import check_sizes
 from .pipeline import PipelinePlan
 from .strategy import Strategy
 
@@ -25,7 +27,7 @@ def pipelined(
     *,
     chunks: int | None = None,
     axis: str = "pp",
-    classes: tuple[str, ...] = (),
+    classes: str | type | Sequence[str | type] = (),
     boundaries: tuple[int, ...] | None = None,
     costs: tuple[float, ...] | None = None,
     backward: str = "recompute",
@@ -43,7 +45,8 @@ def pipelined(
         schedule: a name of `PipelineSchedule`, a table, or the path of a CSV file with one.
         chunks: stages per rank; None takes what is usual for the schedule.
         axis: the mesh axis of the pipeline.
-        classes: names of the block classes; empty for the blocks that the model keeps in lists.
+        classes: the block classes or their names, one or several; empty for the blocks that the
+            model keeps in lists.
         boundaries: the first block of each stage, and the number of blocks.
         costs: the cost of each block, to balance the stages by.
         backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
@@ -55,7 +58,8 @@ def pipelined(
 
     Raises:
         ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
-        ConfigError: for a table of other sizes than asked for, or an unknown `backward`.
+        ConfigError: for a table of other sizes than asked for, a file that is not there, an
+            unknown `backward`, or `classes` or `boundaries` of another type.
 
     Example:
         >>> pipelined(num_stages=4, num_microbatches=8).pipeline.schedule.name
@@ -65,9 +69,31 @@ def pipelined(
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
     keeps = backward != "recompute"
-    plan = PipelinePlan(table, axis, classes, boundaries, costs, keeps)
+    plan = PipelinePlan(table, axis, _names(classes), _whole(boundaries), costs, keeps)
     remat = ActivationCheckpointing(policy=backward) if backward in POLICIES else None
     return Strategy("pipeline", pipeline=plan, remat=remat)
+
+
+def _names(classes: Any) -> tuple[str, ...]:
+    given = tuple(classes) if isinstance(classes, (tuple, list)) else (classes,)
+    if not all(isinstance(each, (str, type)) for each in given):
+        raise ConfigError(
+            f"got classes={classes!r}; it must be the name of a block class, the class itself, or "
+            'a tuple of these, such as classes=("Block",)'
+        )
+    return tuple(each if isinstance(each, str) else each.__name__ for each in given)
+
+
+def _whole(boundaries: Any) -> tuple[int, ...] | None:
+    if boundaries is None:
+        return None
+    try:
+        return tuple(operator.index(boundary) for boundary in boundaries)
+    except TypeError:
+        raise ConfigError(
+            f"got boundaries={boundaries!r}; it must be a tuple of integers, the first block of "
+            "each stage and the number of blocks, such as (0, 2, 4)"
+        ) from None
 
 
 class PipelineStage(nnx.Module):
@@ -177,8 +203,8 @@ class Pipeline:
             The pipeline; its `module` runs all stages.
 
         Raises:
-            ConfigError: when stages do not divide over the ranks, or their ids or ranks do not
-                fit the schedule.
+            ConfigError: when there are no stages, they do not divide over the ranks or are not as
+                many as a table has, or their ids or ranks do not fit the schedule.
 
         Example:
             >>> sizes = [(8, 16), (16, 2)]
@@ -187,17 +213,12 @@ class Pipeline:
             2
         """
         ordered = _in_order(modules)
-        per_rank = usual_chunks(schedule) if chunks is None else chunks
-        if len(ordered) % per_rank:
-            raise ConfigError(
-                f"got {len(ordered)} stages and {per_rank} chunks per rank; the number of stages "
-                f"must be a multiple of {per_rank}"
-            )
+        table = _given(schedule)
         pipe = cls(
             StageChain(ordered),
-            len(ordered) // per_rank,
+            _num_ranks(len(ordered), schedule if table is None else table, chunks),
             num_microbatches,
-            schedule,
+            schedule if table is None else table,
             chunks=chunks,
             boundaries=tuple(range(len(ordered) + 1)),
             **options,
@@ -223,6 +244,8 @@ class Pipeline:
 
 
 def _in_order(modules: Sequence[nnx.Module]) -> list[nnx.Module]:
+    if not modules:
+        raise ConfigError("got no modules; a pipeline needs at least one, and each is a stage")
     ids = [m.stage_id if isinstance(m, PipelineStage) else i for i, m in enumerate(modules)]
     if sorted(ids) != list(range(len(modules))):
         raise ConfigError(
@@ -243,15 +266,28 @@ def _check_ranks(stages: Sequence[nnx.Module], schedule: Schedule) -> None:
             )
 
 
-def usual_chunks(schedule: str | Schedule) -> int:
-    """Stages per rank that a schedule has when nobody says."""
+def _num_ranks(count: int, schedule: str | Schedule, chunks: int | None) -> int:
+    """The ranks that so many stages need."""
     if isinstance(schedule, Schedule):
-        return schedule.chunks
-    if str(schedule).endswith(".csv"):
-        return _read_csv(FilePath(schedule)).chunks
-    if schedule in SCHEDULES:
-        return SCHEDULES[PipelineSchedule(schedule)].chunks
-    return 1
+        if count != schedule.num_stages:
+            raise ConfigError(
+                f"got {count} modules, and schedule {schedule.name!r} has {schedule.num_stages} "
+                "stages; give one module per stage"
+            )
+        return schedule.num_devices
+    per_rank = usual_chunks(schedule) if chunks is None else chunks
+    check_sizes(chunks=per_rank)
+    if count % per_rank:
+        raise ConfigError(
+            f"got {count} stages and {per_rank} chunks per rank; the number of stages must be a "
+            f"multiple of {per_rank}"
+        )
+    return count // per_rank
+
+
+def usual_chunks(schedule: str) -> int:
+    """Stages per rank that a named schedule has when nobody says."""
+    return SCHEDULES[PipelineSchedule(schedule)].chunks if schedule in SCHEDULES else 1
 
 
 def read_schedule(
@@ -261,14 +297,11 @@ def read_schedule(
 
     Raises:
         ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
-        ConfigError: for a table of other sizes than asked for.
+        ConfigError: for a table of other sizes than asked for, or a file that is not there.
     """
-    if isinstance(schedule, Schedule):
-        table = schedule
-    elif str(schedule).endswith(".csv"):
-        table = _read_csv(FilePath(schedule))
-    else:
-        table = build_schedule(schedule, num_stages, num_microbatches, chunks)
+    table = _given(schedule)
+    if table is None:
+        table = build_schedule(str(schedule), num_stages, num_microbatches, chunks)
     got = {"num_stages": table.num_devices, "num_microbatches": table.num_microbatches}
     asked = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     if got != asked or chunks not in (None, table.chunks):
@@ -280,5 +313,16 @@ def read_schedule(
     return table
 
 
-def _read_csv(path: FilePath) -> Schedule:
+def _given(schedule: str | Schedule) -> Schedule | None:
+    """A table that somebody brings, as it is or in a CSV file; None for a name."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    path = FilePath(str(schedule))
+    if path.suffix != ".csv":
+        return None
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no file {str(path)!r}; give the path of a table, which Schedule.to_csv() "
+            "writes, or the name of a schedule"
+        )
     return Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)

@@ -194,8 +194,16 @@ class StagedPlan:
         """Checks what a pipeline cannot do.
 
         Raises:
-            StrategyConflictError: for buffers of each rank alone, or reductions in groups.
+            StrategyConflictError: for a batch that is split over the pipeline's own axis, buffers
+                of each rank alone, or reductions in groups.
         """
+        if self.pipeline.axis in self.strategy.batch_axes:
+            raise StrategyConflictError(
+                f"strategy {self.strategy.name!r} splits the batch over {self.pipeline.axis!r}, "
+                "along which the stages of its pipeline lie, and every stage needs every sample; "
+                "use another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the "
+                "data parallelism out"
+            )
         if not self.reduction.sync_buffers:
             raise StrategyConflictError(
                 "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "

@@ -16,6 +16,9 @@ from ..parallel.pipeline import Keys, ModelStorage, Staged, Stages, storage_for
 from ..schedule import partition
 from .parts import ModelParts
 
+CONTAINERS = (nnx.List, nnx.Dict)
+"""Modules that nobody calls: they only hold others."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
@@ -67,7 +70,7 @@ def _stages(parts: ModelParts, plan: PipelinePlan) -> Stages:
             "stage its module: Pipeline.from_modules([...])"
         )
     boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)
-    return Stages(tuple(blocks), boundaries, plan.schedule.placement)
+    return Stages.of(plan.schedule, tuple(blocks), boundaries)
 
 
 def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
@@ -76,7 +79,7 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
     Args:
         model: a model.
         classes: names of the block classes; none takes the modules that the model keeps in lists
-            and that have parameters.
+            and that have parameters; of lists in lists, the modules in the innermost ones.
 
     Returns:
         Keys, nothing inside a block being one.
@@ -88,15 +91,12 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
     """
     found: list[Keys] = []
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
-        listed = bool(keys) and isinstance(keys[-1], int) and sum(map(_is_index, keys)) == 1
+        # A list in a list only holds blocks; what a block holds in lists is found after the block.
+        listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         chosen = type(module).__name__ in classes if classes else listed and _has_params(module)
         if chosen and not any(keys[: len(outer)] == outer for outer in found):
             found.append(keys)
     return sorted(found, key=lambda keys: [(isinstance(key, str), key) for key in keys])
-
-
-def _is_index(key: Any) -> bool:
-    return isinstance(key, int)
 
 
 def _has_params(module: nnx.Module) -> bool:

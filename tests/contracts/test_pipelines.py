@@ -30,7 +30,8 @@ from axon_dist.parallel import (
     pipelined,
     tensor_parallel,
 )
-from axon_dist.schedule import SCHEDULES, one_f_one_b
+from axon_dist.schedule import SCHEDULES, Schedule, one_f_one_b
+from axon_dist.train.storage import block_keys
 
 from .models import (
     CASES,
@@ -391,6 +392,44 @@ def test_a_table_of_ones_own_runs(tmp_path):
     assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
 
 
+def test_a_table_with_an_idle_rank_runs():
+    table = Schedule.from_csv("0F0,0F1,,0B0,0B1\n,,,,\n,1F0+1B0,1F1+1B1,,\n,,,,\n")
+    for name in ("mlp", "untied"):
+        case = MODELS[name]
+        step = build(case.make(), case.loss_fn, pipelined(4, 2, table), "pp=4")
+        _, metrics = step(step.init(), case.batch(0))
+        assert float(metrics["loss"]) == pytest.approx(expected(name, 2).losses[0], rel=1e-5)
+
+
+def test_a_batch_along_the_axis_of_the_stages_raises():
+    strategy = compose(pipelined(2, 4), ddp("pp"))
+    with pytest.raises(StrategyConflictError, match=r"batch over 'pp'.*another axis"):
+        build(MODELS["mlp"].make(), mean_square, strategy).lower(regression_batch(0))
+
+
+def test_blocks_are_found_by_name_or_class_and_in_lists_of_lists():
+    class Layer(nnx.Linear):
+        pass
+
+    class Net(nnx.Module):
+        def __init__(self):
+            make = lambda i: Layer(16, 16, rngs=nnx.Rngs(i))
+            self.groups = nnx.List([nnx.List([make(0), make(1)]), nnx.List([make(2)])])
+            self.head = nnx.Linear(16, 4, rngs=nnx.Rngs(3))
+
+        def __call__(self, x):
+            for group in self.groups:
+                for layer in group:
+                    x = layer(x)
+            return self.head(x)
+
+    want = [("groups", 0, 0), ("groups", 0, 1), ("groups", 1, 0)]
+    assert block_keys(Net()) == want
+    for classes in ("Layer", Layer, ["Layer"], (Layer,)):
+        names = pipelined(2, 4, classes=classes).pipeline.classes
+        assert block_keys(Net(), names) == want
+
+
 def test_batch_statistics_raise():
     net = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(0))])
 
@@ -499,6 +538,37 @@ def test_options_of_a_pipeline():
         pipelined(2, 4, "1f1c")
     with pytest.raises(ConfigError, match=r"'num_stages': 2.*'num_stages': 4"):
         pipelined(4, 4, one_f_one_b(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": 3}, r"classes=3.*name of a block class"),
+        ({"boundaries": 2}, r"boundaries=2.*tuple of integers"),
+        ({"boundaries": (0, 1.5, 4)}, r"1\.5.*tuple of integers"),
+        ({"schedule": "nowhere.csv"}, r"no file 'nowhere\.csv'"),
+    ],
+)
+def test_options_of_another_type_raise(options, message):
+    with pytest.raises(ConfigError, match=message):
+        pipelined(2, 4, **options)
+
+
+def test_two_pipelines_conflict_in_few_words():
+    with pytest.raises(StrategyConflictError, match=r"'1f1b'.*'gpipe'.*'Block'") as error:
+        compose(pipelined(2, 4), pipelined(2, 4, "gpipe", classes="Block"))
+    assert len(str(error.value)) < 400
+
+
+def test_modules_for_a_table_with_chunks_of_unequal_number():
+    table = Schedule.from_csv("0F0,,2F0+2B0,,0B0\n,1F0,,1B0,\n")
+    linear = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    pipe = Pipeline.from_modules([linear(), linear(), linear()], 1, table)
+    assert (pipe.num_stages(), pipe.schedule.num_devices) == (3, 2)
+    with pytest.raises(ConfigError, match=r"4 modules.* 3 stages"):
+        Pipeline.from_modules([linear()] * 4, 1, table)
+    with pytest.raises(ConfigError, match="got no modules"):
+        Pipeline.from_modules([])
 
 
 def test_pipeline_from_modules():

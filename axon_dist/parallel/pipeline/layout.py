@@ -39,9 +39,10 @@ class Stages:
         blocks: the keys of every block, in the order of the model.
         boundaries: stage `s` has blocks `boundaries[s]` to `boundaries[s + 1]`.
         placement: the rank of each stage.
+        num_devices: ranks along the pipeline; some may have no stage.
 
     Example:
-        >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1))
+        >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1), 2)
         >>> stages.num_rows(0), stages.home(2)
         (2, (1, 0))
     """
@@ -49,16 +50,12 @@ class Stages:
     blocks: tuple[Keys, ...]
     boundaries: tuple[int, ...]
     placement: tuple[int, ...]
+    num_devices: int
 
     @classmethod
     def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]):
         """The stages of a schedule."""
-        return cls(blocks, boundaries, schedule.placement)
-
-    @property
-    def num_devices(self) -> int:
-        """Ranks along the pipeline."""
-        return max(self.placement) + 1
+        return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
 
     @property
     def num_stages(self) -> int:

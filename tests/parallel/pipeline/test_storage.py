@@ -33,7 +33,9 @@ PLACEMENTS = [
 def test_the_model_comes_back_exactly(placement, boundaries, widths, kind):
     params = model(widths)
     blocks = tuple(("layers", i) for i in range(5))
-    storage = storage_for(Stages(blocks, boundaries, placement), shapes_of(params))
+    storage = storage_for(
+        Stages(blocks, boundaries, placement, max(placement) + 1), shapes_of(params)
+    )
     assert type(storage) is kind
     stored = storage.from_model(params)
     jax.tree.map(np.testing.assert_array_equal, storage.to_model(stored), params)
@@ -46,7 +48,8 @@ def test_the_model_comes_back_exactly(placement, boundaries, widths, kind):
 @pytest.mark.parametrize(("placement", "boundaries", "widths", "kind"), PLACEMENTS)
 def test_a_stage_finds_its_blocks_in_the_rows_of_its_rank(placement, boundaries, widths, kind):
     params = model(widths)
-    stages = Stages(tuple(("layers", i) for i in range(5)), boundaries, placement)
+    blocks = tuple(("layers", i) for i in range(5))
+    stages = Stages(blocks, boundaries, placement, max(placement) + 1)
     storage = storage_for(stages, shapes_of(params))
     rows = storage.rows_of(storage.from_model(params))
     for stage, device in enumerate(placement):
