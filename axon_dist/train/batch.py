@@ -113,7 +113,8 @@ class BatchLayout:
         """The batch with padding, if there is to be any; each process fills up its own rows."""
         if self.padding is None or not samples_of(batch):
             return batch
-        return self.padding.fill(batch, math.lcm(self.divisor, num_processes) // num_processes)
+        multiple = math.lcm(self.divisor, num_processes) // num_processes
+        return self.padding.fill(batch, multiple, self.num_microbatches)
 
     def _place_leaf(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):

@@ -20,8 +20,9 @@ from .parts import ModelParts
 class Padding:
     """Fills batches up, after a look at whether the loss really leaves the fillings out.
 
-    The last sample is repeated, so that no value is of a kind that the model never meets, and its
-    weight is 0 in one leaf of the batch. A loss that sums `weight * loss` and returns
+    The samples are spread evenly over the microbatches, 5 over 4 as 2, 1, 1 and 1. The last of each
+    is repeated, so that no value is of a kind that the model never meets, and the weight of what is
+    repeated is 0 in one leaf of the batch. A loss that sums `weight * loss` and returns
     `Weighted(that, sum of weight)` then has the value and the gradient of the samples that were
     given. Dropout draws as if the fillings were samples.
 
@@ -36,12 +37,14 @@ class Padding:
         self._weight, self._parts, self._loss_fn = weight, parts, loss_fn
         self._checked: set[Any] = set()
 
-    def fill(self, batch: Batch, multiple: int) -> Batch:
+    def fill(self, batch: Batch, multiple: int, num_microbatches: int = 1) -> Batch:
         """Adds samples until they divide.
 
         Args:
             batch: a dict of leaves of shape [B, ...], arrays or shapes.
             multiple: what B is to divide by.
+            num_microbatches: over how many equal parts the samples are spread; it divides
+                `multiple`.
 
         Returns:
             The batch with its weights, of the next multiple of samples.
@@ -60,11 +63,14 @@ class Padding:
         rows = leaves[0].shape[0]
         filled = dict(batch)
         filled.setdefault(self._weight, _ones(rows, any(_is_shape(x) for x in leaves)))
-        missing = -rows % multiple
-        filled = {
-            name: jax.tree.map(lambda x, n=name: _fill(x, missing, n == self._weight), part)
-            for name, part in filled.items()
-        }
+        if rows % multiple:
+            sources, is_own = spread(rows, rows + -rows % multiple, num_microbatches)
+            filled = {
+                name: jax.tree.map(
+                    lambda x, n=name: _fill(x, sources, is_own if n == self._weight else None), part
+                )
+                for name, part in filled.items()
+            }
         self._check(filled)
         return filled
 
@@ -119,6 +125,29 @@ class Padding:
             yield name, is_buffer, {top for top, is_used in pairs if top and is_used}
 
 
+def spread(rows: int, total: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which sample stands in each place of equal parts, and whether it stands there for itself.
+
+    Args:
+        rows: samples.
+        total: places, at least as many.
+        parts: how many; they divide the places.
+
+    Returns:
+        The samples of the places, and flags, each of shape [total].
+
+    Example:
+        >>> sources, is_own = spread(5, 8, 4)
+        >>> sources.tolist(), is_own.astype(int).tolist()
+        ([0, 1, 2, 2, 3, 3, 4, 4], [1, 1, 1, 0, 1, 0, 1, 0])
+    """
+    counts = np.full(parts, rows // parts) + (np.arange(parts) < rows % parts)
+    ends = np.cumsum(counts)[:, None]
+    places = (ends - counts[:, None]) + np.arange(total // parts)
+    is_own = places < ends
+    return np.clip(places, 0, np.maximum(ends - 1, 0)).reshape(-1), is_own.reshape(-1)
+
+
 def _is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
@@ -129,13 +158,13 @@ def _ones(rows: int, as_shape: bool) -> Any:
     return np.ones(rows, np.float32)
 
 
-def _fill(leaf: Any, missing: int, with_zeros: bool) -> Any:
-    """Appends copies of the last sample, or zeros."""
-    shape = (leaf.shape[0] + missing, *leaf.shape[1:])
+def _fill(leaf: Any, sources: np.ndarray, is_own: np.ndarray | None) -> Any:
+    """Takes the rows, or shapes of them, and sets those to zero that are not a sample's own."""
+    shape = (len(sources), *leaf.shape[1:])
     if _is_shape(leaf):
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
-    if not missing:
-        return leaf
-    library = jnp if isinstance(leaf, jax.Array) else np
-    more = library.repeat(leaf[-1:], missing, axis=0)
-    return library.concatenate([leaf, library.zeros_like(more) if with_zeros else more])
+    taken = leaf[sources]
+    if is_own is None:
+        return taken
+    kept = is_own.reshape(-1, *(1,) * (leaf.ndim - 1))
+    return taken * kept.astype(leaf.dtype)

@@ -86,6 +86,21 @@ def test_own_weights_stay_and_fillings_weigh_nothing():
     assert step.layout.abstract(shapes).arrays["weight"].shape == (8,)
 
 
+@pytest.mark.parametrize(
+    ("samples", "count", "valid"), [(5, 4, [2, 1, 1, 1]), (20, 3, [7, 7, 6]), (2, 4, [1, 1, 0, 0])]
+)
+def test_microbatches_share_the_samples_evenly(samples, count, valid):
+    world, model = World.emulate(2, "pp=2"), make()
+    step = build_train_step(
+        model, optax.sgd(0.1), loss_fn, pipelined(2, count), world, pad="weight"
+    )
+    batch = batch_of(samples)
+    placed = step.place(batch).arrays
+    weight = np.asarray(placed["weight"])
+    assert weight.sum(axis=1).tolist() == valid
+    np.testing.assert_array_equal(np.asarray(placed["x"])[weight > 0], batch["x"])
+
+
 def test_tokens_count_by_the_weight_of_their_sample():
     tokens = np.random.default_rng(0).integers(0, 16, (5, 7)).astype(np.int32)
     model = lambda tokens: jax.nn.one_hot(tokens, 16) * 3
