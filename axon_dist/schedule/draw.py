@@ -57,7 +57,9 @@ def draw(
     names = ["", *(f"device {device}" for device in range(schedule.num_devices))]
     lines = [_ruler(length, scale), *(_row(schedule, row, scale, length) for row in rows)]
     margin = max(map(len, names)) + 1
-    step = length if width is None else width - margin
+    # A row breaks where the ruler has a number, so that neither numbers nor labels are cut.
+    unit = _ruler_step(length, scale) * scale
+    step = length if width is None else max((width - margin) // unit, 1) * unit
     text = [title(schedule, timeline)]
     for first in range(0, length, step):
         for name, line in zip(names, lines, strict=True):
@@ -76,11 +78,15 @@ def _scale(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> int:
     return ceil(letters / min(box.end - box.start for box in drawn))
 
 
+def _ruler_step(length: int, scale: int) -> int:
+    """Units from one number of the ruler to the next."""
+    room = len(str(length // scale)) + 1
+    return next(k * 10**e for e in range(9) for k in (1, 2, 5) if k * 10**e * scale >= room)
+
+
 def _ruler(length: int, scale: int) -> list[_Column]:
     columns = [_BLANK] * length
-    room = len(str(length // scale)) + 1
-    step = next(k * 10**e for e in range(9) for k in (1, 2, 5) if k * 10**e * scale >= room)
-    for unit in range(0, length // scale, step):
+    for unit in range(0, length // scale, _ruler_step(length, scale)):
         first, text = unit * scale, str(unit)
         columns[first : first + len(text)] = [(letter, "") for letter in text]
     return columns

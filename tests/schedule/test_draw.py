@@ -60,8 +60,9 @@ def test_color_changes_nothing_but_the_color():
 def test_long_rows_continue_below():
     table = zero_bubble_h1(2, 16)
     text = draw(table, width=60)
-    assert max(map(len, text.splitlines()[1:])) == 60
-    rows = [line[9:].ljust(51) for line in text.splitlines() if line.startswith("device 0")]
+    # 12 ticks of 4 columns each.
+    assert max(map(len, text.splitlines()[1:])) == 9 + 48
+    rows = [line[9:].ljust(48) for line in text.splitlines() if line.startswith("device 0")]
     whole = next(line[9:] for line in draw(table).splitlines() if line.startswith("device 0"))
     assert "".join(rows).rstrip() == whole
 
@@ -75,6 +76,16 @@ def test_the_legend_names_only_what_is_used():
 def test_actions_without_time_take_no_room():
     table = zero_bubble_h1(2, 2)
     assert "|W" not in draw(table, simulate(table, Costs(w=0)))
+
+
+def test_rows_break_where_the_ruler_has_a_number():
+    table = one_f_one_b(4, 8)
+    lines = draw(table, simulate(table), width=80).splitlines()
+    rulers = [
+        line.split() for line in lines if line.lstrip()[:1].isdigit() and "device" not in line
+    ]
+    assert [int(number) for ruler in rulers[:2] for number in ruler] == list(range(33))
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_terminal_too_narrow():
