@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
 from .looped_bfs import looped_bfs
 from .one_f_one_b import eager_1f1b, one_f_one_b
+from .sizes import check_sizes
 from .table import Schedule
 from .zero_bubble import zero_bubble_h1, zero_bubble_h2
 from .zero_bubble_v import zero_bubble_v
@@ -75,9 +77,12 @@ def build_schedule(
     if name not in SCHEDULES:
         raise ScheduleError(f"got the schedule {name!r}.{did_you_mean(name, SCHEDULES)}")
     builder = SCHEDULES[PipelineSchedule(name)]
+    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
+    num_stages, num_microbatches = operator.index(num_stages), operator.index(num_microbatches)
     if builder.any_chunks:
         chunks = builder.chunks if chunks is None else chunks
-        return builder.build(num_stages, num_microbatches, chunks)
+        check_sizes(chunks=chunks)
+        return builder.build(num_stages, num_microbatches, operator.index(chunks))
     if chunks not in (None, builder.chunks):
         free = " or ".join(kind for kind, other in SCHEDULES.items() if other.any_chunks)
         raise ScheduleError(

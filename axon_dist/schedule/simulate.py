@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from ..core.errors import ScheduleError
 from .action import Action, Phase
@@ -34,7 +35,8 @@ class Costs:
         stage_weights: relative cost of each stage, 1 being an equal share; empty if all are equal.
 
     Raises:
-        ScheduleError: a negative time, or a forward that takes none.
+        ScheduleError: a time or a weight that is negative or not finite, a forward that takes no
+            time, or weights that are all zero.
 
     Example:
         >>> Costs(f=1, i=1.2, w=0.8).of(Phase.B)
@@ -51,10 +53,18 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b", "transfer"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ScheduleError(f"got the cost {name}={value}. Times must not be negative.")
+            if value is not None and not 0 <= value < inf:
+                raise ScheduleError(
+                    f"got the cost {name}={value}. A time must be a finite number of at least 0."
+                )
         if self.f == 0:
             raise ScheduleError("got the cost f=0. A forward must take time; use f=1 as the unit.")
+        weights = self.stage_weights
+        if weights and not (all(0 <= weight < inf for weight in weights) and any(weights)):
+            raise ScheduleError(
+                f"got stage_weights={weights}. Each must be a finite number of at least 0, and one "
+                "of them more; 1 is an equal share."
+            )
 
     def of(self, phase: Phase) -> float:
         """The time of a phase over all layers of a device."""

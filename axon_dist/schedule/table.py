@@ -38,7 +38,8 @@ class Schedule:
         rows: `rows[device][tick]` is a cell; all rows have the same length.
 
     Raises:
-        ScheduleError: rows of unequal length, or a stage placed on a device that has no row.
+        ScheduleError: no stage, no microbatch, rows of unequal length, or a stage placed on a
+            device that has no row.
 
     Example:
         >>> from axon_dist.schedule import gpipe
@@ -55,6 +56,12 @@ class Schedule:
     rows: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:
+        if self.num_stages < 1 or self.num_microbatches < 1:
+            raise ScheduleError(
+                f"schedule {self.name!r} has {self.num_stages} stages and {self.num_microbatches} "
+                "microbatches. It needs at least one of each: place every stage, and count the "
+                "microbatches of a step."
+            )
         lengths = sorted({len(row) for row in self.rows})
         if len(lengths) != 1:
             raise ScheduleError(

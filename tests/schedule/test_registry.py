@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from axon_dist.core.errors import ScheduleError
@@ -37,3 +38,13 @@ def test_chunks_where_they_are_fixed(name, chunks):
         build_schedule(name, 4, 8, chunks=chunks)
     with pytest.raises(ScheduleError, match="got chunks=0"):
         build_schedule("looped_bfs", 4, 8, chunks=0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b"])
+def test_sizes_may_be_numpy_integers(name):
+    two = np.int64(2)
+    table = build_schedule(name, two, np.int32(4), two if name != "1f1b" else None)
+    assert table == build_schedule(name, 2, 4)
+    assert type(table.num_microbatches) is int
+    with pytest.raises(ScheduleError, match=r"got num_stages=np.float64\(2.0\).*an integer"):
+        build_schedule(name, np.float64(2), 4)

@@ -92,7 +92,14 @@ def test_a_forward_takes_time():
         Costs(f=0)
 
 
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["f", "i", "w", "b", "transfer"])
-def test_times_are_not_negative(name):
-    with pytest.raises(ScheduleError, match=rf"got the cost {name}=-1.*must not be negative"):
-        Costs(**{name: -1})
+def test_times_are_finite_and_not_negative(name, value):
+    with pytest.raises(ScheduleError, match=rf"got the cost {name}={value}.*finite.*at least 0"):
+        Costs(**{name: value})
+
+
+@pytest.mark.parametrize("weights", [(1, -1), (0, 0), (1, float("nan"))])
+def test_weights_are_finite_and_not_all_zero(weights):
+    with pytest.raises(ScheduleError, match=r"got stage_weights=\(.*at least 0"):
+        Costs(stage_weights=weights)

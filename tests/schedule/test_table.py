@@ -110,5 +110,9 @@ def test_a_stage_on_two_devices_is_marked_in_the_grid():
 def test_rows_must_have_one_length_and_a_device_for_each_stage():
     with pytest.raises(ScheduleError, match=r"rows of \[1, 2\] ticks.*same length"):
         Schedule("odd", 1, (0, 1), (((),), ((), ())))
+    with pytest.raises(ScheduleError, match=r"'odd' has 1 stages and 0 microbatches.*at least one"):
+        Schedule("odd", 0, (0,), (((),),))
+    with pytest.raises(ScheduleError, match=r"'odd' has 0 stages and 1 microbatches.*at least one"):
+        Schedule("odd", 1, (), (((),),))
     with pytest.raises(ScheduleError, match=r"stage 1 on device 2.*has 1 rows.*0\.\.0"):
         Schedule("odd", 1, (0, 2), (((),),))
