@@ -470,6 +470,48 @@ def test_blocks_out_of_order_raise():
         step.lower(regression_batch(0))
 
 
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda x, a, b: nnx.jit(lambda a, b, x: b(a(x)))(a, b, x),
+            r"no call of 2.* jit\..*directly",
+        ),
+        (
+            lambda x, a, b: nnx.remat(lambda a, x: a(x))(a, b(x)),
+            r"1 of .*blocks/0.*remat.*backward=",
+        ),
+        (lambda x, a, b: a(x), r"'blocks/1'\) and does not use.*classes="),
+        (lambda x, a, b: b(a(a(x))), r"calls 'blocks/0' 2 times.*called once"),
+        (lambda x, a, b: a(b(x)), r"calls 'blocks/1' where it holds 'blocks/0'.*classes="),
+    ],
+)
+def test_calls_that_a_pipeline_cannot_cut_say_why(run, message):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x):
+            return run(x, *self.blocks)[:, :4]
+
+    with pytest.raises(UnsupportedError, match=message):
+        build(Net(), mean_square, pipelined(2, 4)).lower(regression_batch(0))
+
+
+def test_tied_blocks_raise():
+    class Net(StageChain):
+        def __init__(self):
+            super().__init__([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+            self.stages[1].kernel = self.stages[0].kernel
+
+        def __call__(self, x):
+            return super().__call__(x[:, :4])
+
+    step = build(Net(), mean_square, pipelined(2, 4))
+    with pytest.raises(UnsupportedError, match=r"'stages/0' and 'stages/1' share.*tied"):
+        step.lower(regression_batch(0))
+
+
 def test_mesh_and_schedule_must_agree():
     with pytest.raises(MeshError, match=r"for 4 devices.* 2 along 'pp'"):
         build(MODELS["mlp"].make(), mean_square, pipelined(4, 4))

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...core.errors import UnsupportedError
+from .calls import why_not_in_order
 from .loss_trace import LossTrace
 from .packing import Packing
 from .piece import Piece, depends_on, variables
@@ -148,14 +149,19 @@ class SwitchStages:
         blocks = self.storage.stages.blocks
         equations = [self.trace.jaxpr.eqns[call] for call in self.trace.calls]
         owned = [self._owners(variables(equation.invars)) for equation in equations]
-        if len(owned) != len(blocks) or any(
-            owners - {number} for number, owners in enumerate(owned)
-        ):
-            order = [sorted("/".join(map(str, blocks[i])) for i in owners) for owners in owned]
-            raise UnsupportedError(
-                f"the model calls its {len(blocks)} blocks in the order {order}. A pipeline needs "
-                "each to be called once, in the order in which the model holds them"
-            )
+        in_order = all(owners <= {number} for number, owners in enumerate(owned))
+        if len(owned) != len(blocks) or not in_order:
+            paths = ["/".join(map(str, keys)) for keys in blocks]
+            raise UnsupportedError(why_not_in_order(paths, owned, self._readers))
+
+    @property
+    def _readers(self) -> dict[int, set[str]]:
+        """Of each block, the names of the primitives that read its parameters."""
+        found: dict[int, set[str]] = {}
+        for equation in self.trace.jaxpr.eqns:
+            for number in self._owners(variables(equation.invars)):
+                found.setdefault(number, set()).add(equation.primitive.name)
+        return found
 
     def _check_weights(self, stage: int, piece: Piece) -> None:
         stages = self.storage.stages
