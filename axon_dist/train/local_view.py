@@ -136,9 +136,7 @@ class LocalPlan:
         return sums.grads, scalars, stack_buffers(changed, self.reduction, 1)
 
     def rows(self, batch: Batch, buffers: PyTree) -> dict[tuple[int, ...], Rows]:
-        """Which random draws of the model count samples; a model without keys is not traced."""
-        if not any(is_key(leaf) for leaf in jax.tree.leaves(buffers)):
-            return {}
+        """Which random draws of the model count samples."""
         lead = 0 if self.num_microbatches == 1 else 1
         ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
         samples = jax.tree.leaves(batch)[0].shape[lead]

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, PyTree, Shape
@@ -36,6 +37,10 @@ class Rows:
     global_size: int
 
 
+MAKERS = frozenset({"random_seed", "random_wrap"})
+"""What makes a key of numbers."""
+
+
 def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[Shape, Rows]:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
@@ -48,9 +53,13 @@ def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[S
         For every shape that a rank draws and that counts samples, which rows it owns.
 
     Raises:
-        UnsupportedError: when shapes cannot be told apart.
+        UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
+            the forward pass, where it is the same on every rank.
     """
-    ours = list(_drawn_shapes(trace(local)))
+    program = trace(local)
+    ours = list(_drawn_shapes(program))
+    if not ours:
+        return {}
     whole = list(_drawn_shapes(trace(local * num_ranks)))
     if len(ours) != len(whole):
         raise UnsupportedError(
@@ -65,7 +74,55 @@ def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[S
                 f"the model draws random arrays of shape {mine} both with and without a batch "
                 "dim, so they cannot be told apart; change the local batch size"
             )
-    return {shape: found for shape, found in rows.items() if found is not None}
+    counting = {shape: found for shape, found in rows.items() if found is not None}
+    _check_keys(program.jaxpr, frozenset(), counting)
+    return counting
+
+
+def _check_keys(jaxpr: Any, made: frozenset[Any], rows: Mapping[Shape, Rows]) -> list[bool]:
+    """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
+
+    Args:
+        jaxpr: the program.
+        made: its inputs that are keys made on the way.
+        rows: the shapes that count samples.
+
+    Returns:
+        A flag for every output.
+    """
+    found = set(made)
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, [_in(found, v) for v in equation.invars]
+        if name == "random_bits" and any(given) and tuple(equation.params["shape"]) in rows:
+            shape = tuple(equation.params["shape"])
+            raise UnsupportedError(
+                f"the model draws a random array of shape {shape}, a row for every sample, from a "
+                "key that it makes on the way, such as jax.random.key(0) within the model or the "
+                "loss; every rank would draw the same. Keep the key in the model, as "
+                "nnx.Rngs(0) does"
+            )
+        flags = [name in MAKERS or any(given)] * len(equation.outvars)
+        for inner in _programs(equation):
+            count = len(inner.invars)
+            own = given[-count:] if 0 < count <= len(given) else [any(given)] * count
+            pairs = zip(inner.invars, own, strict=True)
+            results = _check_keys(inner, frozenset(v for v, is_made in pairs if is_made), rows)
+            flags = results if len(results) == len(flags) else [any(results)] * len(flags)
+        keys = zip(equation.outvars, flags, strict=True)
+        found |= {v for v, is_made in keys if is_made and is_key(v.aval)}
+    return [_in(found, v) for v in jaxpr.outvars]
+
+
+def _in(found: set[Any], atom: Any) -> bool:
+    return not isinstance(atom, Literal) and atom in found
+
+
+def _programs(equation: Any) -> Iterator[Any]:
+    """The programs that an equation runs."""
+    for value in equation.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield getattr(inner, "jaxpr", inner)
 
 
 def with_rank(buffers: PyTree, rows: Mapping[Shape, Rows], rank: Array) -> PyTree:
@@ -112,10 +169,8 @@ def _drawn_shapes(jaxpr: Any) -> Iterator[Shape]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "random_bits":
             yield tuple(equation.params["shape"])
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _drawn_shapes(inner)
+        for inner in _programs(equation):
+            yield from _drawn_shapes(inner)
 
 
 @functools.cache

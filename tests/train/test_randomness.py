@@ -85,11 +85,30 @@ def test_keys_are_put_back_and_counts_kept():
             lambda key, n: jax.random.normal(key, (n, n)),
             r"of shape \(3, 3\) grows to \(12, 12\) with the batch in 2 dims",
         ),
+        (
+            lambda key, n: jax.random.normal(jax.random.fold_in(jax.random.key(0), 1), (n, 2)),
+            r"of shape \(3, 2\), a row for every sample, from a key that it makes on the way.*Rngs",
+        ),
+        (
+            lambda key, n: jax.jit(jax.random.normal, static_argnums=1)(jax.random.key(0), (n, 2)),
+            "every rank would draw the same. Keep the key in the model",
+        ),
     ],
 )
 def test_draws_that_cannot_be_cut(draw, message):
     with pytest.raises(UnsupportedError, match=message):
         rows_of(draw)
+
+
+def test_keys_made_on_the_way_may_draw_what_all_ranks_share():
+    found = rows_of(
+        lambda key, n: (
+            DRAWS["in a scan"](key, n),
+            jax.random.key(1),
+            jax.random.normal(jax.random.key(0), (5,)),
+        )
+    )
+    assert set(found) == {(3, 2)}
 
 
 def test_other_threefry_settings_are_followed():
