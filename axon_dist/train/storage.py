@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,13 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         chosen = type(module).__name__ in classes if classes else listed and _has_params(module)
         if chosen and not any(keys[: len(outer)] == outer for outer in found):
             found.append(keys)
-    return sorted(found, key=lambda keys: [(isinstance(key, str), key) for key in keys])
+    return sorted(found, key=lambda keys: [_counted(key) for key in keys])
+
+
+def _counted(key: str | int) -> tuple[bool, list[str | int]]:
+    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`."""
+    parts = re.split(r"(\d+)", str(key))
+    return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
 
 
 def _has_params(module: nnx.Module) -> bool:

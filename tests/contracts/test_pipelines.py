@@ -634,3 +634,12 @@ def test_stages_that_do_not_fit_raise():
         Pipeline.from_modules([linear(), PipelineStage(linear(), 1, device_rank=0)], 4)
     with pytest.raises(ConfigError, match=r"3 stages and 2 chunks.*multiple of 2"):
         Pipeline.from_modules([linear()] * 3, 4, "interleaved_1f1b")
+
+
+def test_blocks_that_are_numbered_by_name():
+    class Net(nnx.Module):
+        def __init__(self):
+            for number in range(11):
+                setattr(self, f"layer_{number}", nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+    assert block_keys(Net(), ("Linear",)) == [(f"layer_{number}",) for number in range(11)]
