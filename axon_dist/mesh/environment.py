@@ -50,8 +50,10 @@ def from_env(env: Environment) -> LaunchSpec:
         >>> from_env({}).is_distributed
         False
     """
-    if env.get("MASTER_PORT"):
-        parse_port(env["MASTER_PORT"], "MASTER_PORT")
+    # Kubernetes gives every pod `MASTER_PORT=tcp://...` beside a service that is called master.
+    port = env.get("MASTER_PORT", "")
+    if port and not port.startswith("tcp://"):
+        parse_port(port, "MASTER_PORT")
     for reader in (_named_cluster, *_READERS):
         spec = reader(env)
         if spec is not None:

@@ -25,6 +25,7 @@ def test_nothing_said_is_one_process():
     assert where({}) == ("localhost:29500", 1, 0, None)
     assert (spec.local_rank, spec.is_distributed) == (0, False)
     assert from_env({"MASTER_PORT": ""}) == from_env({"MASTER_PORT": "29501"}) == spec
+    assert from_env({"MASTER_PORT": "tcp://10.0.0.1:443"}) == spec
 
 
 @given(count=st.integers(1, 64), data=st.data())
