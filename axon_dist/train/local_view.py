@@ -140,7 +140,7 @@ class LocalPlan:
         lead = 0 if self.num_microbatches == 1 else 1
         ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
         samples = jax.tree.leaves(batch)[0].shape[lead]
-        forward = forward_of(self.parts, self.loss_fn)
+        forward = forward_of(self.parts, self.loss_fn, self.view.prepare(None))
 
         def trace(count: int) -> Any:
             shapes = jax.tree.map(
