@@ -13,6 +13,7 @@ from ..core.errors import ConfigError, MeshError, StrategyConflictError, did_you
 from ..mesh import World
 from ..nn import ActivationCheckpointing, Layout
 from ..precision import MixedPrecision, floating_dtype
+from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate
 from .offload import CPUOffload, check_offload
 from .pipeline.plan import PipelinePlan
@@ -325,4 +326,11 @@ def _briefly(value: Any, other: Any) -> str:
         for field in dataclasses.fields(value)
         if getattr(value, field.name) != getattr(other, field.name)
     ]
-    return ", ".join(f"{name}={getattr(own, 'name', own)!r}" for name, own in differing)
+    return ", ".join(f"{name}={_named(own)}" for name, own in differing)
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Schedule):
+        sizes = f"{value.num_stages} stages and {value.num_microbatches} microbatches"
+        return f"{value.name!r} of {sizes}"
+    return repr(getattr(value, "name", value))
