@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -138,6 +139,14 @@ def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
     with context, equation.ctx.manager:
         results = equation.primitive.bind(*values, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def inner_programs(equation: Any) -> Iterator[Any]:
+    """The open jaxprs that an equation of a jaxpr runs: of calls, loops and branches."""
+    for value in equation.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(inner, (Jaxpr, ClosedJaxpr)):
+                yield getattr(inner, "jaxpr", inner)
 
 
 def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]]:

@@ -9,24 +9,22 @@ from flax import nnx
 from ..core.errors import ConfigError
 from ..mesh import World
 from ..nn import ActivationCheckpointing
-from ..parallel import Strategy
-from ..precision import GradScaler
 
 
-def check_arguments(optimizer: Any, loss_fn: Any, strategy: Any, world: Any) -> None:
-    """Checks the kinds of the arguments that a step cannot do without.
+def check_arguments(optimizer: Any, loss_fn: Any, world: Any, remat: Any = None) -> None:
+    """Checks the kinds of the arguments that are no plain values.
 
     Args:
         optimizer: must have `init` and `update`, as optax transformations do.
         loss_fn: must be callable.
-        strategy: must be a `Strategy`, or have one.
         world: must be a `World`.
+        remat: must be an `ActivationCheckpointing` or None.
 
     Raises:
         ConfigError: naming what was got and what to give instead.
 
     Example:
-        >>> check_arguments(None, len, None, None)
+        >>> check_arguments(None, len, None)
         Traceback (most recent call last):
             ...
         axon_dist.core.errors.ConfigError: optimizer is a NoneType; give an optax transformation...
@@ -38,42 +36,27 @@ def check_arguments(optimizer: Any, loss_fn: Any, strategy: Any, world: Any) -> 
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ConfigError(
-            f"optimizer is {_kind(optimizer)}; give an optax transformation, such as "
+            f"optimizer is a {type(optimizer).__name__}; give an optax transformation, such as "
             "optax.adamw(1e-3)"
         )
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn is {_kind(loss_fn)}; give a function loss_fn(model, batch) that returns a "
-            "scalar mean or Weighted(total, weight)"
-        )
-    if not isinstance(getattr(strategy, "strategy", strategy), Strategy):
-        raise ConfigError(
-            f"strategy is {_kind(strategy)}; give a strategy such as ddp(), or a wrapper such as "
-            'DDP(model, world.group("dp"))'
+            f"loss_fn is a {type(loss_fn).__name__}; give a function loss_fn(model, batch) that "
+            "returns a scalar mean or Weighted(total, weight)"
         )
     if not isinstance(world, World):
         raise ConfigError(
-            f"world is {_kind(world)}; give a World, made by World.init(...) or World.emulate(8)"
+            f"world is a {type(world).__name__}; give a World, made by World.init(...) or "
+            "World.emulate(8)"
         )
+    check_kind("remat", remat, ActivationCheckpointing, "such as ActivationCheckpointing()")
 
 
 def check_kind(name: str, value: Any, kind: type, example: str) -> None:
     """Raises `ConfigError` unless an option is None or of its kind.
 
     Example:
-        >>> check_kind("scaler", None, GradScaler, "GradScaler()")
+        >>> check_kind("pad", None, str, "the path of a leaf")
     """
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name} is {value!r}; it must be None or {example}")
-
-
-def check_options(remat: Any, scaler: Any, deterministic: Any, pad: Any) -> None:
-    """Raises `ConfigError` unless every option is None or of its kind."""
-    check_kind("remat", remat, ActivationCheckpointing, "such as ActivationCheckpointing()")
-    check_kind("scaler", scaler, GradScaler, "such as GradScaler()")
-    check_kind("deterministic", deterministic, bool, "True or False")
-    check_kind("pad", pad, str, "the path of the leaf of the batch that weighs samples")
-
-
-def _kind(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"

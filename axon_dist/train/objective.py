@@ -13,6 +13,8 @@ from flax import nnx
 from ..core.errors import ConfigError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
+from .nonfinite import FLAG
+from .options import LOSS_SCALE, METRICS
 from .parts import ModelParts, buffers_like
 
 
@@ -32,7 +34,7 @@ class Outcome:
     buffers: PyTree
 
 
-RESERVED = frozenset({"loss", "grad_norm", "param_norm", "loss_scale", "nonfinite"})
+RESERVED = frozenset({*METRICS, LOSS_SCALE, FLAG})
 """Metrics that a step reports itself."""
 
 Prepare: TypeAlias = Callable[[nnx.Module], None]

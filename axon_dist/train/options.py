@@ -9,9 +9,14 @@ from ..core.errors import ConfigError, did_you_mean
 from ..nn import ActivationCheckpointing
 from ..parallel import Reduction, Strategy, compose
 from ..precision import GradScaler, MixedPrecision
+from .arguments import check_kind
 from .nonfinite import Nonfinite
 
 METRICS = ("loss", "grad_norm", "param_norm")
+"""What a step can be asked to report."""
+
+LOSS_SCALE = "loss_scale"
+"""The metric in which a step with a `GradScaler` reports its scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +58,9 @@ class StepOptions:
             raise ConfigError(
                 f"clip_norm is {self.clip_norm}; it must be positive, or None not to clip"
             )
+        check_kind("scaler", self.scaler, GradScaler, "such as GradScaler()")
+        check_kind("deterministic", self.deterministic, bool, "True or False")
+        check_kind("pad", self.pad, str, "the path of the leaf of the batch that weighs samples")
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")

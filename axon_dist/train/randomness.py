@@ -19,6 +19,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, PyTree, Shape
 from .parts import is_key
@@ -102,7 +103,7 @@ def _check_keys(jaxpr: Any, made: frozenset[Any], rows: Mapping[Shape, Rows]) ->
                 "nnx.Rngs(0) does"
             )
         flags = [name in MAKERS or any(given)] * len(equation.outvars)
-        for inner in _programs(equation):
+        for inner in inner_programs(equation):
             count = len(inner.invars)
             own = given[-count:] if 0 < count <= len(given) else [any(given)] * count
             pairs = zip(inner.invars, own, strict=True)
@@ -115,14 +116,6 @@ def _check_keys(jaxpr: Any, made: frozenset[Any], rows: Mapping[Shape, Rows]) ->
 
 def _in(found: set[Any], atom: Any) -> bool:
     return not isinstance(atom, Literal) and atom in found
-
-
-def _programs(equation: Any) -> Iterator[Any]:
-    """The programs that an equation runs."""
-    for value in equation.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                yield getattr(inner, "jaxpr", inner)
 
 
 def with_rank(buffers: PyTree, rows: Mapping[Shape, Rows], rank: Array) -> PyTree:
@@ -169,7 +162,7 @@ def _drawn_shapes(jaxpr: Any) -> Iterator[Shape]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name == "random_bits":
             yield tuple(equation.params["shape"])
-        for inner in _programs(equation):
+        for inner in inner_programs(equation):
             yield from _drawn_shapes(inner)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal
 
+from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import PyTree
@@ -84,13 +85,8 @@ def _within(equations: Iterable[Any], size: int) -> Iterator[Any]:
     for equation in equations:
         if any(_is_size(v, size) for v in equation.outvars):
             yield equation
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
-                if _is_program(inner):
-                    yield from _within(getattr(inner, "jaxpr", inner).eqns, size)
-
-
-def _is_program(value: Any) -> bool:
-    return isinstance(value, (Jaxpr, ClosedJaxpr))
+            for inner in inner_programs(equation):
+                yield from _within(inner.eqns, size)
 
 
 def _is_random(equation: Any) -> bool:

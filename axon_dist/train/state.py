@@ -44,7 +44,8 @@ def check_usable(state: TrainState) -> None:
     Raises:
         ConfigError: when an earlier step has used the state up.
     """
-    if not isinstance(state.step, Tracer) and state.step.is_deleted():
+    is_placed = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
+    if is_placed and state.step.is_deleted():
         raise ConfigError(
             "this state was used up by an earlier step, which gave its memory to the next state; "
             "go on with the state that the step returned: state, metrics = step(state, batch)"

@@ -28,7 +28,7 @@ from ..parallel import (
 )
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
-from .arguments import check_arguments, check_options
+from .arguments import check_arguments
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .determinism import deterministic_options
@@ -37,7 +37,7 @@ from .global_view import evaluation
 from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
 from .nonfinite import FLAG, Nonfinite, nonfinite_policy
-from .options import StepOptions, resolve
+from .options import LOSS_SCALE, StepOptions, resolve
 from .padding import Padding
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of
@@ -120,8 +120,7 @@ def build_train_step(
         >>> int(state.step)
         1
     """
-    check_arguments(optimizer, loss_fn, strategy, world)
-    check_options(remat, scaler, deterministic, pad)
+    check_arguments(optimizer, loss_fn, world, remat)
     parts, source = take_apart(model)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
     chosen.validate(world)
@@ -386,7 +385,7 @@ class TrainStep:
         new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
         if self.options.scaler is not None:
             new = skip_overflow(self.options.scaler, are_finite(grads, measured), new, state)
-            measured["loss_scale"] = new.scaler.scale
+            measured[LOSS_SCALE] = new.scaler.scale
         if self.options.nonfinite is not None:
             loss, finite = metrics["loss"], are_finite(grads, measured)
             new, measured[FLAG] = undo_nonfinite(self.options, loss, finite, new, state, held)

@@ -85,7 +85,7 @@ def build(world, model=make_mlp, strategy=None, **options):
         ({"optimizer": None}, "optimizer is a NoneType; give an optax transformation, such as"),
         ({"optimizer": 0.1}, "optimizer is a float"),
         ({"loss": 3}, "loss_fn is a int; give a function loss_fn.model, batch."),
-        ({"strategy": "ddp"}, r"strategy is 'ddp'; give a strategy such as ddp\(\)"),
+        ({"strategy": "ddp"}, r"got 'ddp' for a strategy; give one such as ddp\(\)"),
         ({"remat": True}, "remat is True; it must be None or such as ActivationCheckpointing"),
         ({"scaler": True}, "scaler is True; it must be None or such as GradScaler"),
         ({"deterministic": "yes"}, "deterministic is 'yes'; it must be None or True or False"),
@@ -115,6 +115,13 @@ def test_a_state_that_was_used_up(world):
             use(state, batch_of())
     with pytest.raises(ConfigError, match=used):
         step.merge(state)
+
+
+def test_a_state_of_numpy_arrays(world):
+    step = build(world)
+    host = jax.tree.map(np.asarray, step.init())
+    _, metrics = step(host, batch_of())
+    assert float(step.evaluate(host, batch_of())["loss"]) == pytest.approx(float(metrics["loss"]))
 
 
 def test_optimizers_that_look_at_the_loss(world):

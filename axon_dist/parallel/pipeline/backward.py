@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal
 
-from ...core.compat import eval_equation
+from ...core.compat import eval_equation, inner_programs
 from ...core.typing import Array
 from .piece import Piece, cut, depends_on, interpret
 from .products import CALLS, REMATS
@@ -196,12 +196,8 @@ def _light(jaxpr: Any, gradients: Sequence[Any], known: set[Any], varying: set[A
 
 
 def _has_product(equation: Any) -> bool:
-    inner = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program)
-    return equation.primitive.name in PRODUCTS or any(map(_is_program, inner))
-
-
-def _is_program(value: Any) -> bool:
-    return isinstance(value, (Jaxpr, ClosedJaxpr))
+    """Whether it is a product, or runs a program that may hold one."""
+    return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
 
 
 def _made(piece: Piece) -> set[Any]:
