@@ -35,6 +35,7 @@ from .collectives import sync_gradients as sync_gradients
 from .collectives import world_size as world_size
 from .core.errors import AxonDistError as AxonDistError
 from .core.weighted import Weighted as Weighted
+from .loop import Trainer as Trainer
 from .mesh import Backend as Backend
 from .mesh import MeshSpec as MeshSpec
 from .mesh import ProcessGroup as ProcessGroup
@@ -74,9 +75,8 @@ from .precision import MixedPrecision as MixedPrecision
 from .precision import autocast as autocast
 from .schedule import PipelineMemoryStats as PipelineMemoryStats
 from .schedule import PipelineSchedule as PipelineSchedule
-from .train import Trainer as Trainer
-from .train import TrainState as TrainState
-from .train import TrainStep as TrainStep
-from .train import build_train_step as build_train_step
+from .step import TrainState as TrainState
+from .step import TrainStep as TrainStep
+from .step import build_train_step as build_train_step
 
 __version__ = "0.1.0"

@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step
-from axon_dist.inspect import prepare_environment, report, target_devices, target_options
+from axon_dist.hardware import prepare_environment, target_options
+from axon_dist.inspect import report, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 from axon_dist.parallel import STRATEGIES
 

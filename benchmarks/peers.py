@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from axon_dist.mesh import LaunchPlan
-from axon_dist.mesh.local_launcher import free_port, rank_environments
+from axon_dist.launch import LaunchPlan
+from axon_dist.launch.local import free_port, rank_environments
 
 PROCESSES, SILENCE_SECONDS, MARGIN_SECONDS, START_SECONDS = 4, 5, 5, 300
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import CheckpointError
-from ..core.tree import leaves_with_paths
+from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 
@@ -59,11 +59,6 @@ def as_array(path: LeafPath, leaf: Any) -> Array:
             f"convert it, or set jax_enable_x64"
         )
     return array
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is, or describes, an array of typed random keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def to_stored(leaf: Array) -> Array:

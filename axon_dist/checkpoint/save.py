@@ -19,14 +19,7 @@ from .agree import is_main, on_main
 from .checksum import leaf_checksums
 from .layout import staging_of
 from .leaves import as_array, named_leaves, to_stored
-from .manifest import (
-    Manifest,
-    StateDictType,
-    check_meta,
-    installed_versions,
-    mesh_shape,
-    spec_of,
-)
+from .manifest import Manifest, StateDictType, check_meta, installed_versions, mesh_shape, spec_of
 from .replaceable import check_replaceable
 from .seal import publish, seal
 from .stores import STORES

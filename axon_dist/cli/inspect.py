@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from axon_dist.config import examine, load_config
+from axon_dist.app import examine
+from axon_dist.config import load_config
 
 from .output import check_output
 from .verb import Verb

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from axon_dist.mesh import LaunchPlan, launch
+from axon_dist.launch import LaunchPlan, launch
 
 from .verb import Verb
 

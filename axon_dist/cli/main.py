@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from axon_dist import __version__
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
-from axon_dist.mesh import leave
+from axon_dist.launch import leave
 
 from . import doctor, inspect, launch, plan, schedule, train, verify
 from .verb import Verb

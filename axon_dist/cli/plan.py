@@ -12,15 +12,14 @@ from rich.table import Table
 
 from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import ConfigError
+from axon_dist.hardware import hardware, parse_cluster
 from axon_dist.models import TransformerConfig, num_params
 from axon_dist.planner import (
     OPTIMIZERS,
     Plan,
     Recommendation,
     TransformerShape,
-    hardware,
     parse_bytes,
-    parse_cluster,
     parse_count,
     recommend,
 )

@@ -6,7 +6,8 @@ import argparse
 
 from rich.console import Console
 
-from axon_dist.config import load_config, train
+from axon_dist.app import train
+from axon_dist.config import load_config
 
 from .verb import Verb
 

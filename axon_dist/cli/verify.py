@@ -7,7 +7,8 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist.config import load_config, verify
+from axon_dist.app import verify
+from axon_dist.config import load_config
 
 from .verb import Verb
 

@@ -11,16 +11,10 @@ import optax
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import Loader
-from axon_dist.mesh import Timeouts, World, self_test
-from axon_dist.train import (
-    LoopOptions,
-    MetricWriter,
-    Progress,
-    Trainer,
-    TrainState,
-    TrainStep,
-    build_train_step,
-)
+from axon_dist.launch import Timeouts
+from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
+from axon_dist.mesh import World, self_test
+from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from .models import make_model
 from .schema import RunConfig

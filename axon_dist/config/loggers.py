@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from axon_dist.train import MetricWriter, TensorBoardWriter, WandbWriter, require
+from axon_dist.loop import MetricWriter, TensorBoardWriter, WandbWriter, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

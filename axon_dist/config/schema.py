@@ -13,7 +13,7 @@ from axon_dist.mesh import MeshSpec
 from axon_dist.models import TransformerConfig
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.precision import GradScaler, MixedPrecision
-from axon_dist.train import Nonfinite
+from axon_dist.step import Nonfinite
 
 from .data import DATA, TextData
 from .kinds import Count, Natural, OneOf, Parsed, Positive, Seed

@@ -1,4 +1,4 @@
-"""Paths and sizes of the leaves of a pytree."""
+"""Paths, kinds and sizes of the leaves of a pytree."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> 
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_str(path), *leaves), tree, *rest
     )
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is, or describes, an array of typed random keys."""
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def num_params(tree: PyTree) -> int:

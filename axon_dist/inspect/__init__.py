@@ -16,21 +16,26 @@ follows its control flow, `transfers.py` finds the collectives, `groups.py` name
 `overlap.py` judges what hides them, `ledger.py` adds up.
 """
 
+from ..hardware import MACHINES as MACHINES
+from ..hardware import Machine as Machine
+from ..hardware import Target as Target
+from ..hardware import machine_of as machine_of
+from ..hardware import missing_compiler as missing_compiler
+from ..hardware import parse_target as parse_target
+from ..hardware import prepare_environment as prepare_environment
+from ..hardware import target_options as target_options
+from ..hlo import Module as Module
+from ..hlo import as_module as as_module
 from .collective import Collective as Collective
 from .collective import ring_bytes as ring_bytes
 from .devices import target_devices as target_devices
 from .devices import target_mesh as target_mesh
-from .environment import missing_compiler as missing_compiler
-from .environment import prepare_environment as prepare_environment
 from .expect import expect_bytes as expect_bytes
 from .expect import expect_collectives as expect_collectives
 from .flops import Flops as Flops
 from .flops import flops as flops
 from .hlo import collectives as collectives
 from .ledger import Ledger as Ledger
-from .machine import MACHINES as MACHINES
-from .machine import Machine as Machine
-from .machine import machine_of as machine_of
 from .memory import LeafBytes as LeafBytes
 from .memory import MemoryReport as MemoryReport
 from .memory import bytes_per_device as bytes_per_device
@@ -38,10 +43,5 @@ from .memory import device_bytes as device_bytes
 from .memory import leaf_bytes as leaf_bytes
 from .memory import leaf_table as leaf_table
 from .memory import memory as memory
-from .options import target_options as target_options
-from .parse import Module as Module
-from .parse import as_module as as_module
 from .report import Report as Report
 from .report import report as report
-from .targets import Target as Target
-from .targets import parse_target as parse_target

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from .loops import trip_count
-from .machine import Machine
+from ..hardware.machine import Machine
+from ..hlo.loops import trip_count
+from ..hlo.parse import Computation, Instruction, Module
 from .matmuls import matmul_flops
-from .parse import Computation, Instruction, Module
 
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),

@@ -14,9 +14,9 @@ import jax
 from jax.experimental import topologies
 
 from ..core.errors import UnsupportedError
+from ..hardware.compilers import prepare_environment
+from ..hardware.targets import Target, as_target
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
-from .environment import prepare_environment
-from .targets import Target, as_target
 
 
 def target_devices(target: Target | str) -> Sequence[Any]:
@@ -54,7 +54,7 @@ def target_devices(target: Target | str) -> Sequence[Any]:
 def _topology(target: Target) -> Mapping[str, Any]:
     if target.platform == "cuda":
         nodes, per_node = (1, *target.shape)[-2:]
-        description = resources.files("axon_dist.inspect") / f"{target.chip}.textproto"
+        description = resources.files("axon_dist.hardware") / f"{target.chip}.textproto"
         return {
             "topology_name": target.chip,
             "platform": "cuda",

@@ -9,9 +9,9 @@ import jax
 from rich.console import Console
 
 from ..core.errors import ClaimError
+from ..hlo.parse import Program
 from .hlo import collectives
 from .ledger import Ledger
-from .parse import Program
 
 Expected: TypeAlias = int | range | None
 """A number of executions per step, a range of allowed numbers, or None for any number."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..hlo.parse import Program, as_module
+from ..hlo.walk import visits
 from .cost import CostModel
 from .matmuls import opaque_target
-from .parse import Program, as_module
-from .walk import visits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,23 +7,17 @@ from collections.abc import Iterator
 
 import jax
 
+from ..hardware.machine import Machine, machine_of
+from ..hlo.groups import Groups, permuted_axes, replica_groups, source_target_pairs, spanned_axes
+from ..hlo.parse import Module, Program, as_module
+from ..hlo.shapes import Shape, total_bytes
+from ..hlo.sources import origin
+from ..hlo.transfers import Transfer, transfers
+from ..hlo.walk import Visit, visits
 from .collective import Collective, ring_bytes
 from .cost import CostModel
-from .groups import (
-    Groups,
-    permuted_axes,
-    replica_groups,
-    source_target_pairs,
-    spanned_axes,
-)
 from .ledger import Ledger
-from .machine import Machine, machine_of
 from .overlap import Wire, exposures
-from .parse import Module, Program, as_module
-from .shapes import Shape, total_bytes
-from .sources import origin
-from .transfers import Transfer, transfers
-from .walk import Visit, visits
 
 
 def collectives(

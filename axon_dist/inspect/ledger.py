@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
+from ..hlo.transfers import KINDS
 from .collective import Collective
-from .transfers import KINDS
 
 
 @dataclasses.dataclass(frozen=True)

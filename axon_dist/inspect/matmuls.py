@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-from .parse import Computation, Instruction
+from ..hlo.parse import Computation, Instruction
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')

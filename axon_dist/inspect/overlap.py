@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from ..hardware.machine import Machine
+from ..hlo.parse import Computation
+from ..hlo.transfers import Transfer
 from .collective import Exposure
 from .cost import Cost, CostModel
-from .machine import Machine
-from .parse import Computation
-from .transfers import Transfer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ import jax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..hardware.machine import Machine, machine_of
+from ..hlo.parse import as_module
 from .flops import Flops, flops
 from .hlo import collectives
 from .ledger import Ledger
-from .machine import Machine, machine_of
 from .memory import MemoryReport, memory
-from .parse import as_module
 
 
 @dataclasses.dataclass(frozen=True)

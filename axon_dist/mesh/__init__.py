@@ -6,17 +6,17 @@ each other: `environment.py` (variables to a `LaunchSpec`), `distributed.py` (fr
 `jax.distributed`), `watchdog.py` (what happens when one is lost), `step_watch.py` (or hangs).
 """
 
-from .distributed import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
-from .distributed import SILENCE_TIMEOUT as SILENCE_TIMEOUT
-from .distributed import STEP_TIMEOUT as STEP_TIMEOUT
-from .distributed import Timeouts as Timeouts
-from .distributed import initialize as initialize
-from .distributed import leave as leave
-from .environment import from_env as from_env
+from ..launch import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
+from ..launch import SILENCE_TIMEOUT as SILENCE_TIMEOUT
+from ..launch import STEP_TIMEOUT as STEP_TIMEOUT
+from ..launch import LaunchPlan as LaunchPlan
+from ..launch import LaunchSpec as LaunchSpec
+from ..launch import Timeouts as Timeouts
+from ..launch import from_env as from_env
+from ..launch import initialize as initialize
+from ..launch import launch as launch
+from ..launch import leave as leave
 from .group import ProcessGroup as ProcessGroup
-from .launch import LaunchSpec as LaunchSpec
-from .local_launcher import LaunchPlan as LaunchPlan
-from .local_launcher import launch as launch
 from .roster import rank_table as rank_table
 from .roster import self_test as self_test
 from .spec import AXIS_ORDER as AXIS_ORDER

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.compat import SharedStore
 from ..core.errors import LaunchError
-from .watchdog import EXIT_PEER_LOST, say
+from ..launch.watchdog import EXIT_PEER_LOST, say
 from .world import World
 
 _HOSTS, _ARRIVED, _PASSED = "axon/roster/host/", "axon/test/arrived/", "axon/test/passed/"

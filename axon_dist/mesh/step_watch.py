@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ..core.compat import SharedStore
-from .distributed import Timeouts
-from .roll_call import Attendee
-from .watchdog import Silences, Store, post_verdict
+from ..launch.distributed import Timeouts
+from ..launch.roll_call import Attendee
+from ..launch.watchdog import Silences, Store, post_verdict
 from .world import World
 
 _STEPS = "axon/watch/step/"

@@ -16,9 +16,9 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
-from .distributed import Timeouts, initialize
-from .emulation import prepare_emulation, share_of, stated_share
-from .environment import from_env
+from ..launch.distributed import Timeouts, initialize
+from ..launch.emulation import prepare_emulation, share_of, stated_share
+from ..launch.environment import from_env
 from .group import ProcessGroup
 from .shares import batch_shares
 from .spec import AxesLike, MeshSpec

@@ -3,10 +3,19 @@
 Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `rolling.py`.
 """
 
+from ..program import GATHER as GATHER
+from ..program import IsUnit as IsUnit
+from ..program import RematPolicy as RematPolicy
+from ..program import check_some as check_some
+from ..program import find_chains as find_chains
+from ..program import is_inside as is_inside
+from ..program import mark_units as mark_units
+from ..program import roll as roll
+from ..program import units_of as units_of
+from ..program import wrap_calls as wrap_calls
 from .attention import TensorParallelAttention as TensorParallelAttention
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
-from .calls import wrap_calls as wrap_calls
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
@@ -25,12 +34,3 @@ from .remat import by_class as by_class
 from .remat import summed as summed
 from .ring import ring_attention as ring_attention
 from .ring import ulysses_attention as ulysses_attention
-from .rolling import find_chains as find_chains
-from .rolling import roll as roll
-from .units import GATHER as GATHER
-from .units import IsUnit as IsUnit
-from .units import RematPolicy as RematPolicy
-from .units import check_some as check_some
-from .units import is_inside as is_inside
-from .units import mark_units as mark_units
-from .units import units_of as units_of

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
-from .units import IsUnit, RematPolicy
+from ..program.units import IsUnit, RematPolicy
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""

@@ -1,6 +1,6 @@
 """Parallelisms as strategies: values that say where arrays lie, and compose.
 
-Nothing here runs a step; `train` builds it from the strategy. Imports `collectives`, `nn`,
+Nothing here runs a step; `step` builds it from the strategy. Imports `collectives`, `nn`,
 `precision`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
@@ -25,7 +25,7 @@ from .memory import estimate as estimate
 from .memory import format_bytes as format_bytes
 from .memory import measure as measure
 from .offload import CPUOffload as CPUOffload
-from .pipeline import PipelinePlan as PipelinePlan
+from .pipeline_plan import PipelinePlan as PipelinePlan
 from .pipelining import Pipeline as Pipeline
 from .pipelining import PipelineStage as PipelineStage
 from .pipelining import StageChain as StageChain

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError, UnsupportedError, did_you_mean
 from ..core.typing import Array
-from ..nn import Layout, mixes, ring_attention, ulysses_attention, wrap_calls
+from ..nn import Layout, mixes, ring_attention, ulysses_attention
+from ..program import wrap_calls
 from .strategy import Strategy
 
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array
-from ..nn.calls import wrap_calls
 from ..nn.layout import Axes, Layout, manual_axes
+from ..program.calls import wrap_calls
 
 OPAQUE = ("flash",)
 """The forms of attention that are one opaque kernel; XLA partitions the others itself."""

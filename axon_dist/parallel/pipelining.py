@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..nn import POLICIES, ActivationCheckpointing
 from ..schedule import SCHEDULES, PipelineSchedule, Schedule, build_schedule, validate
 from ..schedule.sizes import check_sizes
-from .pipeline import PipelinePlan
+from .pipeline_plan import PipelinePlan
 from .strategy import Strategy
 
 BACKWARD = ("recompute", "residuals")

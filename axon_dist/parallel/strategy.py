@@ -16,7 +16,7 @@ from ..precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate
 from .offload import CPUOffload, check_offload
-from .pipeline.plan import PipelinePlan
+from .pipeline_plan import PipelinePlan
 from .wrap import AutoWrapPolicy
 
 

@@ -17,8 +17,9 @@ from rich.table import Table
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path
-from ..nn import ParallelMode, mixes, softmax_attention, wrap_calls
-from .dataflow import Cut, Flow, Product, Value, follow
+from ..nn import ParallelMode, mixes, softmax_attention
+from ..program import wrap_calls
+from ..program.dataflow import Cut, Flow, Product, Value, follow
 from .plan import BIAS, TABLES, Plan, Rule
 
 SAMPLES, POSITIONS = 2, 12

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import Array, Path
-from ..nn import SUMS, Layout, ParallelMode, own_rows, summed, wrap_calls
+from ..nn import SUMS, Layout, ParallelMode, own_rows, summed
+from ..program import wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import Strategy
 

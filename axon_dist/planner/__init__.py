@@ -5,6 +5,10 @@ and peak rates. The compiled step has the last word; `axon inspect` reads it. Im
 `precision`, `schedule`, `mesh` and `core`. Start reading in `recommend.py`, then `plan.py`.
 """
 
+from ..hardware import HARDWARE as HARDWARE
+from ..hardware import Hardware as Hardware
+from ..hardware import hardware as hardware
+from ..hardware import parse_cluster as parse_cluster
 from .activations import layer_activations as layer_activations
 from .activations import step_activations as step_activations
 from .arrangement import Arrangement as Arrangement
@@ -15,10 +19,6 @@ from .cost import estimate_step_time as estimate_step_time
 from .cost import idle_share as idle_share
 from .decide import Direction as Direction
 from .decide import decide as decide
-from .hardware import HARDWARE as HARDWARE
-from .hardware import Hardware as Hardware
-from .hardware import hardware as hardware
-from .hardware import parse_cluster as parse_cluster
 from .lint import Finding as Finding
 from .lint import lint as lint
 from .memory import OPTIMIZERS as OPTIMIZERS

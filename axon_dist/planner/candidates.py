@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ..hardware.chips import Hardware
 from ..parallel import ZERO
 from .arrangement import STAGES, Arrangement, arrange
-from .hardware import Hardware
 from .workload import Workload
 
 _MAX_MICROBATCH = 64

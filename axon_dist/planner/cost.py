@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from ..hardware.chips import Hardware
 from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
 from .arrangement import Arrangement
-from .hardware import Hardware
 from .transfer import Transfer, transfers
 from .workload import Workload
 

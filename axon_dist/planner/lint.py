@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from ..hardware.chips import Hardware
 from ..schedule import pipeline_advice
 from .arrangement import Arrangement
-from .hardware import Hardware
 from .memory import estimate_memory
 from .plan import USABLE, Plan
 from .workload import Workload

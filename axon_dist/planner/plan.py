@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from ..hardware.chips import Hardware
 from ..schedule import PipelineSchedule, build_schedule, peak_live
 from .activations import step_activations
 from .arrangement import Arrangement
 from .cost import StepTime, estimate_step_time
-from .hardware import Hardware
 from .memory import MemoryEstimate, estimate_memory
 from .transfer import Transfer, microbatch_size, transfers
 from .workload import Workload

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import optax
 
 from ..core.errors import ConfigError
+from ..hardware.chips import Hardware
+from ..hardware.chips import hardware as look_up
 from ..precision import MixedPrecision
 from .candidates import candidates
-from .hardware import Hardware
-from .hardware import hardware as look_up
 from .lint import Finding, lint
 from .plan import ROOMY, USABLE, Plan, evaluate
 from .shape import TransformerShape, guess_shape

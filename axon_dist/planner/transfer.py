@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from ..hardware.chips import Hardware
 from .arrangement import Arrangement
-from .hardware import Hardware
 from .traffic import ROUNDS, around, pipeline_bytes, sequence_bytes, tensor_bytes
 from .workload import Workload
 

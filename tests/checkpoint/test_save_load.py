@@ -22,7 +22,7 @@ from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 from axon_dist.models import MLP
 from axon_dist.parallel import ddp, fsdp, zero
 from axon_dist.precision import GradScaler
-from axon_dist.train import build_train_step
+from axon_dist.step import build_train_step
 
 BOTH = pytest.mark.parametrize("type", list(StateDictType))
 MESHES = ("dp=8", "dp=4", "dp=2,fsdp=2", "fsdp=1")

@@ -10,7 +10,7 @@ import yaml
 from axon_dist.cli import launch as verb
 from axon_dist.cli.main import main
 from axon_dist.config import load_config
-from axon_dist.mesh import LaunchPlan, from_env
+from axon_dist.launch import LaunchPlan, from_env
 
 
 def test_the_command_follows_two_dashes(tmp_path):

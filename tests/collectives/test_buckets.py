@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.collectives import (
-    GradSyncStrategy,
-    all_reduce_mean,
-    plan_buckets,
-    reduce_buckets,
-)
+from axon_dist.collectives import GradSyncStrategy, all_reduce_mean, plan_buckets, reduce_buckets
 from axon_dist.core.errors import ConfigError
 
 SHAPES = [(30,), (2, 10), (), (7, 4), (5,), (16,)]

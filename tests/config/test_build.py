@@ -7,20 +7,13 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist.config import (
-    LOGGERS,
-    RunConfig,
-    build_run,
-    build_step,
-    build_strategy,
-    build_world,
-    train,
-)
+from axon_dist.app import train
+from axon_dist.config import LOGGERS, RunConfig, build_run, build_step, build_strategy, build_world
 from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
+from axon_dist.loop import SilentProgress
 from axon_dist.models import Transformer, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.precision import MixedPrecision
-from axon_dist.train import SilentProgress
 
 
 def test_the_run_is_what_one_device_trains(tiny):

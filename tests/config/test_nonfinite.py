@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axon_dist.app import train
 from axon_dist.checkpoint import read_manifest
-from axon_dist.config import RunConfig, build_loader, train
+from axon_dist.config import RunConfig, build_loader
 from axon_dist.config.tasks import NextToken
 from axon_dist.core.errors import NonfiniteError
 from axon_dist.mesh import World

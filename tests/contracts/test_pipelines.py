@@ -31,7 +31,7 @@ from axon_dist.parallel import (
     tensor_parallel,
 )
 from axon_dist.schedule import SCHEDULES, Schedule, one_f_one_b
-from axon_dist.train.storage import block_keys
+from axon_dist.step.storage import block_keys
 
 from .models import (
     CASES,

@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.inspect import missing_compiler, report, target_mesh, target_options
+from axon_dist.hardware import missing_compiler, target_options
+from axon_dist.inspect import report, target_mesh
 
 pytestmark = pytest.mark.aot
 

@@ -3,7 +3,8 @@ import json
 
 import pytest
 
-from axon_dist.inspect import MACHINES, Machine, collectives, machine_of
+from axon_dist.hardware import MACHINES, Machine, machine_of
+from axon_dist.inspect import collectives
 
 MACHINE = Machine(
     name="toy",

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from axon_dist.mesh.local_launcher import LaunchPlan, free_port, rank_environments
+from axon_dist.launch.local import LaunchPlan, free_port, rank_environments
 
 SILENCE_SECONDS = 4
 

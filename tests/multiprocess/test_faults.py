@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from axon_dist.mesh.watchdog import EXIT_PEER_LOST
+from axon_dist.launch.watchdog import EXIT_PEER_LOST
 
 from .conftest import SILENCE_SECONDS
 

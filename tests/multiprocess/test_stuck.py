@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from axon_dist.mesh.watchdog import EXIT_PEER_LOST
+from axon_dist.launch.watchdog import EXIT_PEER_LOST
 
 pytestmark = pytest.mark.multiprocess
 

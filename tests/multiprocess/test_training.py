@@ -6,8 +6,9 @@ import sys
 import jax
 import pytest
 
-from axon_dist.config import load_config, train
-from axon_dist.mesh import LaunchPlan, launch
+from axon_dist.app import train
+from axon_dist.config import load_config
+from axon_dist.launch import LaunchPlan, launch
 
 pytestmark = pytest.mark.multiprocess
 

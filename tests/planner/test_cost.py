@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_dist.core.errors import ScheduleError
+from axon_dist.hardware import hardware
 from axon_dist.planner import (
     Arrangement,
     Workload,
     arrange,
     estimate_step_time,
     guess_shape,
-    hardware,
     idle_share,
 )
 from axon_dist.schedule import Costs, PipelineSchedule, build_schedule, simulate

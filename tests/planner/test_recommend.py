@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.hardware import hardware
 from axon_dist.planner import (
     Arrangement,
     Direction,
@@ -14,7 +15,6 @@ from axon_dist.planner import (
     decide,
     evaluate,
     guess_shape,
-    hardware,
     lint,
     recommend,
 )

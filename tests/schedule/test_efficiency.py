@@ -1,13 +1,7 @@
 import pytest
 
 from axon_dist.core.errors import ScheduleError
-from axon_dist.schedule import (
-    efficiency,
-    min_microbatches,
-    one_f_one_b,
-    pipeline_advice,
-    simulate,
-)
+from axon_dist.schedule import efficiency, min_microbatches, one_f_one_b, pipeline_advice, simulate
 
 
 @pytest.mark.parametrize(

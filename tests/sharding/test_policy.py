@@ -9,15 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist.core.errors import DivisibilityError, StrategyConflictError
 from axon_dist.mesh import MeshSpec
-from axon_dist.sharding import (
-    ByRule,
-    LargestDim,
-    Merge,
-    Replicate,
-    axes_of,
-    shard_count,
-    spec_axes,
-)
+from axon_dist.sharding import ByRule, LargestDim, Merge, Replicate, axes_of, shard_count, spec_axes
 
 MESH = MeshSpec(dp=2, fsdp=4, tp=2)
 SHAPES = st.lists(st.integers(1, 48), max_size=4).map(tuple)

@@ -1,0 +1,14 @@
+"""What a verb of the command does: run, resume, report, verify, examine.
+
+Imports every room below `cli`. Start reading in `run.py`.
+"""
+
+from .directory import AUTO as AUTO
+from .directory import RunDirectory as RunDirectory
+from .directory import create_directory as create_directory
+from .examine import Examination as Examination
+from .examine import examine as examine
+from .run import RunResult as RunResult
+from .run import train as train
+from .verify import Verification as Verification
+from .verify import verify as verify

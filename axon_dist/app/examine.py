@@ -1,0 +1,75 @@
+"""What the step of a config costs, read from its compiled program, here or for another machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from axon_dist.core.errors import MeshError
+from axon_dist.hardware import Target, parse_target, prepare_environment, target_options
+from axon_dist.inspect import Report, report, target_devices
+from axon_dist.mesh import MeshSpec, World
+
+from ..config.build import build_step, build_world
+from ..config.schema import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """The report of a step and where it was compiled for.
+
+    Args:
+        report: memory, collectives and FLOPs per device.
+        mesh: the axes and sizes.
+        strategy: the name of the strategy.
+        target: the machine, or None for the devices of this one.
+    """
+
+    report: Report
+    mesh: MeshSpec
+    strategy: str
+    target: Target | None
+
+
+def examine(config: RunConfig, target: str | None = None) -> Examination:
+    """Compiles the very step that a config would train with, and reads the program.
+
+    Nothing is trained and no parameter is made. The batch is the config's global batch.
+
+    Args:
+        config: the run.
+        target: a machine such as `"h100:8"` or `"v5p:2x2x2"`, which need not be there; None
+            takes the config's own devices.
+
+    Returns:
+        The examination.
+
+    Raises:
+        MeshError: when the config's mesh does not fit the target.
+        UnsupportedError: when the compiler for the target is not installed; it names the extra.
+    """
+    machine = None if target is None else parse_target(target)
+    world = build_world(config) if machine is None else _target_world(config, machine)
+    step = build_step(config, world)
+    lowered = step.lower(_abstract_batch(config))
+    options = {} if machine is None else target_options(machine)
+    compiled = lowered.compile(compiler_options=options)
+    found = report(compiled, world.mesh)
+    return Examination(found, world.spec, step.strategy.name, machine)
+
+
+def _abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }
+
+
+def _target_world(config: RunConfig, target: Target) -> World:
+    prepare_environment(target)
+    try:
+        return World.init(config.mesh, target_devices(target))
+    except MeshError as error:
+        raise MeshError(f"{target.name}: {error}") from None

@@ -1,0 +1,83 @@
+"""A run in words: what it is going to do, and what it came to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from axon_dist.core.tree import num_params
+from axon_dist.loop import TrainResult, byte_size, clock_time, si
+from axon_dist.mesh import rank_table
+
+from ..config.build import Run
+
+
+def opening_lines(run: Run) -> list[str]:
+    """What a run is going to do, before it starts, and on which processes; all must call it."""
+    train, spec = run.config.train, run.world.spec
+    kind = run.world.runtime_info()["device_kind"]
+    parameters = si(num_params(run.step.parts.params))
+    table = rank_table(run.world) if run.world.num_processes > 1 else []
+    return [
+        *table,
+        f"{run.config.name}: {parameters} parameters, {run.step.strategy.name} on mesh {spec} of "
+        f"{run.world.size} {run.world.backend} {kind} devices",
+        f"data: {run.loader.description}",
+        f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
+    ]
+
+
+def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
+    """What a run came to, as plain data."""
+    training = [loss for _, loss in result.train_curve]
+    validation = [loss for _, loss in result.validation_curve]
+    return {
+        "name": run.config.name,
+        "ended": result.reason,
+        "steps": result.num_steps,
+        "train_loss": training[-1] if training else None,
+        "validation_loss": validation[-1] if validation else None,
+        "best_validation_loss": min(validation, default=None),
+        "unit": run.unit,
+        "item": run.item,
+        "items_per_second": result.items_per_second,
+        "compile_seconds": result.compile_seconds,
+        "train_seconds": result.train_seconds,
+        "skipped_steps": result.skipped_steps,
+        "rollbacks": result.rollbacks,
+        "parameters": num_params(run.step.parts.params),
+        "state_bytes_per_device": result.device_bytes,
+        "strategy": run.step.strategy.name,
+        **run.world.runtime_info(),
+    }
+
+
+def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
+    """What a run came to, as a table for people.
+
+    Args:
+        summary: from `summarize`.
+        total_seconds: from the start of the program to its end.
+    """
+    unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
+    rows = {
+        "ended": f"{summary['ended']} after {summary['steps']} steps",
+        "training loss": _loss(summary["train_loss"], unit),
+        "validation loss": _loss(summary["validation_loss"], unit),
+        "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
+        "time": f"{clock_time(total_seconds)}, of it {clock_time(summary['train_seconds'])} in "
+        f"training steps and {clock_time(summary['compile_seconds'])} compiling",
+        "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
+    }
+    table = Table(title=summary["name"], box=SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(style="bold")
+    for label, value in rows.items():
+        table.add_row(label, value)
+    return table
+
+
+def _loss(loss: float | None, unit: str) -> str:
+    return "not measured" if loss is None else f"{loss:.4f} {unit}"

@@ -1,0 +1,150 @@
+"""Where a run begins: at its first step, or where a checkpoint left off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from axon_dist.checkpoint import (
+    CheckpointManager,
+    Restored,
+    is_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    step_of,
+)
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.typing import PyTree
+from axon_dist.step import PortableForm, TrainState
+
+from ..config.build import Run
+from .directory import AUTO, RunDirectory
+
+
+def open_checkpoints(
+    run: Run, directory: RunDirectory, tell: Callable[[str], None]
+) -> CheckpointManager:
+    """The checkpoints that a run writes.
+
+    Args:
+        run: the run.
+        directory: its folder.
+        tell: takes a sentence when something fails.
+    """
+    config = run.config.checkpoint
+    folder = directory.checkpoints if config.dir is None else Path(config.dir).expanduser()
+    return CheckpointManager(
+        folder,
+        config.retention,
+        type=config.type,
+        background=config.background,
+        tell=tell,
+    )
+
+
+def save_state(
+    run: Run,
+    form: PortableForm,
+    checkpoints: CheckpointManager,
+    state: TrainState,
+    number: int,
+    loss: float | None,
+) -> None:
+    """Saves a state with all that it takes to go on from it: config and place in the data.
+
+    Args:
+        run: the run.
+        form: in which its states are kept.
+        checkpoints: its checkpoints.
+        state: the state; its arrays may be donated when this returns.
+        number: how many steps it has taken.
+        loss: its validation loss, if it was measured.
+    """
+    meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
+    checkpoints.save(number, form.of(state), meta=meta, score=loss)
+
+
+def newest_state(form: PortableForm, checkpoints: CheckpointManager) -> TrainState | None:
+    """The newest good state that a run has saved, or None before the first.
+
+    Args:
+        form: in which its states are kept.
+        checkpoints: its checkpoints.
+    """
+    checkpoints.wait()
+    found = checkpoints.restore_newest(form.target)
+    return None if found is None else form.take_up(found.state)
+
+
+def find_start(
+    run: Run,
+    form: PortableForm,
+    directory: RunDirectory,
+    resume: str | None,
+    tell: Callable[[str], None],
+) -> TrainState | None:
+    """Restores the state that a run goes on from, and moves its loader to where that was taken.
+
+    Args:
+        run: the run.
+        form: in which its states are kept.
+        directory: its folder.
+        resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or the
+            path of a checkpoint, of a folder of them, or of a run.
+        tell: takes sentences for the user.
+
+    Returns:
+        The state, or None for a run that begins.
+
+    Raises:
+        CheckpointError: when there is no good checkpoint in the path, it belongs to another model,
+            or all checkpoints of the run are damaged.
+        ConfigError: when it was taken in other data, or a run that begins would mix its
+            checkpoints with those of another.
+    """
+    checkpoints = open_checkpoints(run, directory, tell)
+    if resume is None:
+        _check_empty(checkpoints)
+        return None
+    if resume == AUTO:
+        found = checkpoints.restore_newest(form.target)
+        if found is None:
+            tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
+            return None
+    else:
+        found = _restore_path(Path(resume).expanduser(), form.target, tell)
+    run.loader.restore(_data_state(found))
+    state = form.take_up(found.state)
+    tell(f"going on after step {int(state.step)} from {str(found.path)!r}")
+    return state
+
+
+def _check_empty(checkpoints: CheckpointManager) -> None:
+    if checkpoints.entries():
+        raise ConfigError(
+            f"checkpoint.dir: {str(checkpoints.folder)!r} holds the checkpoints of another run; "
+            "name another, or go on with them: --resume auto"
+        )
+
+
+def _restore_path(path: Path, target: PyTree, tell: Callable[[str], None]) -> Restored:
+    if step_of(path.name) is not None or is_checkpoint(path):
+        return Restored(path, load_checkpoint(path, target), read_manifest(path))
+    inside = RunDirectory(path).checkpoints
+    folder = inside if inside.is_dir() else path
+    found = CheckpointManager(folder, tell=tell).restore_newest(target)
+    if found is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {str(folder)!r}; name a checkpoint, or the folder of a run "
+            "that saved one"
+        )
+    return found
+
+
+def _data_state(found: Restored) -> dict[str, int]:
+    if "data" not in found.manifest.meta:
+        raise CheckpointError(
+            f"checkpoint {str(found.path)!r} does not say how far in the data it was taken; name "
+            "one that axon train wrote"
+        )
+    return found.manifest.meta["data"]

@@ -1,0 +1,167 @@
+"""`train`: a whole run, from a config to a folder with what it came to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from axon_dist.checkpoint import CheckpointManager, on_main
+from axon_dist.core.errors import CheckpointError, NonfiniteError
+from axon_dist.loop import (
+    FINISHED,
+    JsonlWriter,
+    MetricWriter,
+    Trainer,
+    TrainResult,
+    bytes_per_device,
+    has_module,
+    make_progress,
+    plot_losses,
+)
+from axon_dist.step import PortableForm, TrainState
+
+from ..config.build import Run, build_run
+from ..config.schema import RunConfig
+from .directory import RunDirectory, create_directory
+from .report import opening_lines, summarize, summary_table
+from .resume import find_start, newest_state, open_checkpoints, save_state
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What `train` returns.
+
+    Args:
+        result: what the loop came to, with the last state.
+        directory: where everything else lies.
+        summary: what `summary.json` holds.
+    """
+
+    result: TrainResult
+    directory: RunDirectory
+    summary: dict[str, Any]
+
+
+def train(
+    config: RunConfig, console: Console | None = None, resume: str | None = None
+) -> RunResult:
+    """Trains what a config describes, and keeps what comes of it.
+
+    Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `summary.json`, and `loss.png`
+    where matplotlib is installed; every process its part of `checkpoints/`. All of it is there too
+    when Ctrl-C ended the run. A run that was stopped anywhere and goes on ends with the bits of one
+    that was not.
+
+    Args:
+        config: the run.
+        console: where process 0 tells how it goes; None tells nothing.
+        resume: where to go on, `"auto"` or a path; see `find_start`.
+
+    Returns:
+        The result.
+
+    Raises:
+        AxonDistError: before anything is compiled, for whatever the config cannot mean.
+        NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
+        CheckpointError: when there is nothing good to resume, or, after everything else is
+            written, when the last state could not be saved.
+    """
+    start = time.perf_counter()
+    run = build_run(config)
+    is_main = _is_main(run)
+    console = console if console is not None and is_main else Console(quiet=True)
+    tell = functools.partial(_print_line, console)
+    directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
+    for line in [*opening_lines(run), f"run directory: {directory.path}"]:
+        tell(line)
+    form = PortableForm(run.step)
+    state = find_start(run, form, directory, resume, tell)
+    if state is not None and int(state.step) >= config.train.steps:
+        tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
+        return _finished_already(run, directory, state)
+    if is_main:
+        directory.forget_metrics_after(0 if state is None else int(state.step))
+    progress = make_progress(console, config.name)
+    with contextlib.ExitStack() as stack:
+        writers = _open_writers(config, directory, stack) if is_main else []
+        checkpoints = stack.enter_context(open_checkpoints(run, directory, progress.note))
+        save = functools.partial(save_state, run, form, checkpoints)
+        go_back = functools.partial(newest_state, form, checkpoints)
+        result = _fit(run.trainer(progress, writers, save, go_back), state, checkpoints)
+    summary = summarize(run, result)
+    if is_main:
+        directory.write_summary(summary)
+        _plot(run, result, directory)
+    _print_closing(console, summary, directory, time.perf_counter() - start)
+    if checkpoints.failure is not None:
+        raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
+    return RunResult(result, directory, summary)
+
+
+def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:
+    try:
+        return trainer.fit(state)
+    except NonfiniteError:
+        # Every process stops at the same step, so that they can finish their last save together.
+        checkpoints.wait()
+        raise
+
+
+def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> RunResult:
+    """The result of a run that has no step left; its summary is written if it was cut off."""
+    result = TrainResult(
+        state=state,
+        num_steps=int(state.step),
+        reason=FINISHED,
+        train_curve=(),
+        validation_curve=(),
+        compile_seconds=0.0,
+        train_seconds=0.0,
+        items_per_second=None,
+        device_bytes=bytes_per_device(state),
+    )
+    summary = summarize(run, result)
+    if _is_main(run) and not directory.summary.exists():
+        directory.write_summary(summary)
+    return RunResult(result, directory, summary)
+
+
+def _is_main(run: Run) -> bool:
+    return run.world.process_index == 0
+
+
+def _open_writers(
+    config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack
+) -> list[MetricWriter]:
+    writers: list[MetricWriter] = [JsonlWriter(directory.metrics)]
+    stack.callback(writers[0].close)
+    for logger in config.loggers:
+        writer = logger.open(directory.path, config.name, config.to_dict())
+        stack.callback(writer.close)
+        writers.append(writer)
+    return writers
+
+
+def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
+    if has_module("matplotlib"):
+        title = f"{run.config.name}: {run.step.strategy.name} on {run.world.spec}"
+        plot_losses(directory.plot, result.train_curve, result.validation_curve, run.unit, title)
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_closing(
+    console: Console, summary: dict[str, Any], directory: RunDirectory, seconds: float
+) -> None:
+    console.print(summary_table(summary, seconds))
+    plot = directory.plot if directory.plot.exists() else "none (pip install 'axon_dist[plots]')"
+    _print_line(console, f"run directory: {directory.path}")
+    _print_line(console, f"loss curves: {plot}")

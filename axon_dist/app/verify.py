@@ -1,0 +1,149 @@
+"""A config's strategy and one device, side by side: the same batches, the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.mesh import World
+from axon_dist.parallel import ddp
+from axon_dist.step import TrainStep, build_train_step
+
+from ..config.build import build_step, build_world
+from ..config.models import make_model
+from ..config.schema import RunConfig
+
+LEARNING_RATE = 0.1
+EXACT, ROUNDED = 1e-5, 2e-2
+"""Tolerances: float32 everywhere, or a narrower compute dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far one number or array is from one device's.
+
+    Args:
+        what: the metric with its step, or the path of a parameter.
+        relative: the largest difference, relative to the largest element of one device's.
+    """
+
+    what: str
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What was compared, and how far apart it may be.
+
+    Args:
+        strategy: the name of the strategy.
+        mesh: its mesh, as text.
+        metrics: one row per step.
+        params: one row per parameter, after the last step.
+        tolerance: the largest relative difference that passes.
+    """
+
+    strategy: str
+    mesh: str
+    metrics: tuple[Difference, ...]
+    params: tuple[Difference, ...]
+    tolerance: float
+
+    @property
+    def worst(self) -> Difference:
+        """The row that is farthest off."""
+        return max((*self.metrics, *self.params), key=lambda row: row.relative)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row is within the tolerance."""
+        return self.worst.relative <= self.tolerance
+
+
+def verify(config: RunConfig, steps: int = 5) -> Verification:
+    """Trains a few steps with the config's strategy and on one device, and compares.
+
+    Both use SGD with momentum on the config's model and random numbers: Adam hides constant factors
+    of a gradient, and turns rounding of gradients that should be zero into steps of full size.
+    Microbatches, clipping, dropout and precision are the config's.
+
+    Args:
+        config: the run.
+        steps: how many steps.
+
+    Returns:
+        The differences.
+
+    Raises:
+        ConfigError: for fewer than one step.
+    """
+    if steps < 1:
+        raise ConfigError(f"verify got {steps} steps; it needs at least 1")
+    world = build_world(config)
+    step = build_step(config, world, _optimizer())
+    alone = _one_device(config, world, step.layout.num_microbatches)
+    seen, reference = _train(step, config, steps), _train(alone, config, steps)
+    rounded = config.precision not in (None, "float32")
+    return Verification(
+        strategy=step.strategy.name,
+        mesh=str(world.spec),
+        metrics=tuple(_compare(seen[0], reference[0])),
+        params=tuple(_compare(seen[1], reference[1])),
+        tolerance=ROUNDED if rounded else EXACT,
+    )
+
+
+def _optimizer() -> optax.GradientTransformation:
+    return optax.sgd(LEARNING_RATE, momentum=0.9)
+
+
+def _one_device(config: RunConfig, world: World, num_microbatches: int) -> TrainStep:
+    one = World.init("dp=1", [world.mesh.devices.flat[0]])
+    return build_train_step(
+        functools.partial(make_model, config.model, config.seed),
+        _optimizer(),
+        config.kind.task.loss_fn,
+        ddp(),
+        one,
+        accumulate=num_microbatches,
+        clip_norm=config.train.clip_norm,
+        precision=config.precision,
+        scaler=config.loss_scale,
+    )
+
+
+def _train(step: TrainStep, config: RunConfig, steps: int) -> tuple[dict, dict]:
+    """Losses by step, and the parameters of the model at the end by path."""
+    state, losses = step.init(), {}
+    for number, batch in enumerate(_batches(config, steps)):
+        state, metrics = step(state, batch)
+        losses[f"loss of step {number}"] = np.asarray(metrics["loss"])
+    params = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
+    return losses, {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
+
+
+def _batches(config: RunConfig, steps: int) -> Iterator[dict[str, np.ndarray]]:
+    fields, rows = config.kind.task.fields(config.model, config.data), config.train.global_batch
+    for number in range(steps):
+        random = np.random.default_rng((config.seed, number))
+        yield {
+            name: random.integers(0, field.below, (rows, *field.shape)).astype(field.dtype)
+            for name, field in fields.items()
+        }
+
+
+def _compare(seen: dict[str, Any], expected: dict[str, Any]) -> Iterator[Difference]:
+    for what, want in expected.items():
+        want, got = (np.asarray(x, np.float64) for x in (want, seen[what]))
+        scale = max(float(np.abs(want).max(initial=0)), float(jnp.finfo(jnp.float32).tiny))
+        yield Difference(what, float(np.abs(got - want).max(initial=0)) / scale)

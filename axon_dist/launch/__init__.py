@@ -1,0 +1,16 @@
+"""What many processes need: who they are, how they meet, and what happens when one is lost.
+
+`environment.py` turns variables into a `LaunchSpec`, `distributed.py` goes from there to
+`jax.distributed`, `watchdog.py` says what happens when a process is lost. Imports `core` alone.
+"""
+
+from .distributed import LAUNCH_TIMEOUT as LAUNCH_TIMEOUT
+from .distributed import SILENCE_TIMEOUT as SILENCE_TIMEOUT
+from .distributed import STEP_TIMEOUT as STEP_TIMEOUT
+from .distributed import Timeouts as Timeouts
+from .distributed import initialize as initialize
+from .distributed import leave as leave
+from .environment import from_env as from_env
+from .local import LaunchPlan as LaunchPlan
+from .local import launch as launch
+from .spec import LaunchSpec as LaunchSpec

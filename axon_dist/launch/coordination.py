@@ -1,0 +1,89 @@
+"""Joining `jax.distributed`, with its service in a process of its own beside process 0."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+
+from ..core.compat import join_service
+from ..core.errors import LaunchError
+from . import coordinator
+from .spec import LaunchSpec, split_address
+
+_CONNECT_SECONDS = 60
+_SHUTDOWN_SECONDS = 120
+_LINGER_SECONDS = 10
+
+
+class Coordinator:
+    """The process that runs the coordination service; process 0 owns it.
+
+    Args:
+        port: where it listens.
+        num_processes: how many processes take part.
+        silence: seconds after which the watchdog of a process counts another one as lost.
+
+    Raises:
+        LaunchError: when it does not start.
+    """
+
+    def __init__(self, port: int, num_processes: int, silence: float):
+        linger = int(silence) + _LINGER_SECONDS
+        numbers = (port, num_processes, _heartbeat(silence), _SHUTDOWN_SECONDS, linger)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", coordinator.__file__, *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # It outlives this process, so it must not hold on to its output.
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        with self._process.stdout as answer:
+            if answer.readline().strip() != "ready":
+                raise LaunchError(
+                    f"the coordination service did not start on port {port}; another program may "
+                    "have taken it: choose another MASTER_PORT"
+                )
+
+    def dismiss(self) -> None:
+        """Tells it that this process ends well, so that it need not stay for the others."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("bye")
+        self._process.stdin.flush()
+
+
+def join(spec: LaunchSpec, silence: float) -> Coordinator | None:
+    """Starts `jax.distributed` in this process.
+
+    Args:
+        spec: a complete spec.
+        silence: seconds after which the watchdog counts a process as lost.
+
+    Returns:
+        The service, on process 0.
+    """
+    assert spec.coordinator_address is not None
+    assert spec.num_processes is not None
+    # JAX's notice of preemption would swallow SIGTERM, which means "save and stop" here.
+    jax.config.update("jax_enable_preemption_service", False)
+    port = split_address(spec.coordinator_address)[1]
+    is_main = spec.process_id == 0
+    service = Coordinator(port, spec.num_processes, silence) if is_main else None
+    join_service(
+        spec.coordinator_address,
+        spec.num_processes,
+        spec.process_id,
+        spec.local_device_ids,
+        connect_timeout=_CONNECT_SECONDS,
+        heartbeat_timeout=_heartbeat(silence),
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+    )
+    return service
+
+
+def _heartbeat(silence: float) -> int:
+    """JAX's own timeout: the second line of defence, as it aborts processes without a name."""
+    return int(2 * silence) + 10

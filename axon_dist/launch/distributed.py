@@ -1,0 +1,194 @@
+"""`initialize`: from a `LaunchSpec` to processes that know each other; and how one leaves."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import types
+from collections.abc import Mapping
+from typing import NoReturn
+
+import jax
+
+from ..core.compat import SharedStore, backend_started, detect_cluster, process_id
+from ..core.errors import BackendStartedError, LaunchError
+from .coordination import Coordinator, join
+from .emulation import prepare_emulation
+from .roll_call import Attendee, call_roll
+from .spec import LaunchSpec
+from .watchdog import Watchdog, post_failure
+
+LAUNCH_TIMEOUT, SILENCE_TIMEOUT = "AXON_LAUNCH_TIMEOUT", "AXON_SILENCE_TIMEOUT"
+STEP_TIMEOUT = "AXON_STEP_TIMEOUT"
+
+_PEER_WORDS = ("Gloo", "NCCL")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeouts:
+    """How long processes wait for each other.
+
+    Args:
+        launch: seconds until all have reported, and until a collective got through.
+        silence: seconds without a sign of life after which a process counts as lost.
+        step: seconds within which some process has to take a step, compiling and saving included.
+
+    Raises:
+        LaunchError: when one is not positive.
+    """
+
+    launch: float = 300.0
+    silence: float = 60.0
+    step: float = 1800.0
+
+    def __post_init__(self):
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `LaunchError` unless all are positive."""
+        names = (LAUNCH_TIMEOUT, SILENCE_TIMEOUT, STEP_TIMEOUT)
+        for name, seconds in zip(names, dataclasses.astuple(self), strict=True):
+            if not seconds > 0:
+                raise LaunchError(f"{name}={seconds:g} must be more than 0 seconds; raise it")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Timeouts:
+        """Reads `AXON_LAUNCH_TIMEOUT`, `AXON_SILENCE_TIMEOUT` and `AXON_STEP_TIMEOUT`, in seconds.
+
+        Example:
+            >>> Timeouts.from_env({"AXON_SILENCE_TIMEOUT": "10"})
+            Timeouts(launch=300.0, silence=10.0, step=1800.0)
+        """
+        default = cls()
+        return cls(
+            _seconds(env, LAUNCH_TIMEOUT, default.launch),
+            _seconds(env, SILENCE_TIMEOUT, default.silence),
+            _seconds(env, STEP_TIMEOUT, default.step),
+        )
+
+
+def initialize(
+    spec: LaunchSpec,
+    timeouts: Timeouts | None = None,
+    devices_per_process: int | None = None,
+) -> None:
+    """Brings the processes of a run together; nothing happens for a single one, or twice.
+
+    In turn: the cluster is asked for what the spec leaves open, every process reports to process 0,
+    `jax.distributed` starts, and from then on a watchdog ends all when one is lost. An exception
+    that ends this process ends it at once, and the others hear of it. SIGTERM keeps its meaning.
+
+    Args:
+        spec: how this process was launched.
+        timeouts: how long to wait; None for the defaults.
+        devices_per_process: CPU devices that each process makes up; None takes the devices that
+            there are.
+
+    Raises:
+        BackendStartedError: when JAX has started its backend already.
+        LaunchError: when the processes do not come together; the message names who is missing.
+    """
+    if not spec.is_distributed or jax.distributed.is_initialized():
+        return
+    if backend_started():
+        raise BackendStartedError(
+            f"process {spec.process_id} of {spec.num_processes} has started its JAX backend "
+            "before it met the others; call World.init() before anything makes an array"
+        )
+    timeouts = timeouts or Timeouts()
+    spec = complete(spec, timeouts)
+    if spec.num_processes == 1:
+        return
+    assert spec.coordinator_address
+    assert spec.num_processes
+    assert spec.process_id is not None
+    me = Attendee.here(spec.process_id, spec.num_processes)
+    present = call_roll(spec.coordinator_address, me, timeouts.launch)
+    if devices_per_process is not None:
+        prepare_emulation(devices_per_process)
+    coordinator = join(spec, timeouts.silence)
+    watchdog = Watchdog(me.process, present, SharedStore(), timeouts.silence)
+    watchdog.start()
+    atexit.register(_part, watchdog, coordinator)
+    sys.excepthook = functools.partial(_leave_on_exception, watchdog)
+
+
+def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
+    """Asks the cluster for what a spec leaves open.
+
+    Raises:
+        LaunchError: when the cluster does not say.
+    """
+    if spec.is_complete:
+        return spec
+    try:
+        address, count, process, devices = detect_cluster(spec.source, timeouts.launch)
+    except Exception as error:
+        raise LaunchError(
+            f"asking the cluster {spec.source!r} for the processes of this run failed: {error}; "
+            "set MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK instead, or AXON_CLUSTER=none for "
+            "a single process"
+        ) from error
+    return LaunchSpec(
+        coordinator_address=address,
+        num_processes=count,
+        process_id=process,
+        local_device_ids=None if devices is None else tuple(devices),
+        source=spec.source,
+    )
+
+
+def leave(code: int, reason: str) -> int:
+    """Ends this process if it is one of several; returns the code if it is alone.
+
+    An ordinary exit would wait for the others, which wait for this process in a collective. They
+    hear the reason from the watchdog, and end too.
+
+    Args:
+        code: the exit code.
+        reason: why, in a line.
+    """
+    if not jax.distributed.is_initialized():
+        return code
+    _end_at_once(code, reason)
+
+
+def _part(watchdog: Watchdog, coordinator: Coordinator | None) -> None:
+    """Runs at an ordinary exit, before JAX waits for the others and takes the store away."""
+    watchdog.stop()
+    if coordinator is not None:
+        coordinator.dismiss()
+
+
+def _leave_on_exception(
+    watchdog: Watchdog,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
+) -> None:
+    """The `sys.excepthook` of one process of several."""
+    sys.__excepthook__(kind, error, trace)
+    if any(word in str(error) for word in _PEER_WORDS):
+        # A symptom: a collective broke because its peer is gone. The watchdog knows which it was.
+        watchdog.wait_for_verdict()
+    first_line = (str(error).splitlines() or [""])[0]
+    _end_at_once(1, f"{kind.__name__}: {first_line}")
+
+
+def _end_at_once(code: int, reason: str) -> NoReturn:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        post_failure(SharedStore(), process_id(), reason)
+    os._exit(code)
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(env.get(name, default))
+    except ValueError:
+        raise LaunchError(f"{name} is {env[name]!r}, which is not a number of seconds") from None

@@ -1,0 +1,82 @@
+"""CPU devices that processes make up: how many each, and what XLA needs for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+from ..core.compat import backend_started, rendezvous_flags
+from ..core.errors import LaunchError, MeshError
+from .spec import LaunchSpec, parse_count
+
+_FEWEST_THREADS = 16
+_VARIABLE = "JAX_NUM_CPU_DEVICES"
+
+
+def stated_share(env: Mapping[str, str]) -> int | None:
+    """How many CPU devices `JAX_NUM_CPU_DEVICES` tells each process to make up; None for no word.
+
+    Raises:
+        LaunchError: when it is not a number.
+    """
+    stated = env.get(_VARIABLE)
+    return None if stated is None else parse_count(stated, _VARIABLE)
+
+
+def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> int:
+    """Says how many of the emulated devices of a run one process makes up.
+
+    Args:
+        num_devices: over all processes.
+        spec: how this process was launched.
+        stated: how many the environment says that each of several processes makes up.
+
+    Raises:
+        LaunchError: when the processes cannot share them evenly.
+        MeshError: when there are none.
+
+    Example:
+        >>> share_of(8, LaunchSpec(num_processes=4, process_id=1))
+        2
+    """
+    if num_devices < 1:
+        raise MeshError(f"cannot emulate {num_devices} devices; ask for at least one")
+    count = spec.num_processes
+    if count is None:
+        raise LaunchError(
+            f"cannot share {num_devices} emulated devices among processes that {spec.source} alone "
+            "counts; leave out devices.emulate there"
+        )
+    if num_devices % count:
+        raise LaunchError(
+            f"cannot share {num_devices} emulated devices evenly among {count} processes; emulate "
+            f"a multiple of {count}, or start another number of processes"
+        )
+    share = num_devices // count
+    if count > 1 and stated not in (None, share):
+        raise LaunchError(
+            f"{num_devices} emulated devices over {count} processes make {share} each, but "
+            f"{_VARIABLE}={stated}; leave out --devices-per-process, or emulate {count * stated}"
+        )
+    return share
+
+
+def prepare_emulation(num_devices: int) -> None:
+    """Makes up CPU devices in this process, once its backend starts; does nothing after that.
+
+    With as many threads as cores, a loop that never waits fills XLA's pool with devices that wait
+    for each other, and the process dies; so the pool gets room for every device.
+    """
+    if backend_started():
+        return
+    fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
+    threads = max(fewest, 2 * num_devices, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1)
+    os.environ["NPROC"] = str(threads)
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in rendezvous_flags() if flag.split("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    if not getattr(jax.config, "jax_platforms"):  # noqa: B009
+        jax.config.update("jax_platforms", "cpu")

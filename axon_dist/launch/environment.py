@@ -1,0 +1,269 @@
+"""`from_env`: environment variables -> `LaunchSpec`, one reader per kind of launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from ..core.errors import LaunchError, did_you_mean
+from .spec import DEFAULT_HOST, DEFAULT_PORT, LaunchSpec, parse_count, parse_port
+
+Environment = Mapping[str, str]
+
+CLUSTER = "AXON_CLUSTER"
+"""The variable that names the cluster, or says `none`, where guessing would be wrong."""
+
+_JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_CLUSTERS = ("slurm", "ompi", "mpi4py", "k8s", "gcetpu", "gketpu")
+
+
+def from_env(env: Environment) -> LaunchSpec:
+    """Reads how this process was launched; asks nobody and starts nothing.
+
+    In this order: `AXON_CLUSTER`; the variables of torchrun, which Azure ML, vast.ai, Kubernetes
+    templates and `axon launch` set too (`MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK`);
+    those of JAX (`JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID`); SageMaker; and the
+    clusters that `jax.distributed` knows how to ask (SLURM, Open MPI, Kubernetes jobs, TPU pods on
+    GKE). None of them: one process.
+
+    Args:
+        env: the environment, as in `os.environ`.
+
+    Returns:
+        The spec.
+
+    Raises:
+        LaunchError: when the variables contradict each other, some are missing, or `MASTER_PORT`
+            is no port, which is wrong even where nobody asks for it.
+
+    Example:
+        >>> spec = from_env({"WORLD_SIZE": "8", "RANK": "4", "MASTER_ADDR": "10.0.0.1"})
+        >>> spec.coordinator_address, spec.num_processes, spec.process_id
+        ('10.0.0.1:29500', 8, 4)
+        >>> from_env({}).is_distributed
+        False
+    """
+    # Kubernetes gives every pod `MASTER_PORT=tcp://...` beside a service that is called master.
+    port = env.get("MASTER_PORT", "")
+    if port and not port.startswith("tcp://"):
+        parse_port(port, "MASTER_PORT")
+    for reader in (_named_cluster, *_READERS):
+        spec = reader(env)
+        if spec is not None:
+            return spec
+    if "JAX_COORDINATOR_ADDRESS" in env:
+        raise LaunchError(_some_missing(env, _JAX_VARIABLES[1:]))
+    return LaunchSpec()
+
+
+def _named_cluster(env: Environment) -> LaunchSpec | None:
+    name = env.get(CLUSTER)
+    if name is None:
+        return None
+    if name == "none":
+        return LaunchSpec()
+    if name not in _CLUSTERS:
+        options = did_you_mean(name, (*_CLUSTERS, "none"))
+        raise LaunchError(f"{CLUSTER} names the cluster {name!r}, which is not known.{options}")
+    return _ask_cluster(name)
+
+
+def _ask_cluster(name: str, count: int | None = None, process: int | None = None) -> LaunchSpec:
+    return LaunchSpec(
+        coordinator_address=None, num_processes=count, process_id=process, source=name
+    )
+
+
+def _torchrun(env: Environment) -> LaunchSpec | None:
+    if "WORLD_SIZE" not in env and "RANK" not in env:
+        return None
+    if "WORLD_SIZE" not in env:
+        raise LaunchError(
+            f"RANK={env['RANK']} is set and WORLD_SIZE is not; set both, or neither for a single "
+            "process"
+        )
+    count = _count(env, "WORLD_SIZE", at_least=1)
+    if count > 1 and "RANK" not in env:
+        raise LaunchError(
+            f"WORLD_SIZE={count} is set and RANK is not; give every process its own RANK from 0 to "
+            f"{count - 1}"
+        )
+    process = _count(env, "RANK", default=0)
+    if process >= count:
+        raise LaunchError(
+            f"RANK={process} and WORLD_SIZE={count}: ranks count from 0 to {count - 1}; lower RANK "
+            "or raise WORLD_SIZE"
+        )
+    return LaunchSpec(
+        coordinator_address=f"{_master(env)}:{_port(env)}",
+        num_processes=count,
+        process_id=process,
+        local_rank=_count(env, "LOCAL_RANK", default=0),
+        local_device_ids=_local_devices(env),
+        source="torchrun",
+    )
+
+
+def _master(env: Environment) -> str:
+    host = env.get("MASTER_ADDR", DEFAULT_HOST).strip()
+    if not host:
+        raise LaunchError("MASTER_ADDR is empty; set the host name or address of the process 0")
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _port(env: Environment) -> int:
+    """The port; under torchrun itself the next one, for its own store listens on the first."""
+    port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
+    is_taken = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return parse_port(str(port + is_taken), "MASTER_PORT + 1")
+
+
+def _local_devices(env: Environment) -> tuple[int, ...] | None:
+    """One accelerator for each process of a host; all of them for a process alone on its host."""
+    if "LOCAL_RANK" not in env:
+        return None
+    local = _count(env, "LOCAL_RANK")
+    if "LOCAL_WORLD_SIZE" in env:
+        here = _count(env, "LOCAL_WORLD_SIZE", at_least=1)
+        if local >= here:
+            raise LaunchError(
+                f"LOCAL_RANK={local} and LOCAL_WORLD_SIZE={here}: local ranks count from 0 to "
+                f"{here - 1}; correct one of them"
+            )
+        if here == 1:
+            return None
+    return (local,)
+
+
+def _jax(env: Environment) -> LaunchSpec | None:
+    """JAX's own variables; beside a cluster the address may stand alone."""
+    if "JAX_NUM_PROCESSES" not in env and "JAX_PROCESS_ID" not in env:
+        return None
+    missing = [name for name in _JAX_VARIABLES if name not in env]
+    if missing:
+        raise LaunchError(_some_missing(env, missing))
+    address, port = env["JAX_COORDINATOR_ADDRESS"], env.get("JAX_COORDINATOR_PORT")
+    return LaunchSpec(
+        coordinator_address=address if port is None or ":" in address else f"{address}:{port}",
+        num_processes=_count(env, "JAX_NUM_PROCESSES", at_least=1),
+        process_id=_count(env, "JAX_PROCESS_ID"),
+        source="jax",
+    )
+
+
+def _some_missing(env: Environment, missing: Sequence[str]) -> str:
+    present = [f"{name}={env[name]}" for name in _JAX_VARIABLES if name in env]
+    return (
+        f"{' and '.join(present)} set, {' and '.join(missing)} not; set all of "
+        f"{', '.join(_JAX_VARIABLES)}, or none for a single process"
+    )
+
+
+def _sagemaker(env: Environment) -> LaunchSpec | None:
+    """One process per host, which takes all of its devices; process 0 is on the first by name."""
+    if "SM_HOSTS" not in env:
+        return None
+    hosts = _host_list(env["SM_HOSTS"])
+    current = env.get("SM_CURRENT_HOST")
+    if current not in hosts:
+        raise LaunchError(
+            f"SM_CURRENT_HOST={current} is not one of SM_HOSTS={', '.join(hosts)}; both are set by "
+            "SageMaker, check that nothing overwrites them"
+        )
+    port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
+    return LaunchSpec(
+        coordinator_address=f"{hosts[0]}:{port}",
+        num_processes=len(hosts),
+        process_id=hosts.index(current),
+        source="sagemaker",
+    )
+
+
+def _host_list(text: str) -> list[str]:
+    try:
+        hosts = json.loads(text)
+    except json.JSONDecodeError:
+        hosts = None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts) or not hosts:
+        raise LaunchError(f'SM_HOSTS is {text!r}, which must be a JSON list, as in ["algo-1"]')
+    if len(set(hosts)) < len(hosts):
+        raise LaunchError(f"SM_HOSTS={text} names a host twice; every host runs one process")
+    return sorted(hosts)
+
+
+def _ompi(env: Environment) -> LaunchSpec | None:
+    if "OMPI_COMM_WORLD_SIZE" not in env:
+        return None
+    names = _ranked(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if names.num_processes == 1:
+        return LaunchSpec()
+    if "OMPI_MCA_orte_hnp_uri" in env:
+        return _ask_cluster("ompi", names.num_processes, names.process_id)
+    if "MASTER_ADDR" not in env:
+        raise LaunchError(
+            f"Open MPI started {names.num_processes} processes, but since version 5 does not tell "
+            "them where the first one runs; add -x MASTER_ADDR=<host of rank 0> to mpirun"
+        )
+    local = env.get("OMPI_COMM_WORLD_LOCAL_RANK")
+    return dataclasses.replace(
+        names,
+        coordinator_address=f"{_master(env)}:{_port(env)}",
+        local_device_ids=None if local is None else (parse_count(local, "the local rank"),),
+        source="ompi",
+    )
+
+
+def _slurm(env: Environment) -> LaunchSpec | None:
+    """A process that `srun` started; a shell inside an allocation is a process of its own."""
+    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
+    if any(name not in env for name in needed):
+        return None
+    spec = _ranked(env, "SLURM_NTASKS", "SLURM_PROCID")
+    if spec.num_processes == 1:
+        return LaunchSpec()
+    return _ask_cluster("slurm", spec.num_processes, spec.process_id)
+
+
+def _kubernetes(env: Environment) -> LaunchSpec | None:
+    """A pod of an indexed job; its size is known to the API server alone."""
+    if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
+        return None
+    return _ask_cluster("k8s", process=_count(env, "JOB_COMPLETION_INDEX"))
+
+
+def _gke_tpu(env: Environment) -> LaunchSpec | None:
+    hosts = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES") or ""
+    is_multislice = "MEGASCALE_NUM_SLICES" in env
+    return _ask_cluster("gketpu") if "," in hosts or is_multislice else None
+
+
+def _ranked(env: Environment, count: str, process: str) -> LaunchSpec:
+    """The two numbers that every MPI-like launcher sets."""
+    if process not in env or count not in env:
+        present, missing = (count, process) if count in env else (process, count)
+        raise LaunchError(
+            f"{present}={env[present]} is set and {missing} is not; start all processes with the "
+            f"launcher, or set {CLUSTER}=none for a single process"
+        )
+    return LaunchSpec(num_processes=_count(env, count, at_least=1), process_id=_count(env, process))
+
+
+def _count(env: Environment, name: str, default: int | None = None, at_least: int = 0) -> int:
+    if name not in env:
+        return at_least if default is None else default
+    value = parse_count(env[name], name)
+    if value < at_least:
+        raise LaunchError(f"{name}={value} must be at least {at_least}; correct it")
+    return value
+
+
+_READERS: tuple[Callable[[Environment], LaunchSpec | None], ...] = (
+    _torchrun,
+    _jax,
+    _sagemaker,
+    _ompi,
+    _slurm,
+    _kubernetes,
+    _gke_tpu,
+)

@@ -1,0 +1,260 @@
+"""The local launcher: starts the processes of a run on this host, and sees them to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from ..core.errors import LaunchError
+from .child import Child, start_child
+from .spec import DEFAULT_PORT, parse_port
+from .watchdog import EXIT_PEER_LOST
+
+USER_ERROR = 2
+"""The exit code of a mistake of the user, which a restart would only repeat."""
+
+_POLL_SECONDS = 0.1
+_FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What the local launcher starts.
+
+    Args:
+        command: the program and its arguments, the same for every rank.
+        num_processes: how many on this host.
+        nnodes: how many hosts run a launcher like this one.
+        node_rank: which of them this is.
+        master_addr: the host of rank 0.
+        master_port: a free port there; None finds one, which takes a single host.
+        devices_per_process: CPU devices that each process makes up; None leaves it to the command.
+        max_restarts: how often a run that failed starts again.
+        elastic: start again without the processes that were lost.
+        grace: seconds that the other ranks have to end by themselves once one has failed.
+        log_dir: the folder for `rank-<r>.log`.
+
+    Raises:
+        LaunchError: for a plan that cannot be.
+    """
+
+    command: tuple[str, ...]
+    num_processes: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "localhost"
+    master_port: int | None = None
+    devices_per_process: int | None = None
+    max_restarts: int = 0
+    elastic: bool = False
+    grace: float = 5.0
+    log_dir: Path = Path("runs/launch")
+
+    def __post_init__(self):
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `LaunchError` for counts that are out of range or exclude each other."""
+        if not self.command:
+            raise LaunchError("got no command; give one after --, as in: axon launch -n 2 -- CMD")
+        if self.num_processes < 1 or self.nnodes < 1 or self.max_restarts < 0 or self.grace < 0:
+            raise LaunchError(
+                f"got {self.num_processes} processes on each of {self.nnodes} hosts, "
+                f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first two must "
+                "be at least 1, the others at least 0"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise LaunchError(
+                f"got node rank {self.node_rank} of {self.nnodes} hosts; they count from 0 to "
+                f"{self.nnodes - 1}"
+            )
+        if self.devices_per_process is not None and self.devices_per_process < 1:
+            raise LaunchError(
+                f"got {self.devices_per_process} devices per process; a process needs at least one"
+            )
+        if self.master_port is not None:
+            parse_port(str(self.master_port), "the master port")
+        if self.nnodes > 1:
+            self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if self.master_addr in ("localhost", "127.0.0.1", "::1"):
+            raise LaunchError(
+                f"{self.nnodes} hosts cannot meet at {self.master_addr}, which is another one on "
+                "each; give the host of node 0 with --master-addr"
+            )
+        if self.elastic:
+            raise LaunchError(
+                f"elastic runs shrink on one host, and this one has {self.nnodes}; let the "
+                "cluster's scheduler restart it with fewer hosts"
+            )
+
+
+def rank_environments(
+    plan: LaunchPlan, base: Mapping[str, str], num_processes: int, port: int
+) -> list[dict[str, str]]:
+    """The environments of the ranks on this host: those of torchrun, and the number of devices.
+
+    Args:
+        plan: the plan.
+        base: the environment of the launcher.
+        num_processes: how many to start on this host.
+        port: where rank 0 listens.
+
+    Example:
+        >>> plan = LaunchPlan(command=("true",), nnodes=2, node_rank=1, master_addr="node0")
+        >>> [env["RANK"] for env in rank_environments(plan, {}, 4, 29500)]
+        ['4', '5', '6', '7']
+    """
+    shared = {
+        **{name: value for name, value in base.items() if name not in _FOREIGN},
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(plan.nnodes * num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+    }
+    if plan.devices_per_process is not None:
+        shared["JAX_NUM_CPU_DEVICES"] = str(plan.devices_per_process)
+    first = plan.node_rank * num_processes
+    return [
+        {**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)}
+        for local in range(num_processes)
+    ]
+
+
+def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
+    """Runs a plan to its end, with restarts.
+
+    Args:
+        plan: what to start.
+        tell: takes a line about what happens.
+
+    Returns:
+        0, or the exit code of the rank that failed first in the last attempt.
+
+    Raises:
+        LaunchError: when the command does not exist.
+    """
+    command = (_find_program(plan.command[0]), *plan.command[1:])
+    plan = dataclasses.replace(plan, command=command)
+    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
+    count, restarts = plan.num_processes, 0
+    while True:
+        attempt = _Attempt(plan, count, tell)
+        code = attempt.run()
+        count = next_count(plan, count, attempt.failed)
+        if code == 0 or attempt.signals or restarts == plan.max_restarts or not count:
+            return code
+        restarts += 1
+        tell(f"restart {restarts} of {plan.max_restarts}, with {count} processes")
+
+
+def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
+    """How many processes the next attempt has; 0 if there is no sense in one.
+
+    Args:
+        plan: the plan.
+        count: how many the attempt had that failed.
+        failed: the rank that failed first.
+    """
+    if failed is None:
+        return 0
+    has_shrunk = count < plan.num_processes
+    if failed.code == USER_ERROR:
+        # A mistake, or sizes that do not divide by a number of processes nobody planned for.
+        return count - 1 if has_shrunk else 0
+    is_lost = failed.was_killed or failed.code == EXIT_PEER_LOST
+    return max(count - 1, 1) if plan.elastic and is_lost else count
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+class _Attempt:
+    """One start of all ranks of this host."""
+
+    def __init__(self, plan: LaunchPlan, count: int, tell: Callable[[str], None]):
+        self.plan, self.count, self.tell = plan, count, tell
+        self.children: list[Child] = []
+        self.signals: list[int] = []
+        self.failed: Child | None = None
+
+    def run(self) -> int:
+        """Starts the ranks, waits for their end, and leaves none behind."""
+        with self._forwarding():
+            try:
+                self._start()
+                self.failed = self._wait()
+                if self.failed is not None:
+                    self._end_others(self.failed)
+            finally:
+                for child in self.children:
+                    child.kill()
+        return 0 if self.failed is None else self.failed.code or 0
+
+    def _start(self) -> None:
+        plan = self.plan
+        port = plan.master_port or (free_port() if plan.nnodes == 1 else DEFAULT_PORT)
+        for env in rank_environments(plan, os.environ, self.count, port):
+            rank = int(env["RANK"])
+            log = plan.log_dir / f"rank-{rank}.log"
+            self.children.append(
+                start_child(plan.command, env, rank, log, env["LOCAL_RANK"] == "0")
+            )
+
+    def _wait(self) -> Child | None:
+        """Returns the first rank that failed, or None when all have ended well."""
+        while True:
+            codes = [child.code for child in self.children]
+            for child, code in zip(self.children, codes, strict=True):
+                if code:
+                    return child
+            if None not in codes:
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def _end_others(self, failed: Child) -> None:
+        self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")
+        deadline = time.monotonic() + self.plan.grace
+        while any(child.code is None for child in self.children) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    @contextlib.contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Hands SIGINT and SIGTERM on to the ranks, which know how to stop."""
+
+        def forward(number: int, frame: object) -> None:
+            self.signals.append(number)
+            for child in self.children:
+                child.send(number)
+
+        before = {number: signal.signal(number, forward) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _find_program(name: str) -> str:
+    """Finds a program on the path, or beside the Python that runs this, as `axon` is."""
+    found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    found = found or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise LaunchError(f"there is no program {name!r}; give one that is on the PATH")
+    return found

@@ -1,0 +1,34 @@
+"""The run around a step: the trainer, its records, its signals and what it shows.
+
+Imports `step` and `core`. Start reading in `trainer.py`.
+"""
+
+from .extras import has_module as has_module
+from .extras import require as require
+from .live import LiveProgress as LiveProgress
+from .live import make_progress as make_progress
+from .meters import StepTime as StepTime
+from .meters import bytes_per_device as bytes_per_device
+from .meters import model_flops_utilization as model_flops_utilization
+from .meters import profile as profile
+from .meters import time_step as time_step
+from .metrics import JsonlWriter as JsonlWriter
+from .metrics import MetricWriter as MetricWriter
+from .metrics import TensorBoardWriter as TensorBoardWriter
+from .metrics import WandbWriter as WandbWriter
+from .plots import plot_losses as plot_losses
+from .progress import PlainProgress as PlainProgress
+from .progress import Progress as Progress
+from .progress import SilentProgress as SilentProgress
+from .progress import Status as Status
+from .progress import byte_size as byte_size
+from .progress import clock_time as clock_time
+from .progress import duration as duration
+from .progress import si as si
+from .rhythm import LoopOptions as LoopOptions
+from .stop import StopConsensus as StopConsensus
+from .stop import StopRequest as StopRequest
+from .stop import stop_on_signals as stop_on_signals
+from .trainer import FINISHED as FINISHED
+from .trainer import Trainer as Trainer
+from .trainer import TrainResult as TrainResult

@@ -1,0 +1,209 @@
+"""What is known of a run so far: metrics as they come back from the devices, and their history."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from axon_dist.core.typing import Array
+
+from ..step.nonfinite import FLAG, Loss, is_lost
+from .metrics import MetricWriter
+from .progress import Progress, Status
+
+_RECENT_STEPS = 50
+
+
+class Record:
+    """Takes metrics as device scalars, fetches them when told to, averages and passes them on.
+
+    The clock runs from `start_clock` to `stop_clock`, so that compiling and validating are not
+    counted as training.
+
+    Args:
+        first_step: steps taken before this run.
+        num_steps: the last step of the run.
+        log_every: steps averaged into one record.
+        writers: take the records.
+        progress: takes a status after every fetched step.
+        device_bytes: bytes of the train state per device, to be shown.
+        items_per_step: items in a global batch; None leaves the throughput out.
+        utilization: from items per second to the share of the hardware's peak, if that is known.
+        item: what the items are.
+        skips: whether steps that were not finite are counted and left out; else the first of them
+            is `lost`, and nothing after it is taken.
+        tell: takes the number of steps taken whenever something got done.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        num_steps: int,
+        log_every: int,
+        writers: Sequence[MetricWriter],
+        progress: Progress,
+        device_bytes: int,
+        items_per_step: int | None = None,
+        utilization: Callable[[float], float] | None = None,
+        item: str = "tokens",
+        skips: bool = False,
+        tell: Callable[[int], None] = lambda step: None,
+    ):
+        self._tell = tell
+        self.lost: Loss | None = None
+        self.skips, self.skipped_steps = skips, 0
+        self._skipped: list[Loss] = []
+        self.first_step = self.taken = self.step = first_step
+        self.num_steps, self.log_every, self.rollbacks = num_steps, log_every, 0
+        self.writers, self.progress, self.device_bytes = writers, progress, device_bytes
+        self.items_per_step, self.item, self.utilization = items_per_step, item, utilization
+        self.train_curve: list[tuple[int, float]] = []
+        self.validation_curve: list[tuple[int, float]] = []
+        self.latest: dict[str, float] = {}
+        self.train_seconds, self.timed_steps = 0.0, 0
+        self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
+        self._window: list[dict[str, float]] = []
+        self._recent: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
+        self._mark: float | None = None
+
+    @property
+    def items_per_second(self) -> float | None:
+        """Throughput over the whole run while the clock ran."""
+        if self.items_per_step is None or not self.train_seconds:
+            return None
+        return self.items_per_step * self.timed_steps / self.train_seconds
+
+    @property
+    def _rate(self) -> str:
+        return f"time/{self.item}_per_second"
+
+    def start_clock(self) -> None:
+        """From now on time is training time."""
+        self._mark = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """From now on it is not; first waits for every step taken."""
+        self.settle()
+        self._mark = None
+
+    def add(self, metrics: Mapping[str, Array]) -> None:
+        """Takes the metrics of the next step, which may still be running."""
+        self.taken += 1
+        self.sign()
+        self._pending.append((self.taken, metrics))
+
+    def sign(self) -> None:
+        """Tells that the run goes on."""
+        self._tell(self.taken)
+
+    def settle(self, keep: int = 0) -> None:
+        """Fetches all but the newest metrics; waits for the steps they come from.
+
+        Args:
+            keep: how many of the newest to leave on the devices.
+        """
+        while len(self._pending) > keep:
+            step, metrics = self._pending.popleft()
+            fetched = jax.device_get(dict(metrics))
+            self._take(step, {name: float(value) for name, value in fetched.items()})
+
+    def validated(self, loss: float) -> None:
+        """Takes the validation loss after the last step."""
+        self.validation_curve.append((self.step, loss))
+        self._write({"validation/loss": loss})
+        self._show()
+
+    def go_back(self, step: int) -> None:
+        """Forgets what came after a step, because the run goes on from there."""
+        self._pending.clear()
+        self._window.clear()
+        self.first_step = self.taken = self.step = step
+        self.lost, self.rollbacks = None, self.rollbacks + 1
+        self.train_curve = [point for point in self.train_curve if point[0] <= step]
+        self.validation_curve = [point for point in self.validation_curve if point[0] <= step]
+        self.start_clock()
+
+    def close_window(self) -> None:
+        """Writes the mean over the steps since the last record, if there are any."""
+        skipped = {"train/skipped_steps": float(self.skipped_steps)} if self.skips else {}
+        tells = self._tell_skipped()
+        if not self._window:
+            self._write(skipped if tells else {})
+            return
+        names = self._window[0]
+        means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
+        self._window.clear()
+        self.train_curve.append((self.step, means["loss"]))
+        losses = {f"train/{name}": value for name, value in means.items()}
+        self.latest = losses | skipped | self._speed()
+        self._write(self.latest)
+
+    def _take(self, step: int, values: dict[str, float]) -> None:
+        lost = is_lost(values)
+        if self.lost is None and lost and not self.skips:
+            self.lost = Loss(step, values["loss"])
+        if self.lost is not None:
+            return
+        if self._mark is not None:
+            now = time.perf_counter()
+            self._recent.append(now - self._mark)
+            self.train_seconds += now - self._mark
+            self.timed_steps += 1
+            self._mark = now
+        self.step = step
+        if lost:
+            self.skipped_steps += 1
+            self._skipped.append(Loss(step, values["loss"]))
+        else:
+            self._window.append({name: values[name] for name in values if name != FLAG})
+        if step % self.log_every == 0 or step == self.num_steps:
+            self.close_window()
+        self._show()
+
+    def _speed(self) -> dict[str, float]:
+        if not self._recent:
+            return {}
+        seconds = statistics.fmean(self._recent)
+        speed = {"time/step_seconds": seconds}
+        if self.items_per_step is not None:
+            rate = speed[self._rate] = self.items_per_step / seconds
+            if self.utilization is not None:
+                speed["time/model_flops_utilization"] = self.utilization(rate)
+        return speed
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        for writer in self.writers if metrics else ():
+            writer.write(self.step, metrics)
+
+    def _tell_skipped(self) -> bool:
+        """Notes the steps skipped since the last record; whether there were any."""
+        skipped, self._skipped = self._skipped, []
+        if skipped:
+            count = f"{len(skipped)} steps skipped, {self.skipped_steps} so far"
+            self.progress.note(f"{count}; {skipped[0]}")
+        return bool(skipped)
+
+    def _show(self) -> None:
+        self.progress.update(self.status())
+
+    def status(self) -> Status:
+        """Where the run stands."""
+        speed = self._speed()
+        seconds = speed.get("time/step_seconds")
+        left = self.num_steps - self.step
+        recent = self._window or [{"loss": value} for _, value in self.train_curve[-1:]]
+        return Status(
+            step=self.step,
+            num_steps=self.num_steps,
+            loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
+            validation_loss=self.validation_curve[-1][1] if self.validation_curve else None,
+            items_per_second=speed.get(self._rate),
+            item=self.item,
+            step_seconds=seconds,
+            seconds_left=seconds * left if seconds and left else None,
+            device_bytes=self.device_bytes,
+        )

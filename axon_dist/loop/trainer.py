@@ -1,0 +1,392 @@
+"""`Trainer`: takes the steps of a run, validates, tells, and stops cleanly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import NoReturn
+
+import jax
+
+from axon_dist.core.errors import ConfigError, NonfiniteError
+from axon_dist.core.tree import num_params
+from axon_dist.core.typing import Batch
+from axon_dist.mesh import watch_steps
+from axon_dist.precision import all_finite
+
+from ..step.nonfinite import FLAG, Loss, Nonfinite
+from ..step.state import TrainState
+from ..step.step import TrainStep
+from .delay import delayed
+from .meters import bytes_per_device, model_flops_utilization
+from .metrics import MetricWriter
+from .progress import Progress, SilentProgress
+from .record import Record
+from .rhythm import LoopOptions
+from .stop import StopConsensus, Stops, stop_on_signals
+
+_LAG = 2
+FINISHED = "finished"
+"""The reason of a run that got to its last step."""
+NONFINITE = "nonfinite"
+"""The reason of a run that ends with an error."""
+_ADVICE = (
+    "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' goes past "
+    "such batches, 'rollback' back to a checkpoint"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Args:
+        state: after the last step.
+        num_steps: steps that the state has taken.
+        reason: why the run ended, such as `finished` or `SIGINT`.
+        train_curve: pairs of step and mean training loss.
+        validation_curve: pairs of step and validation loss.
+        compile_seconds: until the first step was done.
+        train_seconds: of all later steps, validation not counted.
+        items_per_second: over the train seconds; None if unknown.
+        device_bytes: of the train state, on the fullest device.
+        skipped_steps: steps whose batch changed nothing, because they were not finite.
+        rollbacks: how often the run went back to a checkpoint.
+    """
+
+    state: TrainState
+    num_steps: int
+    reason: str
+    train_curve: tuple[tuple[int, float], ...]
+    validation_curve: tuple[tuple[int, float], ...]
+    compile_seconds: float
+    train_seconds: float
+    items_per_second: float | None
+    device_bytes: int
+    skipped_steps: int = 0
+    rollbacks: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run got to its last step."""
+        return self.reason == FINISHED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The loop around a step: `for batch in batches: state, metrics = step(state, batch)`.
+
+    Metrics are read two steps late. That keeps two steps queued on the devices while the host
+    loads and places the next batch, so that neither waits for the other, and bounds how far the
+    host runs ahead.
+
+    SIGINT (Ctrl-C) and SIGTERM end the run after the step under way, with everything kept; a
+    validation under way is left without a result.
+
+    A loss or gradient that is not finite does what the step was built for, its `nonfinite`. A step
+    built for nothing has changed its state by the time it is noticed: the run ends with an error,
+    and that state is not saved.
+
+    Args:
+        step: from `build_train_step`.
+        batches: what the step takes; the run ends early if they do.
+        options: length and rhythm.
+        validation: makes the batches of one validation, all of one size; None does not validate.
+        writers: take the metrics.
+        progress: shows the run.
+        should_stop: reads the latest record of metrics before every step; the run ends on every
+            process as soon as it returns true on one. See below for the keys.
+        save: `save(state, number, loss)` takes a state between two steps, the number of steps it
+            has taken, and its validation loss or None; must be done with the arrays when it
+            returns. It gets the last state too, however the run ends but by an error; where that
+            is a step that was not finite, the state before, if it is still there. All that
+            `batches` has handed out by then went into the state.
+        give_back: takes how many of the last batches went into no state after all; called before
+            the last state of a run that stops because a step was not finite is saved.
+        go_back: returns the newest good state that was saved, or None if there is none; has to be
+            there where the step's `nonfinite` is `"rollback"`.
+
+    What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
+    the first such record on.
+
+        train/loss, train/...             each metric of the step, such as `train/grad_norm`
+        train/skipped_steps               so far; where the step's `nonfinite` is `"skip"`
+        time/step_seconds                 as soon as a step after the first was timed
+        time/tokens_per_second            beside it with `items_per_step`; named after `item`
+        time/model_flops_utilization      beside it with `peak_flops`
+
+    Validation losses are not among them.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax
+        >>> from flax import nnx
+        >>> from axon_dist.mesh import World
+        >>> from axon_dist.parallel import ddp
+        >>> from axon_dist.train import build_train_step
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
+        >>> batches = [{"x": np.ones((8, 2), np.float32)}] * 20
+        >>> trainer = Trainer(step=step, batches=batches, options=LoopOptions(num_steps=20))
+        >>> result = trainer.fit()
+        >>> result.reason, result.train_curve[-1][1] < 0.01
+        ('finished', True)
+        >>> is_good = lambda record: record["train/loss"] < 0.5
+        >>> options = LoopOptions(num_steps=20, log_every=1)
+        >>> early = Trainer(step=step, batches=batches, options=options, should_stop=is_good).fit()
+        >>> early.reason, early.num_steps < 20
+        ('should_stop', True)
+    """
+
+    step: TrainStep
+    batches: Iterable[Batch]
+    options: LoopOptions
+    validation: Callable[[], Iterable[Batch]] | None = None
+    writers: Sequence[MetricWriter] = ()
+    progress: Progress = SilentProgress()
+    should_stop: Callable[[Mapping[str, float]], bool] | None = None
+    save: Callable[[TrainState, int, float | None], None] | None = None
+    give_back: Callable[[int], None] | None = None
+    go_back: Callable[[], TrainState | None] | None = None
+
+    def fit(self, state: TrainState | None = None) -> TrainResult:
+        """Trains until the last step, the end of the data, or a reason to stop.
+
+        Args:
+            state: where to go on; None starts from `step.init()`. Its arrays are used up.
+
+        Returns:
+            The result, with the last state.
+
+        Raises:
+            ConfigError: when the options are not possible or need a function that is not there,
+                or there is no batch or no step left.
+            NonfiniteError: when a loss or gradient is not finite, and the step was not built to
+                skip it or go back.
+        """
+        self.options.validate()
+        self._check_policy()
+        with (
+            self.progress,
+            stop_on_signals(self._tell_signal) as request,
+            watch_steps(self.step.world) as tell,
+        ):
+            with self.progress.phase("initializing"):
+                state = self.step.init() if state is None else state
+                record = self._record(state, tell)
+            self._check_steps_left(record)
+            start = time.perf_counter()
+            run = self._first_step(state, record)
+            compile_seconds = time.perf_counter() - start
+            stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
+            state, ended = self._steps(*run, record, stops)
+            reason = ended or stops.reason
+            self._finish(state, record, reason, stops)
+        return TrainResult(
+            state=state,
+            num_steps=record.step,
+            reason=reason,
+            train_curve=tuple(record.train_curve),
+            validation_curve=tuple(record.validation_curve),
+            compile_seconds=compile_seconds,
+            train_seconds=record.train_seconds,
+            items_per_second=record.items_per_second,
+            device_bytes=record.device_bytes,
+            skipped_steps=record.skipped_steps,
+            rollbacks=record.rollbacks,
+        )
+
+    def _record(self, state: TrainState, tell: Callable[[int], None]) -> Record:
+        options, utilization = self.options, None
+        if options.peak_flops is not None:
+            utilization = functools.partial(
+                model_flops_utilization,
+                num_params(state.params),
+                peak_flops=options.peak_flops,
+                num_devices=self.step.world.size,
+            )
+        return Record(
+            int(state.step),
+            options.num_steps,
+            options.log_every,
+            self.writers,
+            self.progress,
+            bytes_per_device(state),
+            options.items_per_step,
+            utilization,
+            item=options.item,
+            skips=self._policy is Nonfinite.SKIP,
+            tell=tell,
+        )
+
+    @property
+    def _policy(self) -> Nonfinite | None:
+        return self.step.options.nonfinite
+
+    def _check_policy(self) -> None:
+        if self._policy is Nonfinite.ROLLBACK and self.go_back is None:
+            raise ConfigError(
+                "the step was built with nonfinite='rollback' and the trainer has no go_back; give "
+                "it a function that returns the newest state saved, or build the step to stop or "
+                "skip"
+            )
+
+        given = {"save": ("save_every", self.save), "validation": ("eval_every", self.validation)}
+        for name, (option, function) in given.items():
+            every = getattr(self.options, option)
+            if every and function is None:
+                raise ConfigError(
+                    f"the options have {option}={every} and the trainer has no {name}, so nothing "
+                    f"would happen then; give it a {name} function, or leave {option} at 0"
+                )
+
+    def _check_steps_left(self, record: Record) -> None:
+        if record.step >= self.options.num_steps:
+            raise ConfigError(
+                f"the state has taken {record.step} steps and the run ends at step "
+                f"{self.options.num_steps}; raise the number of steps"
+            )
+
+    def _first_step(
+        self, state: TrainState, record: Record
+    ) -> tuple[TrainState, Iterator[Batch], dict]:
+        batches = iter(self.batches)
+        first = next(batches, None)
+        if first is None:
+            raise ConfigError("there is no batch to train on; give the trainer at least one")
+        with self.progress.phase("compiling the train step"):
+            state, metrics = self.step(state, first)
+            record.add(metrics)
+            record.settle()
+        record.start_clock()
+        return state, batches, metrics
+
+    def _steps(
+        self,
+        state: TrainState,
+        batches: Iterator[Batch],
+        metrics: dict,
+        record: Record,
+        stops: Stops,
+    ) -> tuple[TrainState, str | None]:
+        """Takes all steps but the first; the last state, and why, unless somebody asked to stop."""
+        while True:
+            if self._is_pause(record.taken):
+                # What is validated, saved or the result must be known to be finite.
+                record.settle()
+            if record.lost is not None:
+                earlier = self._go_back(record)
+                if earlier is None:
+                    return state, NONFINITE
+                state, metrics = earlier, {}
+            elif record.taken == self.options.num_steps:
+                return state, FINISHED
+            elif self._pause_after(record.taken, state, record, stops):
+                return state, None
+            if stops.between_steps(record.latest):
+                return state, None
+            batch = next(batches, None)
+            if batch is None:
+                return state, "out of data"
+            record.sign()
+            state, metrics = self.step(state, batch, metrics.get(FLAG))
+            record.add(metrics)
+            record.settle(keep=_LAG)
+
+    def _is_pause(self, number: int) -> bool:
+        options = self.options
+        rhythms = (options.eval_every, options.save_every, options.num_steps)
+        return any(_is_multiple(number, every) for every in rhythms)
+
+    def _go_back(self, record: Record) -> TrainState | None:
+        """The state to go on from after a step that was not finite; None where the run stops."""
+        limit = self.options.max_rollbacks
+        if self._policy is not Nonfinite.ROLLBACK or record.rollbacks == limit:
+            return None
+        assert self.go_back is not None
+        state = self.go_back()
+        if state is None:
+            return None
+        lost, number = record.lost, int(state.step)
+        record.go_back(number)
+        self.progress.note(
+            f"{lost}: went back to step {number}, and on with the batches after that one "
+            f"(rollback {record.rollbacks} of {limit})"
+        )
+        return state
+
+    def _pause_after(self, number: int, state: TrainState, record: Record, stops: Stops) -> bool:
+        """Validates and saves between two steps, where it is time to; whether to stop then."""
+        has_stopped = False
+        if self.validation is not None and _is_multiple(number, self.options.eval_every):
+            has_stopped = not self._validate(state, record, stops)
+        if _is_multiple(number, self.options.save_every):
+            self._save(number, state, record)
+        return has_stopped
+
+    def _save(self, number: int, state: TrainState, record: Record) -> None:
+        if self.save is not None:
+            if self._policy is None and not bool(jax.jit(all_finite)(state.params)):
+                raise NonfiniteError(
+                    f"the parameters after step {number} are not finite. {_ADVICE}"
+                )
+            losses = dict(record.validation_curve[-1:])
+            self.save(state, number, losses.get(number))
+
+    def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
+        """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
+        assert self.validation is not None
+        record.stop_clock()
+        is_first = not record.validation_curve
+        values = []
+        with self.progress.phase("compiling the validation") if is_first else nullcontext():
+            batches = (record.sign() or batch for batch in self.validation())
+            losses = (self.step.evaluate(state, batch)["loss"] for batch in batches)
+            for loss in delayed(losses, _LAG):
+                values.append(float(loss))
+                record.sign()
+                if stops.meanwhile():
+                    self.progress.note(
+                        f"{stops.reason}: left the validation after step {record.step}"
+                    )
+                    return False
+        if not values:
+            raise ConfigError("validation gave no batch; give at least one, or no validation")
+        record.validated(statistics.fmean(values))
+        record.start_clock()
+        return True
+
+    def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
+        record.stop_clock()
+        record.close_window()
+        if record.lost is not None:
+            self._stop_before(record.lost, state, record)
+        if reason == FINISHED and self.validation is not None:
+            self._validate(state, record, stops)
+        if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
+            self._save(record.step, state, record)
+
+    def _stop_before(self, lost: Loss, state: TrainState, record: Record) -> NoReturn:
+        """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
+        kept = ""
+        if self._policy is not None:
+            kept = f"; the state is that of step {record.step}"
+            if self.give_back is not None:
+                self.give_back(record.taken - record.step)
+            is_saved = record.step == record.first_step
+            if not is_saved and not _is_multiple(record.step, self.options.save_every):
+                self._save(record.step, state, record)
+        gone_back = f" after {record.rollbacks} rollbacks" if record.rollbacks else ""
+        raise NonfiniteError(f"{lost}{gone_back}{kept}. {_ADVICE}")
+
+    def _tell_signal(self, name: str) -> None:
+        self.progress.note(f"{name}: stopping after this step (once more aborts)")
+
+
+def _is_multiple(number: int, every: int) -> bool:
+    """Whether it is time again; never where `every` is 0."""
+    return every > 0 and number % every == 0

@@ -1,0 +1,24 @@
+"""Pipelines: the model cut into stages, and the one executor of every schedule.
+
+`stage.py` says what a stage is, `executor.py` runs stages by a table, `uniform.py` makes them of a
+traced model. Nothing here knows strategies; `step/pipeline_view.py` does.
+"""
+
+from .executor import Executor as Executor
+from .layout import Keys as Keys
+from .layout import Stages as Stages
+from .loss_trace import LossTrace as LossTrace
+from .loss_trace import buffers_over_time as buffers_over_time
+from .loss_trace import trace_loss as trace_loss
+from .policy import Staged as Staged
+from .products import with_joined_rows as with_joined_rows
+from .stage import Data as Data
+from .stage import Loss as Loss
+from .stage import StageProgram as StageProgram
+from .stage import Wire as Wire
+from .state import Sums as Sums
+from .storage import ModelStorage as ModelStorage
+from .storage import storage_for as storage_for
+from .switch import SwitchStages as SwitchStages
+from .uniform import UniformStages as UniformStages
+from .weight import mean_weight as mean_weight

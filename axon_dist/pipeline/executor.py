@@ -1,0 +1,343 @@
+"""The one executor: any valid schedule as one `lax.scan` over its ticks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.typing import Array, PyTree
+from ..schedule import Phase, Schedule, SlotPlan, assign_slots
+from .backward import DividedBackward, Operands, pull_back
+from .packing import Packing
+from .stage import Data, Loss, Rest, StageProgram, Wire
+from .state import State, Sums, add, empty, get, put, zeros
+from .tables import NONE, Channel, Lane, Program, inputs_of, program_of
+
+Tick: TypeAlias = dict[str, Array]
+"""A lane's entries for this rank in one tick."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executor:
+    """Runs the forward and backward passes of all microbatches, in the order of a schedule.
+
+    In each tick a rank does the actions of its cell, each a branch that nothing is computed in
+    when the cell lacks it. What crosses between ranks is sent after them, by permutations that
+    every rank takes part in: a permutation within a branch would wait for ranks that never come.
+    Buffers have as many slots as values are alive at once, however many microbatches there are.
+
+    A backward pass recomputes its stage from the input, or takes what the forward pass kept. When
+    it recomputes, the forward pass of the last stage is left to it altogether.
+
+    Args:
+        schedule: a valid table.
+        stages: the programs of its stages.
+        axis: the mesh axis of the pipeline.
+        weights: the rows of this rank's block parameters.
+        rest: all other parameters.
+        data: (index of a microbatch) -> what is known of it.
+        scale: what the loss is multiplied by on the way back.
+        keeps: whether forward passes keep residuals; else backward passes recompute.
+    """
+
+    schedule: Schedule
+    stages: Sequence[StageProgram]
+    axis: str
+    weights: list[list[Array]]
+    rest: list[Array]
+    data: Callable[[Array], Data]
+    scale: Array | None = None
+    keeps: bool = False
+
+    def run(self) -> Sums:
+        """Runs the schedule inside `shard_map`; returns this rank's sums."""
+        rank = jax.lax.axis_index(self.axis)
+        own = lambda table: jnp.asarray(table)[rank]
+        lanes = [_columns(lane, own) for lane in self.program.lanes]
+        channels = [own(channel.slot) for channel in self.program.channels]
+        state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
+        return state.sums
+
+    @cached_property
+    def slots(self) -> SlotPlan:
+        """Where every value lies."""
+        return assign_slots(self.schedule)
+
+    @cached_property
+    def program(self) -> Program:
+        """The tables."""
+        return program_of(self.schedule, self.slots, self.keeps)
+
+    @cached_property
+    def _wire(self) -> Wire:
+        """The shapes of what stages pass on."""
+        make = lambda: self.stages[0].first(dict(enumerate(self.rest)), self.data(jnp.int32(0)))
+        return jax.eval_shape(make)
+
+    @cached_property
+    def _parts(self) -> list[DividedBackward]:
+        """Forward, input gradient and weight gradient of each program, where they are apart."""
+        if not (self.keeps or self.schedule.splits_backward):
+            return []
+        return [self._divide(program) for program in self.stages]
+
+    @cached_property
+    def _stash(self) -> Packing:
+        """What a forward keeps: the output of the stage, and residuals."""
+        output = jax.tree.leaves(self._wire)
+        if not self.keeps:
+            return Packing.of([()])
+        return Packing.of([[*output, *part.shapes(part.kept)] for part in self._parts])
+
+    @cached_property
+    def _held(self) -> Packing:
+        return Packing.of([part.shapes(part.held) for part in self._parts] or [()])
+
+    def _divide(self, program: StageProgram) -> DividedBackward:
+        rest = self._pick(program.middle_uses)
+        shapes = lambda: (self.data(jnp.int32(0)), jnp.int32(0), zeros(self._wire))
+        at = Operands(self._rows(program), rest, *jax.eval_shape(shapes))
+        return DividedBackward.of(program, at, self._wire.floats, self.keeps)
+
+    def _start(self) -> State:
+        shape = self._wire
+        inputs = inputs_of(self.slots, self.keeps)
+        return State(
+            inputs=empty(shape, max(inputs.num_slots, 1)),
+            gradients=empty(shape.floats, max(self.slots.gradients.num_slots, 1)),
+            stash=empty(list(self._stash.packed), self.slots.stash.num_slots),
+            held=empty(list(self._held.packed), self.slots.held.num_slots),
+            sums=Sums(
+                rows=zeros(self.weights, jnp.float32),
+                rest={i: zeros(self.rest[i], jnp.float32) for i in self._used},
+                loss=zeros(self._loss_shape, jnp.float32),
+            ),
+        )
+
+    @property
+    def _used(self) -> list[int]:
+        return [i for i, x in enumerate(self.rest) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    @cached_property
+    def _loss_shape(self) -> Loss:
+        wire = zeros(self._wire)
+        make = lambda: self.stages[-1].last(
+            dict(enumerate(self.rest)), self.data(jnp.int32(0)), wire
+        )
+        return jax.eval_shape(make)
+
+    def _tick(self, state: State, tables: tuple[list[Tick], list[Array]]) -> tuple[State, None]:
+        lanes, arrivals = tables
+        sent = []
+        for lane, tick in zip(self.program.lanes, lanes, strict=True):
+            state, result = self._do(lane, tick, state)
+            sent.append(result)
+        with jax.named_scope("transfer"):
+            for channel, slot in zip(self.program.channels, arrivals, strict=True):
+                state = self._transfer(channel, slot, sent[channel.lane], state)
+        return state, None
+
+    def _transfer(self, channel: Channel, slot: Array, value: PyTree, state: State) -> State:
+        move = lambda x: jax.lax.ppermute(x, self.axis, channel.pairs)
+        arrived = jax.tree.map(move, value)
+        return self._receive(self.program.lanes[channel.lane].phase, slot, arrived, state)
+
+    def _receive(self, phase: Phase, slot: Array, value: PyTree, state: State) -> State:
+        if phase is Phase.F:
+            return state._replace(inputs=put(state.inputs, slot, value, slot != NONE))
+        return state._replace(gradients=put(state.gradients, slot, value, slot != NONE))
+
+    def _do(self, lane: Lane, tick: Tick, state: State) -> tuple[State, PyTree]:
+        """Runs one lane; returns the new state and what may be sent."""
+        act = {
+            Phase.F: self._forward,
+            Phase.B: self._backward,
+            Phase.I: self._input_gradient,
+            Phase.W: self._weight_gradient,
+        }[lane.phase]
+        with jax.named_scope(f"{lane.phase}"):
+            state, result = act(tick, state)
+        if (lane.hand_over != NONE).any():
+            state = self._receive(lane.phase, tick["hand_over"], result, state)
+        return state, result
+
+    def _choose(
+        self, tick: Tick, active: Array, branch: Callable, idle: Callable, operand: PyTree
+    ) -> PyTree:
+        """Runs the branch of the stage of this tick, or none."""
+        number = np.zeros(self.schedule.num_stages, np.int32)
+        for index, program in enumerate(self.stages):
+            number[list(program.stages)] = index + 1
+        index = jnp.where(active, jnp.asarray(number)[tick["stage"]], 0)
+        branches = [
+            lambda operand, i=i: branch(i, self.stages[i], operand) for i in range(len(self.stages))
+        ]
+        return jax.lax.switch(index, [idle, *branches], operand)
+
+    def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
+        stage = tick["stage"]
+
+        def run(i: int, program: StageProgram, operand: Any) -> tuple[Wire, Wire, list]:
+            inputs, stash = operand
+            data = self.data(tick["microbatch"])
+            before = lambda: program.first(self._pick(program.first_uses), data)
+            x = _when(program, stage, 0, before, lambda: get(inputs, tick["inputs"]))
+            rest = self._pick(program.middle_uses)
+            at = Operands(self._rows(program), rest, data, stage, x)
+            if not self.keeps:
+                return x, program.middle(*at) if self.schedule.num_stages > 1 else x, stash
+            y, kept = self._parts[i].forward(at)
+            values = self._stash.pack(i, [*jax.tree.leaves(y), *kept])
+            return x, y, put(stash, tick["stash"], values)
+
+        idle = lambda operand: (zeros(self._wire), zeros(self._wire), operand[1])
+        is_left = (stage == self.schedule.num_stages - 1) & (stage > 0) & (not self.keeps)
+        active, operand = tick["active"] & ~is_left, (state.inputs, state.stash)
+        x, y, stash = self._choose(tick, active, run, idle, operand)
+        if self.keeps:
+            return state._replace(stash=stash), y
+        inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
+        return state._replace(inputs=inputs), y
+
+    def _backward(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
+        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, Sums]:
+            state, sums = operand
+            at = self._operands(program, tick, state)
+            if self.keeps:
+                y, kept = self._kept(i, tick, state)
+                seed, sums = self._seed(program, tick, y, state, sums)
+                inputs, held = self._parts[i].input_gradient(at, kept, seed)
+                weights, rest = self._parts[i].weight_gradient(at, held)
+            else:
+                y, pull = pull_back(program, at)
+                seed, sums = self._seed(program, tick, y, state, sums)
+                weights, rest, inputs = pull(seed)
+            sums = self._add(program, sums, weights, rest)
+            return inputs, self._before(program, tick, inputs, sums)
+
+        idle = lambda operand: (zeros(self._wire.floats), operand[1])
+        operand = (state._replace(sums=None), state.sums)
+        result, sums = self._choose(tick, tick["active"], run, idle, operand)
+        return state._replace(sums=sums), result
+
+    def _input_gradient(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
+        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, list, Sums]:
+            state, buffers, sums = operand
+            at = self._operands(program, tick, state)
+            y, kept = self._kept(i, tick, state) if self.keeps else self._parts[i].forward(at)
+            seed, sums = self._seed(program, tick, y, state, sums)
+            result, held = self._parts[i].input_gradient(at, kept, seed)
+            buffers = put(buffers, tick["held"], self._held.pack(i, held))
+            return result, buffers, self._before(program, tick, result, sums)
+
+        idle = lambda operand: (zeros(self._wire.floats), operand[1], operand[2])
+        operand = (state._replace(sums=None, held=None), state.held, state.sums)
+        result, held, sums = self._choose(tick, tick["active"], run, idle, operand)
+        return state._replace(sums=sums, held=held), result
+
+    def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
+        def run(i: int, program: StageProgram, operand: Any) -> Sums:
+            state, sums = operand
+            held = self._held.unpack(i, get(state.held, tick["held"]))
+            grads = self._parts[i].weight_gradient(self._operands(program, tick, state), held)
+            return self._add(program, sums, *grads)
+
+        operand = (state._replace(sums=None), state.sums)
+        sums = self._choose(tick, tick["active"], run, lambda operand: operand[1], operand)
+        return state._replace(sums=sums), None
+
+    def _operands(self, program: StageProgram, tick: Tick, state: State) -> Operands:
+        """What a backward pass starts from; the input is a placeholder where it was kept."""
+        rest = self._pick(program.middle_uses)
+        data = self.data(tick["microbatch"])
+        wire = zeros(self._wire) if self.keeps else get(state.inputs, tick["inputs"])
+        return Operands(self._rows(program), rest, data, tick["stage"], wire)
+
+    def _kept(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
+        """The output of a stage and the residuals that its forward pass kept."""
+        values = self._stash.unpack(i, get(state.stash, tick["stash"]))
+        leaves, structure = jax.tree.flatten(self._wire)
+        count = len(leaves)
+        return jax.tree.unflatten(structure, values[:count]), values[count:]
+
+    def _seed(
+        self,
+        program: StageProgram,
+        tick: Tick,
+        output: Wire,
+        state: State,
+        sums: Sums,
+    ) -> tuple[list[Array], Sums]:
+        """The gradient of a stage's output: received, or that of the loss at the last stage."""
+        of_loss = lambda: self._loss(program, tick, output, sums)
+        received = lambda: (get(state.gradients, tick["gradients"]), sums)
+        return _when(program, tick["stage"], self.schedule.num_stages - 1, of_loss, received)
+
+    def _loss(
+        self, program: StageProgram, tick: Tick, y: Wire, sums: Sums
+    ) -> tuple[list[Array], Sums]:
+        data = self.data(tick["microbatch"])
+
+        def objective(rest: Rest, floats: list[Array]) -> tuple[Array, Loss]:
+            loss = program.last(rest, data, Wire(floats, y.others))
+            return loss.total if self.scale is None else loss.total * self.scale, loss
+
+        rest = self._pick(program.last_uses)
+        grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
+        # A mean over nothing may be NaN, and must not spoil the means of others.
+        metrics = [jnp.where(loss.weight == 0, 0, m * loss.weight) for m in loss.metrics]
+        new = add(jax.tree.leaves(sums.loss), [loss.total, loss.weight, *metrics])
+        total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
+        return grads[1], _add_rest(total, grads[0])
+
+    def _before(self, program: StageProgram, tick: Tick, gradient: list[Array], sums: Sums) -> Sums:
+        """Adds the gradients of what stands before the first block, at the first stage."""
+        data = self.data(tick["microbatch"])
+
+        def of_first() -> Sums:
+            run = lambda rest: program.first(rest, data).floats
+            _, pull = jax.vjp(run, self._pick(program.first_uses))
+            return _add_rest(sums, pull(gradient)[0])
+
+        return _when(program, tick["stage"], 0, of_first, lambda: sums)
+
+    def _add(self, program: StageProgram, sums: Sums, weights: Any, rest: Rest) -> Sums:
+        rows = list(sums.rows)
+        for row, grads in zip(program.rows, weights, strict=True):
+            rows[row] = add(rows[row], grads)
+        return _add_rest(sums._replace(rows=rows), rest)
+
+    def _rows(self, program: StageProgram) -> list[list[Array]]:
+        return [self.weights[row] for row in program.rows]
+
+    def _pick(self, numbers: Sequence[int]) -> Rest:
+        return {i: self.rest[i] for i in numbers}
+
+
+def _add_rest(sums: Sums, rest: Rest) -> Sums:
+    total = dict(sums.rest)
+    for i, grad in rest.items():
+        (total[i],) = add([total[i]], [grad])
+    return sums._replace(rest=total)
+
+
+def _when(
+    program: StageProgram, stage: Array, which: int, then: Callable, otherwise: Callable
+) -> Any:
+    """Runs `then` at one stage and `otherwise` at others; a branch only where both can happen."""
+    if which not in program.stages:
+        return otherwise()
+    if program.stages == (which,):
+        return then()
+    return jax.lax.cond(stage == which, then, otherwise)
+
+
+def _columns(lane: Lane, own: Callable) -> Tick:
+    names = [field.name for field in dataclasses.fields(Lane) if field.name != "phase"]
+    return {name: own(getattr(lane, name)) for name in names}

@@ -1,0 +1,103 @@
+"""Which blocks of a model make a stage, and on which rank of the pipeline it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+
+from ..core.typing import PyTree
+from ..schedule import Schedule, stage_ranges
+
+Keys: TypeAlias = tuple[Any, ...]
+"""The keys of nested dicts on the way to a leaf or a module."""
+
+
+def flatten(tree: PyTree) -> dict[Keys, Any]:
+    """Nested dicts as one dict by keys, in the order of `jax.tree.leaves`."""
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(entry.key for entry in path): leaf for path, leaf in paths}
+
+
+def nest(flat: dict[Keys, Any]) -> PyTree:
+    """The inverse of `flatten`."""
+    tree: dict[Any, Any] = {}
+    for keys, leaf in flat.items():
+        node = tree
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = leaf
+    return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Which blocks make a stage, and which rank has it.
+
+    Args:
+        blocks: the keys of every block, in the order of the model.
+        boundaries: stage `s` has blocks `boundaries[s]` to `boundaries[s + 1]`.
+        placement: the rank of each stage.
+        num_devices: ranks along the pipeline; some may have no stage.
+
+    Example:
+        >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1), 2)
+        >>> stages.num_rows(0), stages.home(2)
+        (2, (1, 0))
+    """
+
+    blocks: tuple[Keys, ...]
+    boundaries: tuple[int, ...]
+    placement: tuple[int, ...]
+    num_devices: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]):
+        """The stages of a schedule."""
+        return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages through the whole model."""
+        return len(self.placement)
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages that one rank holds, at most."""
+        return max(self.placement.count(device) for device in range(self.num_devices))
+
+    def blocks_of(self, stage: int) -> range:
+        """The blocks of a stage."""
+        return stage_ranges(self.boundaries)[stage]
+
+    def chunk_of(self, stage: int) -> int:
+        """The position of a stage among those of its rank."""
+        return self.placement[:stage].count(self.placement[stage])
+
+    def stages_of(self, chunk: int) -> tuple[int, ...]:
+        """The stages that are the given chunk of their rank."""
+        return tuple(s for s in range(self.num_stages) if self.chunk_of(s) == chunk)
+
+    def num_rows(self, chunk: int) -> int:
+        """Rows that every rank has for a chunk: as many as its longest stage has blocks."""
+        return max(len(self.blocks_of(stage)) for stage in self.stages_of(chunk))
+
+    def first_row(self, chunk: int) -> int:
+        """The first row of a chunk."""
+        return sum(self.num_rows(before) for before in range(chunk))
+
+    def stage_of(self, block: int) -> int:
+        """The stage of a block."""
+        return next(s for s in range(self.num_stages) if block in self.blocks_of(s))
+
+    def home(self, block: int) -> tuple[int, int]:
+        """The rank and the row of a block."""
+        stage = self.stage_of(block)
+        row = self.first_row(self.chunk_of(stage)) + block - self.boundaries[stage]
+        return self.placement[stage], row
+
+    def block_at(self, device: int, row: int) -> int | None:
+        """The block of a rank in a row, or None where the rank has fewer blocks."""
+        homes = (block for block in range(len(self.blocks)) if self.home(block) == (device, row))
+        return next(homes, None)

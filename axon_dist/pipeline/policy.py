@@ -1,0 +1,52 @@
+"""Where the stored parameters of a pipeline lie: rows by stage, the rest spread over the stages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import PartitionSpec
+
+from ..core.typing import Path, Shape
+from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged(Policy):
+    """Lays dim 0 of every row over the pipeline axis, and its other dims as another policy says.
+
+    What is in no block (embedding, final norm, head) is used at one end of the pipeline, but a
+    program that is the same on all ranks reserves its memory on all of them. So it is split over
+    the stages, and gathered for the step.
+
+    Args:
+        inner: decides about a leaf as the model has it.
+        axis: the mesh axis of the pipeline.
+        rows: the paths of all rows.
+        min_elements: leaves outside the blocks with fewer elements stay whole.
+    """
+
+    inner: Policy
+    axis: str
+    rows: frozenset[Path]
+    min_elements: int = 1024
+
+    @property
+    def name(self) -> str:
+        """`pipeline`, and the inner policy's name."""
+        return "pipeline" if self.inner == Replicate() else f"pipeline + {self.inner.name}"
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of the inner policy."""
+        return self.inner.split_axes
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one leaf of the stored tree."""
+        if path in self.rows:
+            own = self.inner.decide(path, shape[1:], mesh)
+            return Decision(PartitionSpec(self.axis, *own.spec), self.name, "one row of blocks")
+        spread = LargestDim((self.axis,), self.min_elements, "pipeline")
+        both = spread if self.inner == Replicate() else Merge((self.inner, spread))
+        return both.decide(path, shape, mesh, taken)

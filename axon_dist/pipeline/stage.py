@@ -1,0 +1,72 @@
+"""What the executor runs: a stage as three functions, with nothing of schedules in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..core.typing import Array
+
+
+class Wire(NamedTuple):
+    """What one stage passes to the next.
+
+    Args:
+        floats: activations, which have gradients.
+        others: counts and flags, which have none.
+    """
+
+    floats: list[Any]
+    others: list[Any]
+
+
+class Data(NamedTuple):
+    """What every rank knows about a microbatch.
+
+    Args:
+        buffers: leaves of the model's buffers before the microbatch.
+        batch: leaves of the microbatch.
+    """
+
+    buffers: list[Any]
+    batch: list[Any]
+
+
+class Loss(NamedTuple):
+    """The outputs of the loss function: a sum, its weight, and weighted means."""
+
+    total: Array
+    weight: Array
+    metrics: list[Array]
+
+
+Rest = dict[int, Any]
+"""Parameters outside the blocks, by their position among them."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageProgram:
+    """The stages that run the same program, on whatever ranks they are.
+
+    Args:
+        stages: which.
+        chunk: which of its rank's chunks each is.
+        rows: the rows of parameters they use.
+        first: (rest, data) -> the input of stage 0.
+        middle: (weights by row, rest, data, stage, input) -> output.
+        last: (rest, data, output of the last stage) -> loss.
+        first_uses: the rest parameters that `first` reads.
+        middle_uses: those that `middle` reads.
+        last_uses: those that `last` reads.
+    """
+
+    stages: tuple[int, ...]
+    chunk: int
+    rows: range
+    first: Callable[[Rest, Data], Wire]
+    middle: Callable[[Sequence[Sequence[Any]], Rest, Data, Array, Wire], Wire]
+    last: Callable[[Rest, Data, Wire], Loss]
+    first_uses: tuple[int, ...]
+    middle_uses: tuple[int, ...]
+    last_uses: tuple[int, ...]

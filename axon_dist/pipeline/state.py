@@ -1,0 +1,91 @@
+"""What the executor carries from tick to tick: buffers of slots, and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..core.typing import Array, PyTree
+from .stage import Loss, Wire
+
+
+class Sums(NamedTuple):
+    """What microbatches add up to, in float32.
+
+    Args:
+        rows: gradients of the rows of block parameters.
+        rest: gradients of the other parameters, by number.
+        loss: sums of losses, of weights, and of weight x metric.
+    """
+
+    rows: list[list[Array]]
+    rest: dict[int, Array]
+    loss: Loss
+
+
+class State(NamedTuple):
+    """The carry of the scan over ticks; buffers have a leading dim of slots.
+
+    Args:
+        inputs: inputs of stages.
+        gradients: gradients of the outputs of stages.
+        stash: what forwards keep.
+        held: what input gradients leave for weight gradients.
+        sums: `Sums`, what has been added up; None where an action only reads the buffers.
+    """
+
+    inputs: Wire
+    gradients: list[Array]
+    stash: list[Array]
+    held: list[Array]
+    sums: Any
+
+
+def empty(shapes: PyTree, num_slots: int) -> PyTree:
+    """Buffers of zeros for values of some shapes."""
+    return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), shapes)
+
+
+def zeros(shapes: PyTree, dtype: Any = None) -> PyTree:
+    """Values of zeros of some shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), shapes)
+
+
+def get(buffers: PyTree, slot: Array) -> PyTree:
+    """The values in a slot."""
+    return jax.tree.map(
+        lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers
+    )
+
+
+def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None) -> PyTree:
+    """Writes values into a slot, or leaves it as it is.
+
+    Args:
+        buffers: leaves with a leading dim of slots.
+        slot: which; ignored when nothing is written.
+        values: leaves of one slot.
+        when: whether to write; None always does. What is written every tick is selected from
+            old and new; large values are better written within the branch that makes them.
+
+    Returns:
+        The new buffers.
+    """
+    place = jnp.maximum(slot, 0)
+
+    def write(buffer: Array, value: Array) -> Array:
+        value = value.astype(buffer.dtype)
+        if when is not None:
+            old = jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False)
+            value = jnp.where(when, value, old)
+        return jax.lax.dynamic_update_index_in_dim(buffer, value, place, 0)
+
+    return jax.tree.map(write, buffers, values)
+
+
+def add(totals: Sequence[Array], values: Sequence[Array]) -> list[Array]:
+    """Adds values to totals, in the dtype of the totals."""
+    return [t + v.astype(t.dtype) for t, v in zip(totals, values, strict=True)]

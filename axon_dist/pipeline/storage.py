@@ -1,0 +1,275 @@
+"""Where the parameters of a pipelined model live: each block's on the rank of its stage alone."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..core.typing import Path, PyTree
+from .layout import Keys, Stages, flatten, nest
+from .packing import Packing
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelStorage(abc.ABC):
+    """A form of a model's parameters in which every rank holds those of its stages alone.
+
+    What is in no block stays as it is. What is in blocks lies in rows: arrays whose dim 0 counts
+    ranks, and is to be split over the pipeline axis.
+
+    Args:
+        stages: blocks, stages and ranks.
+        shapes: nested dict of `ShapeDtypeStruct`, the parameters of the model.
+    """
+
+    stages: Stages
+    shapes: PyTree
+
+    @abc.abstractmethod
+    def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
+        """Makes the rows, by their keys in the stored tree, of the model's leaves."""
+
+    @abc.abstractmethod
+    def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
+        """The leaves of a block, by their keys in the model, of the rows."""
+
+    @abc.abstractmethod
+    def rows_of_chunk(self, chunk: int) -> range:
+        """The numbers of the rows in which a chunk lies."""
+
+    @abc.abstractmethod
+    def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
+        """The leaves of the blocks of a stage, by their keys in the model.
+
+        Args:
+            stage: which.
+            rows: the rows of its chunk, of one rank, without dim 0.
+        """
+
+    @property
+    @abc.abstractmethod
+    def row_names(self) -> list[list[Keys]]:
+        """The keys of the stored leaves that are rows, row by row."""
+
+    @cached_property
+    def rest(self) -> tuple[Keys, ...]:
+        """The keys of the leaves outside the blocks, in the order of the model's leaves."""
+        return tuple(keys for keys in flatten(self.shapes) if self.block_of(keys) is None)
+
+    @property
+    def row_keys(self) -> tuple[Keys, ...]:
+        """The keys of the stored leaves that are rows."""
+        return tuple(keys for row in self.row_names for keys in row)
+
+    @property
+    def homes_by_path(self) -> dict[Path, Path]:
+        """The path of every leaf of a block in the model -> that of a row that holds it."""
+        found = {}
+        for keys in flatten(self.shapes):
+            if (number := self.block_of(keys)) is not None:
+                found[_spelled(keys)] = _spelled(self.row_of(number, keys))
+        return found
+
+    @abc.abstractmethod
+    def row_of(self, number: int, keys: Keys) -> Keys:
+        """The keys of the row that holds a leaf of a block."""
+
+    def block_of(self, keys: Keys) -> int | None:
+        """The block that a leaf of the model belongs to."""
+        blocks = enumerate(self.stages.blocks)
+        return next((i for i, block in blocks if keys[: len(block)] == block), None)
+
+    def from_model(self, params: PyTree) -> PyTree:
+        """The stored form of a model's parameters.
+
+        Args:
+            params: the model's own nested dict.
+
+        Returns:
+            The stored tree: what is in no block as it was, and rows.
+        """
+        flat = flatten(params)
+        return nest({keys: flat[keys] for keys in self.rest} | self.to_rows(flat))
+
+    def to_model(self, stored: PyTree) -> PyTree:
+        """The inverse of `from_model`, exactly."""
+        flat = flatten(stored)
+        params = {keys: flat[keys] for keys in self.rest}
+        for number in range(len(self.stages.blocks)):
+            params |= self.of_block(number, flat)
+        return nest(params)
+
+    def rows_of(self, stored: PyTree) -> list[list[Any]]:
+        """The leaves of every row."""
+        flat = flatten(stored)
+        return [[flat[keys] for keys in row] for row in self.row_names]
+
+    def rest_of(self, stored: PyTree) -> list[Any]:
+        """The leaves outside the blocks, in the order of `rest`."""
+        flat = flatten(stored)
+        return [flat[keys] for keys in self.rest]
+
+    def assemble(self, rows: list[list[Any]], rest: list[Any]) -> PyTree:
+        """The stored tree of given rows and rest; the inverse of `rows_of` and `rest_of`."""
+        flat = dict(zip(self.rest, rest, strict=True))
+        for names, leaves in zip(self.row_names, rows, strict=True):
+            flat.update(zip(names, leaves, strict=True))
+        return nest(flat)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowStorage(ModelStorage):
+    """Parameters of equal blocks: row r stacks block r of every rank.
+
+    Rows are separate arrays, so that no stage has to copy its weights out of a larger one. A row
+    keeps the path of the block of that number, and stands for one such block on each rank; a rank
+    with fewer blocks has zeros there.
+    """
+
+    @cached_property
+    def leaves(self) -> tuple[Keys, ...]:
+        """The keys of the leaves within a block."""
+        prefix = self.stages.blocks[0]
+        return tuple(k[len(prefix) :] for k in flatten(self.shapes) if k[: len(prefix)] == prefix)
+
+    @property
+    def row_names(self) -> list[list[Keys]]:
+        """The keys of the stored leaves that are rows, row by row."""
+        count = sum(self.stages.num_rows(chunk) for chunk in range(self.stages.num_chunks))
+        return [[block + leaf for leaf in self.leaves] for block in self.stages.blocks[:count]]
+
+    def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
+        """Stacks block r of every rank."""
+        return {
+            self.stages.blocks[row] + leaf: self._stack(flat, row, leaf)
+            for row in range(len(self.row_names))
+            for leaf in self.leaves
+        }
+
+    def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
+        """The block's part of its row."""
+        device, row = self.stages.home(number)
+        block, name = self.stages.blocks[number], self.stages.blocks[row]
+        return {block + leaf: rows[name + leaf][device] for leaf in self.leaves}
+
+    def row_of(self, number: int, keys: Keys) -> Keys:
+        """The same leaf of the block whose name the row has."""
+        row = self.stages.home(number)[1]
+        return self.stages.blocks[row] + keys[len(self.stages.blocks[number]) :]
+
+    def rows_of_chunk(self, chunk: int) -> range:
+        """One row per block of the chunk's longest stage."""
+        first = self.stages.first_row(chunk)
+        return range(first, first + self.stages.num_rows(chunk))
+
+    def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
+        """The rows are the blocks."""
+        blocks = [self.stages.blocks[number] for number in self.stages.blocks_of(stage)]
+        return {
+            block + leaf: value
+            for block, row in zip(blocks, rows, strict=False)
+            for leaf, value in zip(self.leaves, row, strict=True)
+        }
+
+    def _stack(self, flat: dict[Keys, Any], row: int, leaf: Keys) -> Any:
+        blocks = [self.stages.block_at(d, row) for d in range(self.stages.num_devices)]
+        held = [None if b is None else flat[self.stages.blocks[b] + leaf] for b in blocks]
+        like = next(x for x in held if x is not None)
+        return jnp.stack([jnp.zeros(like.shape, like.dtype) if x is None else x for x in held])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatStorage(ModelStorage):
+    """Parameters of blocks that differ: a row is all of a chunk, as one vector per dtype.
+
+    The vectors are as long as the largest stage needs; smaller ones end in zeros.
+    """
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How the leaves of each stage become vectors."""
+        flat = flatten(self.shapes)
+        return Packing.of([[flat[keys] for keys in self._keys(s)] for s in self._all])
+
+    @property
+    def row_names(self) -> list[list[Keys]]:
+        """The keys of the stored leaves that are rows, row by row."""
+        forms = [("vector", str(i)) for i in range(len(self.packing.packed))]
+        chunks = range(self.stages.num_chunks)
+        return [[("stages", f"chunk{chunk}", *form) for form in forms] for chunk in chunks]
+
+    def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
+        """Packs the leaves of every stage."""
+        rows: dict[Keys, Any] = {}
+        for chunk, names in enumerate(self.row_names):
+            packed = [self._packed(flat, chunk, d) for d in range(self.stages.num_devices)]
+            for number, name in enumerate(names):
+                rows[name] = jnp.stack([vectors[number] for vectors in packed])
+        return rows
+
+    def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
+        """The block's part of its stage's vectors."""
+        stage = self.stages.stage_of(number)
+        names = self.row_names[self.stages.chunk_of(stage)]
+        own = [rows[name][self.stages.placement[stage]] for name in names]
+        found = self.block_weights(stage, [own])
+        return {keys: x for keys, x in found.items() if self.block_of(keys) == number}
+
+    def row_of(self, number: int, keys: Keys) -> Keys:
+        """The vector of the leaf's dtype."""
+        names = self.row_names[self.stages.chunk_of(self.stages.stage_of(number))]
+        dtype = flatten(self.shapes)[keys].dtype
+        forms = [form.dtype for form in self.packing.packed]
+        return names[forms.index(dtype)]
+
+    def rows_of_chunk(self, chunk: int) -> range:
+        """One row."""
+        return range(chunk, chunk + 1)
+
+    def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
+        """Unpacks the vectors."""
+        return dict(zip(self._keys(stage), self.packing.unpack(stage, rows[0]), strict=True))
+
+    def _packed(self, flat: dict[Keys, Any], chunk: int, device: int) -> list[Any]:
+        stages = self.stages.stages_of(chunk)
+        here = [stage for stage in stages if self.stages.placement[stage] == device]
+        if not here:
+            return [jnp.zeros(form.shape, form.dtype) for form in self.packing.packed]
+        return self.packing.pack(here[0], [flat[keys] for keys in self._keys(here[0])])
+
+    @property
+    def _all(self) -> range:
+        return range(self.stages.num_stages)
+
+    @cached_property
+    def _by_stage(self) -> list[tuple[Keys, ...]]:
+        flat = flatten(self.shapes)
+        blocks = {keys: self.block_of(keys) for keys in flat}
+        return [
+            tuple(keys for keys in flat if blocks[keys] in self.stages.blocks_of(stage))
+            for stage in self._all
+        ]
+
+    def _keys(self, stage: int) -> tuple[Keys, ...]:
+        return self._by_stage[stage]
+
+
+def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
+    """The storage for the blocks of a model: rows of blocks where they are equal, else vectors."""
+    flat = flatten(shapes)
+    form = lambda block: [
+        (keys[len(block) :], leaf.shape, leaf.dtype)
+        for keys, leaf in flat.items()
+        if keys[: len(block)] == block
+    ]
+    forms = [form(block) for block in stages.blocks]
+    kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage
+    return kind(stages, shapes)
+
+
+def _spelled(keys: Keys) -> Path:
+    return "/".join(map(str, keys))

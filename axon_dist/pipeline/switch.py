@@ -1,0 +1,196 @@
+"""Stages that differ: each its own program, cut out of the loss by what depends on what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..core.errors import UnsupportedError
+from ..program.piece import Piece, depends_on, variables
+from .calls import why_not_in_order
+from .loss_trace import LossTrace
+from .packing import Packing
+from .stage import Data, Loss, Rest, StageProgram, Wire
+from .state import zeros
+from .storage import ModelStorage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SwitchStages:
+    """The loss as one program per stage, whatever the model does between its blocks.
+
+    An equation belongs to the stage of the last block that it depends on; what depends on no block
+    is computed wherever it is needed. What a stage passes on is everything that was made before
+    its end and is read after it, as vectors that are as long as the longest stage needs.
+
+    Args:
+        trace: the loss.
+        storage: where parameters lie.
+    """
+
+    trace: LossTrace
+    storage: ModelStorage
+
+    def programs(self) -> list[StageProgram]:
+        """One program per stage.
+
+        Raises:
+            UnsupportedError: when the blocks are not called once each and in order, or a stage
+                reads the parameters of another's blocks.
+        """
+        self._check_calls()
+        for stage, piece in enumerate(self._pieces):
+            self._check_weights(stage, piece)
+        return [self._program(stage) for stage in range(self._num_stages)]
+
+    def _program(self, stage: int) -> StageProgram:
+        stages = self.storage.stages
+        chunk = stages.chunk_of(stage)
+        return StageProgram(
+            stages=(stage,),
+            chunk=chunk,
+            rows=self.storage.rows_of_chunk(chunk),
+            first=lambda rest, data: zeros(Wire(*map(list, self._packed))),
+            middle=lambda weights, rest, data, _, wire: self._middle(
+                stage, weights, rest, data, wire
+            ),
+            last=self._last,
+            first_uses=(),
+            middle_uses=self._uses(self._pieces[stage]),
+            last_uses=self._uses(self._pieces[-1]),
+        )
+
+    @property
+    def _num_stages(self) -> int:
+        return self.storage.stages.num_stages
+
+    @cached_property
+    def _levels(self) -> dict[Any, int]:
+        """The stage in which every value that depends on a block is made; S after the last."""
+        calls = {call: number for number, call in enumerate(self.trace.calls)}
+        last = self.trace.jaxpr.eqns[self.trace.calls[-1]]
+        after = depends_on(self.trace.jaxpr, last.outvars) - set(last.outvars)
+        levels: dict[Any, int] = {}
+        for index, equation in enumerate(self.trace.jaxpr.eqns):
+            level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
+            if index in calls:
+                level = max(level, self.storage.stages.stage_of(calls[index]))
+            elif not after.isdisjoint(equation.outvars):
+                level = self._num_stages
+            if level >= 0:
+                levels.update((v, level) for v in equation.outvars)
+        return levels
+
+    @cached_property
+    def _crossing(self) -> list[list[Any]]:
+        """Per cut, in front of each stage and behind the last, the values that cross it."""
+        levels, inf = self._levels, self._num_stages
+        read_at: dict[Any, int] = {v: inf for v in variables(self.trace.loss)}
+        for equation in self.trace.jaxpr.eqns:
+            at = max((levels.get(v, -1) for v in equation.outvars), default=-1)
+            for v in variables(equation.invars):
+                read_at[v] = max(read_at.get(v, -1), at)
+        return [
+            [v for v, level in levels.items() if level < stage <= read_at.get(v, -1)]
+            for stage in range(self._num_stages + 1)
+        ]
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        """The program of every stage, and of what comes after the last block."""
+        ends = [*self._crossing[1:], self.trace.loss]
+        pairs = zip(self._crossing, ends, strict=True)
+        return [self.trace.cut(end, known=start) for start, end in pairs]
+
+    @cached_property
+    def _packings(self) -> tuple[Packing, Packing]:
+        split = [_by_kind([v.aval for v in values], values) for values in self._crossing]
+        avals = lambda kind: [[v.aval for v in wire[kind]] for wire in split]
+        return Packing.of(avals(0)), Packing.of(avals(1))
+
+    @property
+    def _packed(self) -> tuple[Any, Any]:
+        return self._packings[0].packed, self._packings[1].packed
+
+    def _pack(self, at: int, values: Sequence[Any]) -> Wire:
+        values = [jnp.asarray(value) for value in values]
+        floats, others = _by_kind([v.aval for v in self._crossing[at]], values)
+        return Wire(self._packings[0].pack(at, floats), self._packings[1].pack(at, others))
+
+    def _unpack(self, at: int, wire: Wire) -> dict[Any, Any]:
+        floats, others = _by_kind([v.aval for v in self._crossing[at]], self._crossing[at])
+        known = dict(zip(floats, self._packings[0].unpack(at, wire.floats), strict=True))
+        return known | dict(zip(others, self._packings[1].unpack(at, wire.others), strict=True))
+
+    def _middle(self, stage: int, weights: Any, rest: Rest, data: Data, wire: Wire) -> Wire:
+        known = self._known(rest, data) | self._unpack(stage, wire)
+        for keys, value in self.storage.block_weights(stage, weights).items():
+            known[self.trace.params[keys]] = value
+        return self._pack(stage + 1, self._pieces[stage].run(known))
+
+    def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
+        known = self._known(rest, data) | self._unpack(self._num_stages, wire)
+        total, weight, *metrics = self._pieces[-1].run(known)
+        return Loss(total, weight, metrics)
+
+    def _known(self, rest: Rest, data: Data) -> dict[Any, Any]:
+        named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
+        return self.trace.known(named, data.buffers, data.batch)
+
+    def _uses(self, piece: Piece) -> tuple[int, ...]:
+        rest = enumerate(self.storage.rest)
+        return tuple(i for i, keys in rest if self.trace.params[keys] in piece.needs)
+
+    def _check_calls(self) -> None:
+        blocks = self.storage.stages.blocks
+        equations = [self.trace.jaxpr.eqns[call] for call in self.trace.calls]
+        owned = [self._owners(variables(equation.invars)) for equation in equations]
+        in_order = all(owners <= {number} for number, owners in enumerate(owned))
+        if len(owned) != len(blocks) or not in_order:
+            paths = ["/".join(map(str, keys)) for keys in blocks]
+            raise UnsupportedError(why_not_in_order(paths, owned, self._readers))
+
+    @property
+    def _readers(self) -> dict[int, set[str]]:
+        """Of each block, the names of the primitives that read its parameters."""
+        found: dict[int, set[str]] = {}
+        for equation in self.trace.jaxpr.eqns:
+            for number in self._owners(variables(equation.invars)):
+                found.setdefault(number, set()).add(equation.primitive.name)
+        return found
+
+    def _check_weights(self, stage: int, piece: Piece) -> None:
+        stages = self.storage.stages
+        own = set(stages.blocks_of(stage)) if stage < self._num_stages else set()
+        if foreign := self._owners(piece.needs) - own:
+            path = "/".join(map(str, stages.blocks[min(foreign)]))
+            where = f"stage {stage}" if own else "the loss"
+            raise UnsupportedError(
+                f"{where} reads a parameter of {path!r}, which is stage "
+                f"{stages.stage_of(min(foreign))}'s alone. Tie parameters outside the blocks, or "
+                "choose boundaries that keep the two together"
+            )
+
+    def _owners(self, atoms: set[Any] | frozenset[Any]) -> set[int]:
+        """The blocks whose parameters are among some variables."""
+        return {self._block_of[v] for v in atoms if v in self._block_of}
+
+    @cached_property
+    def _block_of(self) -> dict[Any, int]:
+        found: dict[Any, int] = {}
+        for keys, variable in self.trace.params.items():
+            for number, block in enumerate(self.storage.stages.blocks):
+                if keys[: len(block)] == block:
+                    found[variable] = number
+        return found
+
+
+def _by_kind(avals: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Values with gradients, and those without."""
+    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+    pairs = list(zip(values, is_float, strict=True))
+    return [v for v, f in pairs if f], [v for v, f in pairs if not f]

@@ -1,0 +1,214 @@
+"""Stages of equal blocks: one program per chunk, whichever rank runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ..core.compat import eval_jaxpr
+from ..core.typing import Array
+from ..program.piece import Piece
+from ..program.rolling import SHARED, Chain, find_chains
+from .layout import Keys
+from .loss_trace import LossTrace
+from .packing import like, plain
+from .stage import Data, Loss, Rest, StageProgram, Wire
+from .storage import ModelStorage, RowStorage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UniformStages:
+    """The loss as prologue, a chain of equal blocks, and epilogue.
+
+    The sequential program it equals:
+
+        x = prologue(rest, batch)
+        for block in blocks: x = unit(block, own(number), shared, x)
+        loss = epilogue(rest, batch, x)
+
+    Args:
+        trace: the loss.
+        storage: where parameters lie.
+        chain: the calls of the blocks.
+    """
+
+    trace: LossTrace
+    storage: RowStorage
+    chain: Chain
+
+    @classmethod
+    def find(cls, trace: LossTrace, storage: ModelStorage) -> UniformStages | None:
+        """The stages of a trace, or None where its blocks are not such a chain."""
+        if not isinstance(storage, RowStorage):
+            return None
+        chains = find_chains(trace.jaxpr)
+        if len(chains) != 1 or list(chains[0].calls) != trace.calls:
+            return None
+        found = cls(trace, storage, chains[0])
+        return found if found.is_chain else None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether blocks have the parameters of their row, and only the last result is read."""
+        made = {v for call in self._calls[:-1] for v in call.outvars}
+        after = self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
+        free = [piece for pieces in self._own.values() for piece in pieces]
+        pieces = [after, self._prologue, self._shared, *free]
+        block_params = {self.trace.params[k] for k in self.trace.params if k not in self._rest}
+        separate = all(made.isdisjoint(p.needs | _made(p)) for p in pieces)
+        owned = all(block_params.isdisjoint(p.needs) for p in pieces)
+        return separate and owned and self._weights is not None
+
+    def programs(self) -> list[StageProgram]:
+        """One program per chunk."""
+        stages = self.storage.stages
+        return [
+            StageProgram(
+                stages=stages.stages_of(chunk),
+                chunk=chunk,
+                rows=self.storage.rows_of_chunk(chunk),
+                first=self._first,
+                middle=lambda *operands, chunk=chunk: self._middle(chunk, *operands),
+                last=self._last,
+                first_uses=self._uses([self._prologue]),
+                middle_uses=self._uses([self._shared, *itertools.chain(*self._own.values())]),
+                last_uses=self._uses([self._epilogue]),
+            )
+            for chunk in range(stages.num_chunks)
+        ]
+
+    @cached_property
+    def _calls(self) -> list[Any]:
+        return [self.trace.jaxpr.eqns[index] for index in self.chain.calls]
+
+    @cached_property
+    def _rest(self) -> dict[Keys, int]:
+        return {keys: number for number, keys in enumerate(self.storage.rest)}
+
+    @cached_property
+    def _weights(self) -> dict[int, int] | None:
+        """Operand of a block -> which leaf of the block it is; None where blocks differ."""
+        leaves, found = self.storage.leaves, {}
+        for number, call in enumerate(self._calls):
+            block = self.storage.stages.blocks[number]
+            variables = {self.trace.params[block + leaf]: i for i, leaf in enumerate(leaves)}
+            operands = {
+                position: variables[v]
+                for position, v in enumerate(call.invars)
+                if not isinstance(v, Literal) and v in variables
+            }
+            if number and operands != found:
+                return None
+            found = operands
+        return found
+
+    @cached_property
+    def _prologue(self) -> Piece:
+        first = self._calls[0].invars
+        return self.trace.cut([first[i] for i in self._carried])
+
+    @cached_property
+    def _shared(self) -> Piece:
+        return self.trace.cut([self._calls[0].invars[i] for i in self._shared_operands])
+
+    @cached_property
+    def _own(self) -> dict[int, list[Piece]]:
+        """Operands that differ from block to block and are no weights, such as random keys."""
+        weights = self._weights or {}
+        taken = {*weights, *self._carried, *self._shared_operands}
+        free = [i for i in range(len(self.chain.roles)) if i not in taken]
+        return {i: [self.trace.cut([c.invars[i]]) for c in self._calls] for i in free}
+
+    @cached_property
+    def _epilogue(self) -> Piece:
+        return self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
+
+    @cached_property
+    def _carried(self) -> list[int]:
+        return [i for i, role in enumerate(self.chain.roles) if isinstance(role, int)]
+
+    @cached_property
+    def _shared_operands(self) -> list[int]:
+        weights = self._weights or {}
+        roles = self.chain.roles
+        return [i for i, role in enumerate(roles) if role == SHARED and i not in weights]
+
+    @cached_property
+    def _dtypes(self) -> list[Any]:
+        return [self._calls[0].invars[i].aval.dtype for i in self._carried]
+
+    @property
+    def _is_float(self) -> list[bool]:
+        return [jnp.issubdtype(dtype, jnp.inexact) for dtype in self._dtypes]
+
+    def _uses(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
+        needs = frozenset().union(*(piece.needs for piece in pieces)) if pieces else frozenset()
+        return tuple(i for keys, i in self._rest.items() if self.trace.params[keys] in needs)
+
+    def _known(self, rest: Rest, data: Data) -> dict:
+        named = {keys: rest[i] for keys, i in self._rest.items() if i in rest}
+        return self.trace.known(named, data.buffers, data.batch)
+
+    def _wire(self, values: Sequence[Any]) -> Wire:
+        pairs = list(zip(values, self._is_float, strict=True))
+        return Wire([plain(v) for v, f in pairs if f], [plain(v) for v, f in pairs if not f])
+
+    def _unwire(self, wire: Wire) -> list[Any]:
+        floats, others = iter(wire.floats), iter(wire.others)
+        values = [next(floats if is_float else others) for is_float in self._is_float]
+        return [like(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
+
+    def _first(self, rest: Rest, data: Data) -> Wire:
+        return self._wire(self._prologue.run(self._known(rest, data)))
+
+    def _middle(self, chunk: int, weights: Any, rest: Rest, data: Data, stage: Array, wire: Wire):
+        known = self._known(rest, data)
+        shared = self._shared.run(known)
+        stages = self.storage.stages
+        sizes = jnp.asarray([len(stages.blocks_of(s)) for s in range(stages.num_stages)])
+        starts = jnp.asarray(stages.boundaries)
+        always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
+        for row, leaves in enumerate(weights):
+            run = lambda wire, row=row, leaves=leaves: self._block(
+                leaves, shared, known, starts[stage] + row, wire
+            )
+            if row < always:
+                wire = run(wire)
+            else:
+                wire = jax.lax.cond(row < sizes[stage], run, lambda wire: wire, wire)
+        return wire
+
+    def _block(self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire) -> Wire:
+        carried, common = iter(self._unwire(wire)), iter(shared)
+        operands: list[Any] = []
+        weights = self._weights or {}
+        for position, role in enumerate(self.chain.roles):
+            if position in weights:
+                operands.append(leaves[weights[position]])
+            elif isinstance(role, int):
+                operands.append(next(carried))
+            elif role == SHARED:
+                operands.append(next(common))
+            else:
+                each = [piece.run(known)[0] for piece in self._own[position]]
+                operands.append(jnp.stack([jnp.asarray(v) for v in each])[number])
+        results = eval_jaxpr(self._calls[0].params["jaxpr"], operands)
+        return self._wire([results[role] for role in self.chain.carried])
+
+    def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
+        known = self._known(rest, data)
+        outputs = self._calls[-1].outvars
+        known.update(zip([outputs[r] for r in self.chain.carried], self._unwire(wire), strict=True))
+        total, weight, *metrics = self._epilogue.run(known)
+        return Loss(total, weight, metrics)
+
+
+def _made(piece: Piece) -> set[Any]:
+    return {v for equation in piece.equations for v in equation.outvars}

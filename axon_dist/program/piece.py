@@ -1,0 +1,126 @@
+"""Pieces of a traced program: the equations that some of its values need, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..core.compat import eval_equation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Some equations of a jaxpr, as a function from an environment to its outputs.
+
+    Args:
+        equations: in order.
+        outputs: the variables or literals it computes.
+        needs: the variables that must be known beforehand.
+        pinned: the variables that every rank of a stage shall hold whole.
+    """
+
+    equations: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    needs: frozenset[Any]
+    pinned: frozenset[Any] = frozenset()
+
+    def run(self, known: Mapping[Any, Any]) -> list[Any]:
+        """Computes the outputs.
+
+        Args:
+            known: the value of every variable that the piece needs.
+
+        Returns:
+            The values of `outputs`.
+        """
+        values = {variable: known[variable] for variable in self.needs}
+        read = lambda v: v.val if isinstance(v, Literal) else values[v]
+        for equation in self.equations:
+            results = eval_equation(equation, [read(v) for v in equation.invars])
+            made = zip(equation.outvars, results, strict=True)
+            values.update((v, whole(x) if v in self.pinned else x) for v, x in made)
+        return [read(v) for v in self.outputs]
+
+
+def cut(
+    jaxpr: Any,
+    outputs: Sequence[Any],
+    known: Iterable[Any] = (),
+    pinned: frozenset[Any] = frozenset(),
+) -> Piece:
+    """The piece of a jaxpr that computes some values from others.
+
+    Args:
+        jaxpr: an open jaxpr.
+        outputs: variables of it, or literals.
+        known: variables that need not be computed; inputs of the jaxpr never are.
+        pinned: variables of it that every rank of a stage shall hold whole.
+
+    Returns:
+        The piece.
+    """
+    known = set(known)
+    wanted = variables(outputs) - known
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if wanted.isdisjoint(equation.outvars):
+            continue
+        equations.append(equation)
+        wanted |= variables(equation.invars) - known
+    made = {v for equation in equations for v in equation.outvars}
+    read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
+    needs = frozenset(read - (made - known))
+    return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
+
+
+def interpret(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    run: Callable[[Any, Sequence[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Runs a jaxpr, each equation as `run` does it.
+
+    Args:
+        jaxpr: an open jaxpr.
+        consts: the values of its constants.
+        values: the values of its inputs.
+        run: (equation, operands) -> results.
+
+    Returns:
+        The values of its outputs.
+    """
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, values, strict=True))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for equation in jaxpr.eqns:
+        results = run(equation, [read(v) for v in equation.invars])
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def variables(atoms: Iterable[Any]) -> set[Any]:
+    """The atoms that are variables, not literals."""
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
+def depends_on(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+    """All variables of a jaxpr that depend on any of the sources, these included."""
+    tainted = set(sources)
+    for equation in jaxpr.eqns:
+        if not tainted.isdisjoint(variables(equation.invars)):
+            tainted.update(equation.outvars)
+    return tainted
+
+
+def whole(x: Any) -> Any:
+    """Keeps the compiler from splitting a value over the axes that are left to it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,231 @@
+"""Random numbers of one rank's rows, cut from those that one device would draw.
+
+Inside `shard_map` a key is the same on every rank, so `bernoulli(key, shape=(rows, ...))` would
+give every rank the same mask. Folding the rank into the key would make the masks depend on the
+mesh. Instead the keys are given a PRNG implementation that knows which rows of the global draw
+belong to the rank, so that dropout has the same bits on one device and on many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ..core.compat import inner_programs
+from ..core.errors import UnsupportedError
+from ..core.tree import is_key
+from ..core.typing import Array, PyTree, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which dim of a drawn array counts samples, and its size on one device.
+
+    Args:
+        dim: the dim that the ranks split.
+        global_size: its size over all ranks.
+    """
+
+    dim: int
+    global_size: int
+
+
+MAKERS = frozenset({"random_seed", "random_wrap"})
+"""What makes a key of numbers."""
+
+
+def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[Shape, Rows]:
+    """Learns from two traces which drawn shapes grow with the number of samples.
+
+    Args:
+        trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
+        local: the samples of one rank.
+        num_ranks: how many ranks split the samples.
+
+    Returns:
+        For every shape that a rank draws and that counts samples, which rows it owns.
+
+    Raises:
+        UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
+            the forward pass, where it is the same on every rank.
+    """
+    program = trace(local)
+    ours = list(_drawn_shapes(program))
+    if not ours:
+        return {}
+    whole = list(_drawn_shapes(trace(local * num_ranks)))
+    if len(ours) != len(whole):
+        raise UnsupportedError(
+            f"the model draws {len(ours)} random arrays for {local} samples and {len(whole)} for "
+            f"{local * num_ranks}; random draws must not depend on the batch size"
+        )
+    rows: dict[Shape, Rows | None] = {}
+    for mine, full in zip(ours, whole, strict=True):
+        found = _compare(mine, full)
+        if rows.setdefault(mine, found) != found:
+            raise UnsupportedError(
+                f"the model draws random arrays of shape {mine} both with and without a batch "
+                "dim, so they cannot be told apart; change the local batch size"
+            )
+    counting = {shape: found for shape, found in rows.items() if found is not None}
+    _check_keys(program.jaxpr, frozenset(), counting)
+    return counting
+
+
+def _check_keys(jaxpr: Any, made: frozenset[Any], rows: Mapping[Shape, Rows]) -> list[bool]:
+    """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
+
+    Args:
+        jaxpr: the program.
+        made: its inputs that are keys made on the way.
+        rows: the shapes that count samples.
+
+    Returns:
+        A flag for every output.
+    """
+    found = set(made)
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, [_in(found, v) for v in equation.invars]
+        if name == "random_bits" and any(given) and tuple(equation.params["shape"]) in rows:
+            shape = tuple(equation.params["shape"])
+            raise UnsupportedError(
+                f"the model draws a random array of shape {shape}, a row for every sample, from a "
+                "key that it makes on the way, such as jax.random.key(0) within the model or the "
+                "loss; every rank would draw the same. Keep the key in the model, as "
+                "nnx.Rngs(0) does"
+            )
+        flags = [name in MAKERS or any(given)] * len(equation.outvars)
+        for inner in inner_programs(equation):
+            count = len(inner.invars)
+            own = given[-count:] if 0 < count <= len(given) else [any(given)] * count
+            pairs = zip(inner.invars, own, strict=True)
+            results = _check_keys(inner, frozenset(v for v, is_made in pairs if is_made), rows)
+            flags = results if len(results) == len(flags) else [any(results)] * len(flags)
+        keys = zip(equation.outvars, flags, strict=True)
+        found |= {v for v, is_made in keys if is_made and is_key(v.aval)}
+    return [_in(found, v) for v in jaxpr.outvars]
+
+
+def _in(found: set[Any], atom: Any) -> bool:
+    return not isinstance(atom, Literal) and atom in found
+
+
+def with_rank(buffers: PyTree, rows: Mapping[Shape, Rows], rank: Array) -> PyTree:
+    """Replaces every key in the buffers by one that draws the rows of this rank.
+
+    Args:
+        buffers: nested dict with typed keys among its leaves.
+        rows: what `find_rows` found.
+        rank: scalar, this rank's position among the ranks that split the samples.
+
+    Returns:
+        The same buffers, keys replaced.
+    """
+
+    def replace(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        impl = _row_impl(str(jax.random.key_impl(leaf)), tuple(sorted(rows.items(), key=str)))
+        data = jax.random.key_data(leaf)
+        ranks = jnp.broadcast_to(rank.astype(data.dtype), (*data.shape[:-1], 1))
+        return jax.random.wrap_key_data(jnp.concatenate([data, ranks], -1), impl=impl)
+
+    return jax.tree.map(replace, buffers)
+
+
+def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
+    """Puts the original keys back; counts and statistics stay as they became."""
+    return jax.tree.map(lambda new, old: old if is_key(old) else new, buffers, original)
+
+
+def _compare(mine: Shape, full: Shape) -> Rows | None:
+    differing = [dim for dim, (a, b) in enumerate(zip(mine, full, strict=True)) if a != b]
+    if not differing:
+        return None
+    if len(differing) > 1:
+        raise UnsupportedError(
+            f"a random array of shape {mine} grows to {full} with the batch in {len(differing)} "
+            "dims; only one dim may count samples"
+        )
+    return Rows(differing[0], full[differing[0]])
+
+
+def _drawn_shapes(jaxpr: Any) -> Iterator[Shape]:
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "random_bits":
+            yield tuple(equation.params["shape"])
+        for inner in inner_programs(equation):
+            yield from _drawn_shapes(inner)
+
+
+@functools.cache
+def _row_impl(base: str, rows: tuple[tuple[Shape, Rows], ...]) -> Any:
+    """A PRNG like `base` whose key carries a rank and whose draws are that rank's rows."""
+    table = dict(rows)
+    seeded = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=base)))
+    words = seeded.shape[-1]
+
+    def key_of(data: Array) -> Array:
+        return jax.random.wrap_key_data(data[:words], impl=base)
+
+    def append_rank(keys: Array, data: Array) -> Array:
+        new = jax.random.key_data(keys)
+        return jnp.concatenate([new, jnp.broadcast_to(data[words:], (*new.shape[:-1], 1))], -1)
+
+    def seed(value: Array) -> Array:
+        return jnp.pad(jax.random.key_data(jax.random.key(value, impl=base)), (0, 1))
+
+    def split(data: Array, shape: Shape) -> Array:
+        return append_rank(jax.random.split(key_of(data), shape), data)
+
+    def fold_in(data: Array, value: int) -> Array:
+        return append_rank(jax.random.fold_in(key_of(data), value), data)
+
+    def random_bits(data: Array, bit_width: int, shape: Shape) -> Array:
+        dtype = jnp.dtype(f"uint{bit_width}")
+        found = table.get(tuple(shape))
+        if found is None:
+            return jax.random.bits(key_of(data), shape, dtype)
+        whole = (*shape[: found.dim], found.global_size, *shape[found.dim + 1 :])
+        start = data[words].astype(jnp.int32) * shape[found.dim]
+        if _counts_elements(base) and bit_width == 32 and math.prod(whole) < 2**32:
+            return _threefry_rows(data, whole, shape, found.dim, start)
+        bits = jax.random.bits(key_of(data), whole, dtype)
+        return jax.lax.dynamic_slice_in_dim(bits, start, shape[found.dim], found.dim)
+
+    return jax.extend.random.define_prng_impl(
+        key_shape=(words + 1,),
+        seed=seed,
+        split=split,
+        random_bits=random_bits,
+        fold_in=fold_in,
+        name=f"{base}_rows",
+        tag="rows",
+    )
+
+
+def _counts_elements(base: str) -> bool:
+    """Whether each element of a draw depends on its own index alone."""
+    return base == "threefry2x32" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
+
+
+def _threefry_rows(data: Array, whole: Shape, shape: Shape, dim: int, start: Array) -> Array:
+    """Draws some rows alone: partitionable threefry encrypts the index of each element."""
+    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, stride in enumerate(strides):
+        position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        offset = start.astype(jnp.uint32) if axis == dim else jnp.uint32(0)
+        index = index + (position + offset) * jnp.uint32(stride)
+    high, low = jax.extend.random.threefry2x32_p.bind(
+        data[0], data[1], jnp.zeros_like(index), index
+    )
+    return high ^ low

@@ -1,0 +1,16 @@
+"""One training step: what is given, how gradients are computed, and the next state.
+
+A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state donated. Start reading
+in `step.py`, then `objective.py`; `gradients.py` picks one of the three views.
+"""
+
+from .batch import BatchLayout as BatchLayout
+from .batch import Placed as Placed
+from .claims import Claims as Claims
+from .determinism import deterministic_options as deterministic_options
+from .nonfinite import Nonfinite as Nonfinite
+from .options import StepOptions as StepOptions
+from .portable import PortableForm as PortableForm
+from .state import TrainState as TrainState
+from .step import TrainStep as TrainStep
+from .step import build_train_step as build_train_step

@@ -1,0 +1,335 @@
+"""Gradients by a pipeline: stages per rank, microbatches in the order of a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..collectives import GradSyncStrategy
+from ..core.errors import StrategyConflictError
+from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.weighted import Weighted
+from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
+from ..pipeline import (
+    Data,
+    Executor,
+    LossTrace,
+    ModelStorage,
+    StageProgram,
+    SwitchStages,
+    UniformStages,
+    buffers_over_time,
+    mean_weight,
+    trace_loss,
+    with_joined_rows,
+)
+from ..pipeline import Sums as PipelineSums
+from ..program.randomness import with_rank, without_rank
+from ..sharding import shardings, specs
+from .local_view import LocalPlan
+from .objective import Sums, evaluate
+from .parts import ModelParts
+from .storage import Storage
+from .view import View, layers_of
+
+
+def pipeline_gradients(
+    parts: ModelParts, loss_fn: LossFn, strategy: Strategy, mesh: Mesh, storage: Storage
+) -> Any:
+    """Builds the gradient function that runs a pipeline.
+
+    The pipeline axis and the batch axes are manual: a rank holds its stages and its samples of
+    every microbatch, adds up gradients over the whole schedule, and reduces them once. Other axes
+    stay with the compiler.
+
+    Args:
+        parts: the model.
+        loss_fn: the user's loss.
+        strategy: the strategy, about the model's own leaves.
+        mesh: the mesh.
+        storage: how the state holds the parameters.
+
+    Returns:
+        A function (stored params, buffers, batch, scale) -> (mean gradients in stored form, where
+        their moments lie; metrics; new buffers).
+    """
+    plan = StagedPlan(parts, loss_fn, strategy, mesh, storage)
+    plan.validate()
+
+    def gradients(params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None) -> Any:
+        if plan.pipeline.num_microbatches == 1:
+            batch = jax.tree.map(lambda x: x[None], batch)
+        params = plan.view.cast(params)
+        whole = PartitionSpec()
+        mapped = jax.shard_map(
+            lambda rows, rest, b, x, s: plan.run(rows, rest, b, x, s, plan.samples(batch, buffers)),
+            mesh=mesh,
+            axis_names=frozenset(plan.axes),
+            in_specs=(
+                PartitionSpec(plan.pipeline.axis),
+                whole,
+                whole,
+                PartitionSpec(None, strategy.batch_axes),
+                whole,
+            ),
+            out_specs=(*plan.grad_specs, whole, whole, whole),
+            check_vma=False,
+        )
+        stored = plan.rows.rows_of(params), plan.rows.rest_of(params)
+        rows, rest, unit, loss, buffers = mapped(*stored, buffers, batch, scale)
+        reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
+        reduced = jax.lax.with_sharding_constraint(reduced, plan.owners)
+        total, weight, metrics = loss
+        sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
+        return *sums.means(), buffers
+
+    return gradients
+
+
+def microbatches_of(strategy: Strategy, accumulate: int) -> int:
+    """How many microbatches a step has: `accumulate`, or those of the pipeline.
+
+    Raises:
+        StrategyConflictError: when both say a number, and not the same.
+    """
+    if strategy.pipeline is None:
+        return accumulate
+    count = strategy.pipeline.num_microbatches
+    if accumulate not in (1, count):
+        raise StrategyConflictError(
+            f"accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which "
+            "is its accumulation; leave accumulate out, or change num_microbatches"
+        )
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedPlan:
+    """What one rank does in the manual region.
+
+    Args:
+        parts: the model.
+        loss_fn: the user's loss.
+        strategy: the strategy, about the model's own leaves.
+        mesh: the mesh.
+        storage: how the state holds the parameters.
+    """
+
+    parts: ModelParts
+    loss_fn: LossFn
+    strategy: Strategy
+    mesh: Mesh
+    storage: Storage
+
+    @property
+    def pipeline(self) -> PipelinePlan:
+        """What the strategy says about the pipeline."""
+        assert self.strategy.pipeline is not None
+        return self.strategy.pipeline
+
+    @property
+    def rows(self) -> ModelStorage:
+        """The stored form of the parameters."""
+        assert self.storage.rows is not None
+        return self.storage.rows
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients become one."""
+        return self.strategy.reduction or Reduction()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that are manual."""
+        return (self.pipeline.axis, *self.strategy.batch_axes)
+
+    @property
+    def is_whole_mesh(self) -> bool:
+        """Whether no axis is left to the compiler."""
+        return all(axis in self.axes or size == 1 for axis, size in self.mesh.shape.items())
+
+    @property
+    def view(self) -> View:
+        """How a rank sees the model: its blocks are units."""
+        blocks = frozenset("/".join(map(str, keys)) for keys in self.rows.stages.blocks)
+        return View(
+            self.strategy.precision,
+            blocks,
+            self.strategy.remat,
+            splits_params=False,
+            moves_activations=True,
+        )
+
+    @property
+    def owners(self) -> PyTree:
+        """Where the gradients of the stored leaves lie in the end."""
+        return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
+
+    @property
+    def stored_shapes(self) -> PyTree:
+        """The shapes of the stored leaves."""
+        return jax.eval_shape(self.storage.from_model, self.parts.params)
+
+    @property
+    def grad_specs(self) -> tuple[PyTree, PyTree]:
+        """Where rows and rest lie when they leave the manual region.
+
+        A reduce-scatter in a region where other axes are automatic would first gather over these.
+        There the addends of all ranks leave side by side, and the compiler sums them outside.
+        """
+        if not self.is_whole_mesh:
+            addends = PartitionSpec(self.pipeline.axis, self.strategy.batch_axes)
+            return addends, addends
+        policy = self.storage.strategy.opt_state
+        found = specs(policy, self.stored_shapes, self.mesh)
+        kept = jax.tree.map(lambda spec: only_axes(spec, self.axes), found)
+        return self.rows.rows_of(kept), self.rows.rest_of(kept)
+
+    def validate(self) -> None:
+        """Checks what a pipeline cannot do.
+
+        Raises:
+            StrategyConflictError: for a batch that is split over the pipeline's own axis, buffers
+                of each rank alone, or reductions in groups.
+        """
+        if self.pipeline.axis in self.strategy.batch_axes:
+            raise StrategyConflictError(
+                f"strategy {self.strategy.name!r} splits the batch over {self.pipeline.axis!r}, "
+                "along which the stages of its pipeline lie, and every stage needs every sample; "
+                "use another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the "
+                "data parallelism out"
+            )
+        if not self.reduction.sync_buffers:
+            raise StrategyConflictError(
+                "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "
+                "broadcast_buffers at True"
+            )
+        capacity, sync = self.reduction.bucket_capacity, self.reduction.sync
+        if capacity is not None or sync is not GradSyncStrategy.SYNCHRONOUS:
+            raise StrategyConflictError(
+                f"a pipeline got bucket_capacity={capacity} and sync={sync.name}; it reduces every "
+                "gradient once, after the last microbatch, and leaves the grouping to the "
+                "compiler, so leave both out"
+            )
+
+    def run(
+        self, rows: Any, rest: Any, buffers: PyTree, batch: Batch, scale: Any, samples: Any
+    ) -> Any:
+        """Runs on one rank: its stages and its samples in, reduced sums and new buffers out."""
+        drawing = buffers
+        if samples:
+            drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
+        trace = self.trace(drawing, batch)
+        buffers_at, changed = buffers_over_time(trace, drawing, self.pipeline.num_microbatches)
+        leaves = jax.tree.leaves(batch)
+
+        def data(microbatch: Array) -> Data:
+            at = lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
+            return Data(buffers_at(microbatch), [at(leaf) for leaf in leaves])
+
+        weight = mean_weight(trace, data, self.pipeline.num_microbatches, self.strategy.batch_axes)
+        sums = Executor(
+            schedule=self.pipeline.schedule,
+            stages=self.programs(trace),
+            axis=self.pipeline.axis,
+            weights=[[leaf[0] for leaf in row] for row in rows],
+            rest=rest,
+            data=data,
+            scale=_over(scale, weight),
+            keeps=self.pipeline.keeps_residuals,
+        ).run()
+        unit = jnp.ones(()) if weight is None else weight
+        return (*self._reduce(sums), unit, self._loss(trace, sums), without_rank(changed, buffers))
+
+    def trace(self, buffers: PyTree, batch: Batch) -> LossTrace:
+        """The loss of one microbatch of this rank."""
+        remat = self.strategy.remat
+        prepare = self.view.prepare(
+            None, layers_of(self.strategy, self.mesh), None if remat is None else remat.remat
+        )
+        params = jax.eval_shape(self.view.cast, self.parts.params)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+
+        def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            outcome = evaluate(self.parts, self.loss_fn, params, buffers, batch, prepare)
+            wide = lambda x: jnp.asarray(x, jnp.float32)
+            loss = outcome.loss
+            return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
+
+        return trace_loss(forward, params, buffers, one)
+
+    def programs(self, trace: LossTrace) -> list[StageProgram]:
+        """The stages of a traced loss: one program for all where blocks are a chain of equals."""
+        uniform = UniformStages.find(trace, self.rows)
+        programs = (uniform or SwitchStages(trace, self.rows)).programs()
+        if not self.is_whole_mesh:
+            return programs
+        join = lambda p: dataclasses.replace(
+            p, middle=with_joined_rows(p.middle), last=with_joined_rows(p.last)
+        )
+        return [join(program) for program in programs]
+
+    def samples(self, batch: Batch, buffers: PyTree) -> Any:
+        """Which random draws of the model count samples."""
+        if not self.strategy.batch_axes:
+            return {}
+        count = max(self.pipeline.num_microbatches, 2)
+        plan = LocalPlan(self.parts, self.loss_fn, self.strategy, self.mesh, count)
+        return plan.rows(batch, buffers)
+
+    def _reduce(self, sums: PipelineSums) -> tuple[Any, Any]:
+        """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
+        row_specs, rest_specs = self.grad_specs
+        wire, batch_axes = self.reduction.dtype, self.strategy.batch_axes
+        rows = [[leaf[None] for leaf in row] for row in sums.rows]
+        rest = [sums.rest[i] for i in sorted(sums.rest)]
+        if not self.is_whole_mesh:
+            beside = lambda *dims: lambda x: jnp.expand_dims(x, dims)
+            return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
+        reduce_row = lambda x, spec: reduce_by(x, only_axes(spec, batch_axes), batch_axes, wire)
+        reduce_rest = lambda x, spec: reduce_by(x, spec, self.axes, wire)
+        return jax.tree.map(reduce_row, rows, row_specs), jax.tree.map(
+            reduce_rest, rest, rest_specs
+        )
+
+    def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
+        """The sums of addends that left the manual region side by side; others are sums already."""
+        if self.is_whole_mesh:
+            return rows, rest
+        found = jax.tree.map(lambda sharding: sharding.spec, self.owners)
+        own = self.rows.rows_of(found), self.rows.rest_of(found)
+
+        stages = self.pipeline.axis
+        others = tuple(axis for axis in self.mesh.axis_names if axis != stages)
+
+        def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
+            # `jnp.sum` would add, and send, bfloat16 as float32.
+            summed = jax.lax.reduce_sum(x.astype(self.reduction.dtype), (dim,))
+            return jax.lax.with_sharding_constraint(summed, NamedSharding(self.mesh, spec))
+
+        def over_all(x: Array, spec: PartitionSpec) -> Array:
+            # First over the ranks that will each own a part, then over the stages.
+            part = total(x, 1, PartitionSpec(stages, *only_axes(spec, others)))
+            return total(part, 0, spec).astype(x.dtype)
+
+        row = lambda x, spec: total(x, 1, spec).astype(x.dtype)
+        return jax.tree.map(row, rows, own[0]), jax.tree.map(over_all, rest, own[1])
+
+    def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
+        total, weight, metrics = jax.lax.psum(sums.loss, self.axes)
+        return total, weight, dict(zip(trace.metrics, metrics, strict=True))
+
+
+def _wide(metrics: dict[str, Any]) -> dict[str, Array]:
+    return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+
+
+def _over(scale: Array | None, weight: Array | None) -> Array | None:
+    """`scale / weight`, None standing for 1."""
+    if weight is None:
+        return scale
+    return (1.0 if scale is None else scale) / weight

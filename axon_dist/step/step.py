@@ -1,0 +1,392 @@
+"""`build_train_step`: the one place where a training step is put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..core.errors import ConfigError
+from ..core.typing import Array, Batch, LossFn, PyTree
+from ..mesh import World
+from ..nn import ActivationCheckpointing
+from ..parallel import HasStrategy, Reduction, Strategy, as_strategy, check_sums, overlay
+from ..pipeline.rowwise import check_rowwise
+from ..precision import GradScaler, MixedPrecision
+from ..sharding import FromMetadata, annotations_of, shardings
+from .arguments import check_arguments
+from .batch import BatchLayout, Placed
+from .claims import claims_of
+from .determinism import deterministic_options
+from .divergence import jit_of
+from .global_view import evaluation
+from .gradients import gradient_function
+from .local_view import mean_buffers, stack_buffers
+from .nonfinite import FLAG, Nonfinite, nonfinite_policy
+from .options import LOSS_SCALE, StepOptions, resolve
+from .padding import Padding
+from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
+from .pipeline_view import microbatches_of
+from .placement import on_device, state_shardings
+from .state import TrainState, check_usable
+from .storage import storage_of
+from .throttle import InFlight
+from .update import are_finite, clip, skip_overflow, undo_nonfinite
+
+STEPS_IN_FLIGHT = 16
+"""The most un-waited steps on emulated devices."""
+
+
+def build_train_step(
+    model: ModelLike,
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFn,
+    strategy: Strategy | HasStrategy,
+    world: World,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    precision: MixedPrecision | str | bool | None = None,
+    remat: ActivationCheckpointing | None = None,
+    scaler: GradScaler | None = None,
+    metrics: tuple[str, ...] = ("loss",),
+    nonfinite: Nonfinite | str | None = None,
+    deterministic: bool = False,
+    pad: str | None = None,
+) -> TrainStep:
+    """Builds one jitted step that equals the same model on one device.
+
+    The step computes, whatever the mesh,
+
+        loss, grads = value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+        params = params + updates
+
+    Args:
+        model: an NNX module, or a zero-argument function that makes one; the arrays of the
+            latter are born sharded.
+        optimizer: any optax transformation; one that looks at the loss gets it as `value`.
+        loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
+            of scalar metrics.
+        strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
+        world: the devices.
+        accumulate: K microbatches per step; with a pipeline its own number.
+        clip_norm: the largest global norm of the gradient.
+        precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
+            not say.
+        remat: what the backward pass recomputes, where the strategy does not say.
+        scaler: the loss scale; float16 compute has one by default.
+        metrics: which numbers a step reports.
+        nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
+            finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
+            then does what it says. None updates whatever comes, as plain JAX does.
+        deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
+            `deterministic_options`.
+        pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
+            with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
+
+    Returns:
+        The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
+
+    Raises:
+        ConfigError: for an option out of range.
+        MeshError: when the strategy names an axis that the mesh lacks.
+        StrategyConflictError: when precision or remat contradict the strategy's.
+
+    Example:
+        >>> from axon_dist import DDP, World
+        >>> world = World.emulate(8)
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        >>> ddp = DDP(model, world.group("dp"))
+        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp, world)
+        >>> state = step.init()
+        >>> state, metrics = step(state, {"x": jnp.ones((16, 2)), "y": jnp.ones((16, 1))})
+        >>> int(state.step)
+        1
+    """
+    check_arguments(optimizer, loss_fn, world, remat)
+    parts, source = take_apart(model)
+    chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
+    chosen.validate(world)
+    check_sums(chosen, parts.abstract)
+    if annotations := annotations_of(parts.abstract):
+        chosen = overlay(chosen, FromMetadata(annotations))
+    if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
+        scaler = GradScaler()
+    count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
+    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic, pad)
+    options.validate()
+    if chosen.precision is not None:
+        parts, source = stored_as(parts, source, chosen.precision)
+    return TrainStep(parts, source, optimizer, loss_fn, chosen, world, options)
+
+
+class TrainStep:
+    """A jitted training step, and what belongs to it; made by `build_train_step`.
+
+    Attributes:
+        parts: the structure and shapes of the model.
+        strategy: the strategy it was built for.
+        world: the devices.
+        layout: how batches are cut.
+        state_shardings: a `TrainState` of shardings.
+        claims: where the strategy says that arrays lie, and why; `init` checks it.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        source: Source,
+        optimizer: optax.GradientTransformation,
+        loss_fn: LossFn,
+        strategy: Strategy,
+        world: World,
+        options: StepOptions,
+    ):
+        self.parts, self.strategy, self.world = parts, strategy, world
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.loss_fn, self.options = loss_fn, options
+        self.reduction = strategy.reduction or Reduction()
+        self.storage = storage_of(parts, strategy)
+        if self.storage.rows is not None:
+            check_rowwise(self.optimizer, self.storage.rows)
+        self._source = source
+        self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
+        self.layout = BatchLayout(
+            world.mesh,
+            strategy.batch_axes,
+            options.accumulate,
+            world.num_batch_shares(strategy.batch_axes),
+            None if options.pad is None else Padding(options.pad, parts, loss_fn),
+        )
+        self.abstract_state = self._abstract_state()
+        self.state_shardings = state_shardings(
+            self.abstract_state, parts, strategy, self.storage, world.mesh
+        )
+        self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
+        self._near = functools.partial(on_device, strategy.offload, self.state_shardings)
+        self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
+        chosen = deterministic_options(world) if options.deterministic else None
+        jit = functools.partial(jit_of(strategy, world), compiler_options=chosen)
+        self._step = jit(
+            self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
+        )
+        self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
+        grads = self.storage.strategy.grads
+        grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
+        self._differentiate = jit(
+            lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
+            out_shardings=(grad_shardings, self._whole),
+        )
+
+    def init(self) -> TrainState:
+        """Makes the first state, every array born where it lives.
+
+        Returns:
+            The state. Its arrays are its own: the module given stays usable.
+
+        Raises:
+            ClaimError: when an array is not split as the strategy claims.
+        """
+        state = self._born()
+        self.claims.check(state)
+        return state
+
+    def lower_init(self) -> jax.stages.Lowered:
+        """Lowers the making of a factory's parameters and buffers, without running it.
+
+        Returns:
+            The lowered program; `.compile()` it to read how much memory their birth takes.
+
+        Raises:
+            ConfigError: when the step was given a module, whose arrays exist already.
+        """
+        if self._source.make is None:
+            raise ConfigError(
+                "the step was given a module, whose arrays exist; give build_train_step a "
+                "function that makes the module, and its arrays are born where they live"
+            )
+        return self._factory().lower()
+
+    def _factory(self) -> Any:
+        make: Any = self._source.make
+
+        def born() -> tuple[PyTree, PyTree]:
+            params, buffers = make()
+            return self.storage.from_model(params), buffers
+
+        return jax.jit(born, out_shardings=(self.state_shardings.params, self._whole))
+
+    def _born(self) -> TrainState:
+        """Parameters first, moments second: what drawing the former took is free again by then."""
+        is_given = self._source.make is None
+        params, buffers = self._placed() if is_given else self._factory()()
+        # A given module keeps its arrays: on the device it lies on, placing makes no copy.
+        donated = () if is_given else (0,)
+        complete = jax.jit(
+            self._new_state, out_shardings=self.state_shardings, donate_argnums=donated
+        )
+        return complete(params, buffers)
+
+    def _placed(self) -> tuple[PyTree, PyTree]:
+        params, buffers = self._source.arrays or ({}, {})
+        stored = self.storage.from_model(params)
+        return jax.device_put((stored, buffers), (self.state_shardings.params, self._whole))
+
+    def __call__(
+        self, state: TrainState, batch: Batch | Placed, held: Array | None = None
+    ) -> tuple[TrainState, dict]:
+        """Takes one step; the arrays of the state given are used up.
+
+        Args:
+            state: from `init` or the step before.
+            batch: leaves of shape [B, ...]: the global batch, or with several processes the rows
+                of this one; or what `place` returned.
+            held: the metric `nonfinite` of the step before. Where `nonfinite` is `"stop"` or
+                `"rollback"`, the state then stays what it was before the first such step, without
+                the host having to look; elsewhere it is ignored.
+
+        Returns:
+            The next state, and the metrics as scalars on the devices, not waited for.
+
+        Raises:
+            DivisibilityError: when the batch cannot be cut evenly.
+            ConfigError: when an earlier step has used the state up.
+        """
+        check_usable(state)
+        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        state, metrics = self._step(state, placed, self._held(held))
+        self._in_flight.add(metrics["loss"])
+        return state, metrics
+
+    @property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.world.mesh, PartitionSpec())
+
+    def _held(self, held: Array | None) -> Array | None:
+        """The flag of the step before; for the first step one that lies like all later ones."""
+        if not self.options.holds:
+            return None
+        if held is not None:
+            return held
+        return jax.make_array_from_callback((), self._whole, lambda _: np.zeros((), bool))
+
+    def place(self, batch: Batch) -> Placed:
+        """Puts a batch on the devices, so that a later step does not wait for it."""
+        return self.layout.place(batch)
+
+    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
+        """The reduced gradients of a batch, before clipping; the state stays.
+
+        Args:
+            state: the state.
+            batch: as for a step.
+
+        Returns:
+            A tree like the parameters, laid out as the strategy lays gradients; and the metrics.
+        """
+        check_usable(state)
+        placed = batch if isinstance(batch, Placed) else self.place(batch)
+        return self._differentiate(state, placed)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+        """The loss and metrics of a batch with the model in eval mode; the state stays.
+
+        Args:
+            state: the state.
+            batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
+
+        Returns:
+            `loss` and the metrics of the loss function, scalars on the devices.
+        """
+        check_usable(state)
+        layout = dataclasses.replace(self.layout, num_microbatches=1)
+        return self._evaluate(state, layout.place(batch))
+
+    def merge(self, state: TrainState) -> nnx.Module:
+        """The model with the values of a state."""
+        check_usable(state)
+        params = self.storage.to_model(state.params)
+        return self.parts.merge(params, mean_buffers(state.buffers, self.reduction))
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """Lowers the step for a batch of shapes or arrays, without running or storing anything.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes;
+                `jax.ShapeDtypeStruct` will do.
+
+        Returns:
+            The lowered step; `.compile()` it to read its memory and collectives.
+        """
+        state = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self.abstract_state,
+            self.state_shardings,
+        )
+        held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self.options.holds else None
+        return self._step.lower(state, self.layout.abstract(batch), held)
+
+    def _abstract_state(self) -> TrainState:
+        return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)
+
+    def _first_state(self, params: PyTree, buffers: PyTree) -> TrainState:
+        return self._new_state(self.storage.from_model(params), buffers)
+
+    def _new_state(self, params: PyTree, buffers: PyTree) -> TrainState:
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.optimizer.init(params),
+            buffers=stack_buffers(buffers, self.reduction, self._ranks),
+            scaler=None if self.options.scaler is None else self.options.scaler.init(),
+        )
+
+    def _gradients(self, state: TrainState, batch: Batch) -> Any:
+        """Mean gradients, metrics and new buffers, whichever view the strategy needs."""
+        scaler, mesh = self.options.scaler, self.world.mesh
+        run = gradient_function(
+            self.parts, self.loss_fn, self.strategy, mesh, self.storage, self.options.accumulate
+        )
+        scale = None if scaler is None else state.scaler.scale
+        grads, metrics, buffers = run(state.params, state.buffers, batch, scale)
+        grads = grads if scaler is None else scaler.unscale(grads, state.scaler)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics, buffers
+
+    def _take_step(
+        self, state: TrainState, placed: Placed, held: Array | None = None
+    ) -> tuple[TrainState, dict]:
+        state = self._near(state)
+        grads, metrics, buffers = self._gradients(state, placed.arrays)
+        clipped, measured = clip(grads, self.options)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = self.optimizer.update(
+                clipped, state.opt_state, state.params, value=metrics["loss"]
+            )
+            params = optax.apply_updates(state.params, updates)
+        if "param_norm" in self.options.metrics:
+            measured["param_norm"] = optax.tree.norm(params)
+        new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
+        if self.options.scaler is not None:
+            new = skip_overflow(self.options.scaler, are_finite(grads, measured), new, state)
+            measured[LOSS_SCALE] = new.scaler.scale
+        if self.options.nonfinite is not None:
+            loss, finite = metrics["loss"], are_finite(grads, measured)
+            new, measured[FLAG] = undo_nonfinite(self.options, loss, finite, new, state, held)
+        return new, {**metrics, **measured}
+
+    def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
+        state = self._near(state)
+        buffers = mean_buffers(state.buffers, self.reduction)
+        params = self.storage.to_model(state.params)
+        run = evaluation(self.parts, self.loss_fn, self.strategy, self.world.mesh)
+        return run(params, buffers, placed.arrays)

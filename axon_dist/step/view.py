@@ -1,0 +1,174 @@
+"""How a step sees the model: the dtypes it computes in, its units, and how weights are gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..core.errors import StrategyConflictError
+from ..core.typing import Path, PyTree
+from ..nn import ActivationCheckpointing, Layout
+from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
+from ..precision import MixedPrecision, autocast, cast_floating
+from ..program import GATHER, RematPolicy, check_some, is_inside, mark_units, roll
+from .objective import Forward, Prepare
+from .parts import ModelParts
+
+MakeGather: TypeAlias = Callable[[Path], Callable[[Any], Any]]
+"""The path of a parameter -> how to gather it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The changes that a strategy makes to a merged model before it runs.
+
+    Args:
+        precision: the dtypes; None leaves the model's own.
+        units: the paths of the modules that are gathered, freed and recomputed as one.
+        remat: activation checkpointing, or None.
+        splits_params: whether gathered weights are freed after use.
+        moves_activations: whether units send activations between ranks, as tensor and context
+            parallelism do.
+    """
+
+    precision: MixedPrecision | None
+    units: frozenset[Path]
+    remat: ActivationCheckpointing | None
+    splits_params: bool
+    moves_activations: bool
+
+    @property
+    def group(self) -> int:
+        """How many units are recomputed together."""
+        return 1 if self.remat is None else self.remat.group_size(max(len(self.units), 1))
+
+    def cast(self, params: PyTree) -> PyTree:
+        """The parameters in the compute dtype."""
+        return params if self.precision is None else cast_floating(params, self.precision.compute)
+
+    def prepare(
+        self,
+        make_gather: MakeGather | None,
+        also: Prepare | None = None,
+        remat: RematPolicy | None = None,
+    ) -> Prepare:
+        """Makes the function that adapts a merged model.
+
+        Args:
+            make_gather: how weights are gathered, each within its unit; None where they are
+                whole already.
+            also: a further change, made first.
+            remat: what each unit keeps for its backward pass; None where `rolled` sees to it.
+
+        Returns:
+            The function.
+        """
+
+        def adapt(model: nnx.Module) -> None:
+            if also is not None:
+                also(model)
+            params = _params(model)
+            for path, variable in params.items():
+                variable.set_value(self.cast(variable[...]))
+                if make_gather is not None:
+                    variable.set_metadata(**{GATHER: make_gather(path)})
+            found = mark_units(model, lambda path, _: path in self.units, remat)
+            for path, variable in params.items():
+                inside = any(is_inside(path, unit) for unit in found)
+                if make_gather is not None and not inside:
+                    variable.set_value(variable.get_metadata()[GATHER](variable[...]))
+            if self.precision is not None and self.precision.buffer is not None:
+                _widen_statistics(model)
+            if self.precision is not None and self.precision.is_mixed:
+                autocast(model, self.precision)
+
+        return adapt
+
+    def rolled(self, forward: Forward) -> Forward:
+        """The forward pass with chains of units as scans, where there are units."""
+        if not self.units:
+            return forward
+        regather = regather_in_backward if self.splits_params else None
+        remat = self.remat.remat if self.remat else regather
+        return roll(forward, self.group, remat, prefetch=not self.moves_activations)
+
+
+def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
+    """What a strategy changes about the calls of a model's layers."""
+    layout = Layout(mesh, strategy.batch_axes)
+    for layers in strategy.layers:
+        layout = layers.extend(layout)
+
+    def adapt(model: nnx.Module) -> None:
+        for layers in strategy.layers:
+            layers(model, layout)
+        map_kernels(model, layout)
+
+    return adapt
+
+
+def view_of(strategy: Strategy, parts: ModelParts) -> View:
+    """The view of a strategy on a model.
+
+    Args:
+        strategy: its `wrap`, `precision`, `remat` and policies.
+        parts: the model.
+
+    Returns:
+        The view.
+
+    Raises:
+        StrategyConflictError: when wrapping and checkpointing name different classes.
+        UnsupportedError: when the classes named for units or checkpointing do not exist.
+    """
+    splits = bool(strategy.params.split_axes or strategy.opt_state.split_axes)
+    units: frozenset[Path] = frozenset()
+    if splits or strategy.remat is not None:
+        units = _units(strategy, parts)
+    return View(
+        precision=strategy.precision,
+        units=units,
+        remat=strategy.remat,
+        splits_params=bool(strategy.params.split_axes),
+        moves_activations=bool(strategy.layers),
+    )
+
+
+def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
+    model = parts.abstract
+    named = strategy.remat.classes if strategy.remat is not None else None
+    wrap = strategy.wrap or TransformerAutoWrapPolicy()
+    policy = TransformerAutoWrapPolicy(*named) if named else wrap
+    units = policy.units(model)
+    if wrap not in (policy, TransformerAutoWrapPolicy()):
+        raise StrategyConflictError(
+            f"{wrap} says which modules are gathered as one, and activation checkpointing of "
+            f"{named} which are recomputed as one; they are the same modules, so say it once"
+        )
+    asked = getattr(policy, "classes", ()) or (strategy.remat is not None)
+    if asked and not units:
+        what = f"activation checkpointing of {named or 'repeated blocks'}"
+        check_some([], f"{policy}" if not strategy.remat else what, model)
+    return units
+
+
+def _widen_statistics(model: nnx.Module) -> None:
+    """Statistics are stored in a dtype of their own, and updated in float32 or wider."""
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.Param):
+            value = variable.get_value()
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                variable.set_value(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
+
+
+def _params(model: nnx.Module) -> dict[Path, nnx.Param]:
+    return {
+        "/".join(str(key) for key in keys): variable
+        for keys, variable in nnx.iter_graph(model)
+        if isinstance(variable, nnx.Param)
+    }

@@ -1,0 +1,242 @@
+import io
+import json
+import shutil
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from axon_dist.app import train
+from axon_dist.checkpoint import read_manifest
+from axon_dist.config import RunConfig
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.data import TextLoader
+
+
+@pytest.fixture
+def config(tiny, tmp_path):
+    """Six steps with dropout and a schedule, saved after each; overrides by dotted key."""
+
+    def make(folder, **overrides):
+        data = tiny | {"run_dir": str(tmp_path / folder)}
+        data["model"] = tiny["model"] | {"dropout": 0.1}
+        data["optimizer"] = tiny["optimizer"] | {"schedule": {"name": "cosine", "warmup_steps": 1}}
+        data["train"] = tiny["train"] | {"log_every": 1}
+        data["checkpoint"] = {"every": 1, "keep": 9}
+        for key, value in overrides.items():
+            section, _, name = key.partition("__")
+            data[section] = {**data.get(section, {}), name: value} if name else value
+        return RunConfig.from_dict(data)
+
+    return make
+
+
+def bits(state):
+    plain = lambda x: (
+        jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+    return [np.asarray(plain(leaf)).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+def rows(done):
+    names = ("step", "train/loss", "train/grad_norm", "validation/loss")
+    lines = done.directory.metrics.read_text().splitlines()
+    return [{name: row[name] for name in names if name in row} for row in map(json.loads, lines)]
+
+
+def keep_only(done, *steps):
+    """As if the run had been killed after the last of these steps."""
+    for folder in done.directory.checkpoints.iterdir():
+        if int(folder.name.removeprefix("step_")) not in steps:
+            shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tokens_seen(monkeypatch):
+    """Every batch that a loader hands out, in order."""
+    seen, hand_out = [], TextLoader.__next__
+
+    def watched(self):
+        batch = hand_out(self)
+        seen.append(batch["tokens"].tobytes())
+        return batch
+
+    monkeypatch.setattr(TextLoader, "__next__", watched)
+    return seen
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
+    whole = train(config("whole"))
+    expected = list(tokens_seen)
+    tokens_seen.clear()
+    cut = train(config("cut"))
+    keep_only(cut, stop)
+    assert tokens_seen == expected
+    tokens_seen.clear()
+
+    resumed = train(config("cut"), resume="auto")
+    assert bits(resumed.result.state) == bits(whole.result.state)
+    assert tokens_seen == expected[stop:]
+    assert rows(resumed) == rows(whole)
+    manifests = [read_manifest(done.directory.checkpoints / "step_00000006")
+                 for done in (whole, resumed)]  # fmt: skip
+    assert manifests[0].checksums == manifests[1].checksums
+    assert manifests[0].meta["data"] == manifests[1].meta["data"]
+
+
+OTHERS = {
+    "fsdp on 4": {"mesh": "fsdp=4", "devices": {"emulate": 4}, "parallel": "full_shard"},
+    "zero1 on 2": {"mesh": "dp=2", "devices": {"emulate": 2}, "parallel": "zero1"},
+    "one device": {"mesh": "dp=1", "devices": {"emulate": 1}},
+    "accumulated": {"train__accumulate": 1, "mesh": "dp=4", "devices": {"emulate": 4}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_on_another_mesh_it_is_the_same_run_within_rounding(config, other):
+    whole = train(config("whole"))
+    keep_only(whole, 3)
+    before = rows(whole)
+    resumed = train(config("whole", **OTHERS[other]), resume="auto")
+    np.testing.assert_allclose(
+        [row["train/loss"] for row in rows(resumed) if "train/loss" in row],
+        [row["train/loss"] for row in before if "train/loss" in row],
+        rtol=1e-5,
+    )
+    assert resumed.result.num_steps == 6
+
+
+def test_auto_begins_where_there_is_nothing_and_says_so(config):
+    console = Console(file=io.StringIO(), width=200)
+    done = train(config("run", train__steps=2), console, resume="auto")
+    assert done.result.num_steps == 2
+    assert "no checkpoint in" in console.file.getvalue()
+    assert "beginning at step 0" in console.file.getvalue()
+
+
+def test_auto_falls_back_to_the_newest_good_checkpoint_and_says_so(config):
+    whole = train(config("run"))
+    good = bits(whole.result.state)
+    keep_only(whole, 2, 4)
+    file = max((whole.directory.checkpoints / "step_00000004").rglob("d/*"),
+               key=lambda path: path.stat().st_size)  # fmt: skip
+    file.write_bytes(file.read_bytes()[:-1])
+    console = Console(file=io.StringIO(), width=400)
+    resumed = train(config("run"), console, resume="auto")
+    text = console.file.getvalue()
+    assert "step_00000004': file arrays/" in text
+    assert "going back to the one before it" in text
+    assert "going on after step 2" in text
+    assert bits(resumed.result.state) == good
+
+
+def test_a_finished_run_has_nothing_left(config):
+    whole = train(config("run"))
+    summary = whole.directory.summary.read_text()
+    console = Console(file=io.StringIO(), width=200)
+    again = train(config("run"), console, resume="auto")
+    assert bits(again.result.state) == bits(whole.result.state)
+    assert again.result.is_finished
+    assert "finished already: 6 of 6 steps are done" in console.file.getvalue()
+    assert whole.directory.summary.read_text() == summary
+
+    whole.directory.summary.unlink()
+    train(config("run"), resume="auto")
+    assert json.loads(whole.directory.summary.read_text())["ended"] == "finished"
+    longer = train(config("run", train__steps=7), resume="auto")
+    assert longer.result.num_steps == 7
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step_00000002"])
+def test_from_a_path_into_a_new_folder(config, part):
+    first = train(config("first"))
+    keep_only(first, 2)
+    second = train(config("second"), resume=str(first.directory.path / part))
+    assert bits(second.result.state) == bits(first.result.state)
+    assert [row["step"] for row in rows(second) if "train/loss" in row] == [3, 4, 5, 6]
+    assert sorted(path.name for path in first.directory.checkpoints.iterdir()) == ["step_00000002"]
+
+
+def test_auto_finds_the_newest_folder_of_a_run_without_one_of_its_own(
+    config, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for stamp in ("20260101-000000", "20260102-000000"):
+        train(config("x", run_dir=f"runs/tiny-{stamp}", train__steps=2))
+    (tmp_path / "runs" / "tiny-20260103-000000").mkdir()
+    (tmp_path / "runs" / "tiny-er-20260104-000000" / "checkpoints").mkdir(parents=True)
+    resumed = train(config("x", run_dir=None, train__steps=3), resume="auto")
+    assert str(resumed.directory.path) == "runs/tiny-20260102-000000"
+    assert resumed.result.num_steps == 3
+
+
+def test_what_cannot_be_resumed(config, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in '.*none'; name a checkpoint"):
+        train(config("run"), resume=str(tmp_path / "none"))
+    whole = train(config("whole", train__steps=2))
+    path = str(whole.directory.path)
+    with pytest.raises(CheckpointError, match=r"params/.* is float32\[.* restore it into"):
+        train(config("a", model__ffn_width=32), resume=path)
+    with pytest.raises(CheckpointError, match=r"opt_state/.* is in the checkpoint and not here"):
+        train(config("b", optimizer={"name": "sgd"}), resume=path)
+    with pytest.raises(ConfigError, match=r"taken with seed=0, this loader has seed=1"):
+        train(config("c", seed=1), resume=path)
+    manifest = whole.directory.checkpoints / "step_00000002"
+    with mock.patch("axon_dist.app.resume.read_manifest") as read:
+        read.return_value = mock.Mock(meta={})
+        with pytest.raises(CheckpointError, match="does not say how far in the data"):
+            train(config("d"), resume=str(manifest))
+
+
+def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
+    shared = {
+        "checkpoint__dir": str(tmp_path / "shared"),
+        "train__steps": 2,
+        "checkpoint__every": 0,
+    }
+    train(config("one", **shared))
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["step_00000002"]
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: .* of another run; name another, or"):
+        train(config("two", **shared))
+
+
+@pytest.mark.parametrize(("kind", "background"), [("full", True), ("sharded", False)])
+def test_every_kind_of_saving(config, kind, background):
+    changes = {"checkpoint__type": kind, "checkpoint__background": background}
+    changes |= {"checkpoint__keep": 1, "checkpoint__best": 1, "checkpoint__every": 3}
+    done = train(config("run", **changes))
+    manifest = read_manifest(done.directory.checkpoints / "step_00000006")
+    assert manifest.type == kind
+    best = done.summary["best_validation_loss"]
+    scores = [read_manifest(path).score for path in done.directory.checkpoints.iterdir()]
+    assert best in scores
+
+
+def test_best_needs_validations(config):
+    with pytest.raises(ConfigError, match=r"checkpoint.best: got 1, .* multiple of train.eval_ev"):
+        config("run", checkpoint__best=1, checkpoint__every=2)
+
+
+def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkeypatch):
+    from axon_dist.checkpoint import store
+
+    begin = store.OrbaxStore.begin
+
+    def full_disk(self, folder, leaves):
+        if folder.name != "step_00000002.tmp":
+            raise OSError(28, "No space left on device")
+        return begin(self, folder, leaves)
+
+    monkeypatch.setattr(store.OrbaxStore, "begin", full_disk)
+    console = Console(file=io.StringIO(), width=400)
+    with pytest.raises(CheckpointError, match=r"last state is not saved: .*No space left on dev"):
+        train(config("run"), console)
+    text = console.file.getvalue()
+    assert text.count("No space left on device; what was saved before stays. Make room") == 5
+    assert "finished after 6 steps" in text
+
+    monkeypatch.undo()
+    assert train(config("run"), resume="auto").result.num_steps == 6

@@ -1,0 +1,200 @@
+import dataclasses
+import inspect
+import io
+import json
+import sys
+import types
+import typing
+from unittest import mock
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from axon_dist.app import create_directory, train
+from axon_dist.checkpoint import read_manifest
+from axon_dist.config import (
+    DATA,
+    LOGGERS,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    RunConfig,
+    build_loader,
+    load_config,
+)
+from axon_dist.config.models import make_model
+from axon_dist.config.read import read
+from axon_dist.core.errors import ConfigError
+from axon_dist.mesh import MeshSpec, World
+
+
+def plain_console():
+    return Console(file=io.StringIO(), width=100)
+
+
+def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
+    console = plain_console()
+    done = train(RunConfig.from_dict(tiny), console)
+    directory = done.directory
+    assert directory.path == tmp_path / "run"
+    names = {file.name for file in directory.path.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "loss.png"}
+
+    rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    curve = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    validation = [row["step"] for row in rows if "validation/loss" in row]
+    assert tuple(curve) == done.result.train_curve
+    assert ([step for step, _ in curve], validation) == ([2, 4, 6], [3, 6])
+
+    summary = json.loads(directory.summary.read_text())
+    assert summary == done.summary
+    assert (summary["ended"], summary["steps"], summary["mesh"]) == ("finished", 6, "dp=8")
+    assert summary["validation_loss"] == done.result.validation_curve[-1][1]
+
+    manifest = read_manifest(directory.checkpoints / "step_00000006")
+    assert (manifest.meta["step"], manifest.meta["data"]["samples_seen"]) == (6, 48)
+    assert RunConfig.from_dict(manifest.meta["config"]) == RunConfig.from_dict(tiny)
+    assert manifest.score == summary["validation_loss"]
+    assert any(name.startswith("opt_state/") for name in manifest.leaves)
+
+    text = console.file.getvalue()
+    for words in ("ddp on mesh dp=8 of 8 emulated", "6 steps of 8 x 16 tokens", "step 6/6",
+                  "finished after 6 steps", "nats/byte", f"run directory: {directory.path}",
+                  f"loss curves: {directory.plot}"):  # fmt: skip
+        assert words in text
+
+
+def test_the_written_config_makes_the_same_run(tiny, tmp_path):
+    first = train(RunConfig.from_dict(tiny))
+    again = load_config(first.directory.config, [f"run_dir={tmp_path / 'again'}"])
+    assert train(again).result.train_curve == first.result.train_curve
+
+
+def test_without_a_console_nothing_is_printed(tiny, capsys):
+    train(RunConfig.from_dict(tiny))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_matplotlib_there_is_no_plot_and_the_run_says_why(tiny):
+    console = plain_console()
+    with mock.patch("axon_dist.app.run.has_module", return_value=False):
+        done = train(RunConfig.from_dict(tiny), console)
+    assert not done.directory.plot.exists()
+    assert "loss curves: none (pip install 'axon_dist[plots]')" in console.file.getvalue()
+
+
+def test_a_folder_holds_one_run(tiny):
+    config = RunConfig.from_dict(tiny)
+    create_directory(config)
+    with pytest.raises(ConfigError, match=r"run_dir: '.*run' holds a run already; name another"):
+        create_directory(config)
+
+
+def test_a_folder_that_cannot_be_made(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = RunConfig.from_dict(tiny | {"run_dir": str(tmp_path / "file" / "run")})
+    with pytest.raises(ConfigError, match=r"run_dir: cannot write to '.*': Not a directory; name"):
+        create_directory(config)
+
+
+def test_a_run_without_a_folder_gets_one_with_its_name(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = create_directory(RunConfig.from_dict(tiny | {"run_dir": None}))
+    assert str(directory.path).startswith("runs/tiny-")
+    assert yaml.safe_load(directory.config.read_text())["train"]["steps"] == 6
+
+
+def test_other_processes_train_and_write_no_metrics(tiny, tmp_path):
+    console = plain_console()
+    with mock.patch("axon_dist.app.run._is_main", return_value=False):
+        done = train(RunConfig.from_dict(tiny), console)
+    assert done.result.is_finished
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints"}
+    assert console.file.getvalue() == ""
+
+
+def variants():
+    tables = (DATA, OPTIMIZERS, SCHEDULES, LOGGERS)
+    models = [kind.sizes for kind in MODELS.values()]
+    return [*models, *(cls for table in tables for cls in table.values())]
+
+
+def sections():
+    hints = typing.get_type_hints(RunConfig)
+    return [RunConfig, *(cls for cls in hints.values() if dataclasses.is_dataclass(cls))]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Configs of every kind of model and data of images, as plain data."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (40, 16, 16, 3)).astype(np.uint8)
+    files = {side: str(tmp_path / f"{side}.npz") for side in ("train", "held")}
+    for path in files.values():
+        np.savez(path, images=images, labels=np.arange(40) % 10)
+    read_ones = {"kind": "images", "files": [files["train"]], "image_size": 16}
+    common = {
+        "mesh": "dp=8",
+        "devices": {"emulate": 8},
+        "train": {"steps": 2, "global_batch": 8, "eval_batches": 1, "log_every": 1},
+    }
+    return [
+        {"model": {"kind": kind, "preset": "tiny"}, "data": data, **common}
+        for kind, data in (
+            ("resnet", read_ones),
+            ("resnet", {**read_ones, "validation_files": [files["held"]]}),
+            ("vit", {"kind": "synthetic_images", "num_images": 64, "image_size": 16}),
+        )
+    ]
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_on_images(pictures, tmp_path, number):
+    console = plain_console()
+    done = train(RunConfig.from_dict(pictures[number] | {"run_dir": str(tmp_path / "r")}), console)
+    assert done.result.is_finished
+    assert (done.summary["unit"], done.summary["item"]) == ("nats/image", "images")
+    rate = 8 / done.result.train_seconds
+    assert done.summary["items_per_second"] == pytest.approx(rate)
+    record = json.loads(done.directory.metrics.read_text().splitlines()[-2])
+    assert {"time/images_per_second"} < set(record)
+    told = console.file.getvalue()
+    assert "2 steps of 8 images of 16 x 16" in told
+    assert "images/s" in told
+    assert "tokens" not in told
+
+
+def test_every_field_is_used_by_a_run(tiny, pictures, monkeypatch):
+    """Records which fields a run reads, apart from checking and writing the config itself."""
+    schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
+    schema.remove(MeshSpec)
+    used = set()
+
+    def record(self, name):
+        caller = sys._getframe(1)
+        where, function = caller.f_globals["__name__"], caller.f_code.co_name
+        is_check = function == "validate" or function.startswith("_check")
+        if where not in ("axon_dist.config.read", "dataclasses") and not is_check:
+            used.add((type(self), name))
+        return object.__getattribute__(self, name)
+
+    tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
+    monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=mock.MagicMock()))
+    for cls in schema:
+        monkeypatch.setattr(cls, "__getattribute__", record)
+    train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb"]}))
+    build_loader(read(RunConfig, {"data": {"max_bytes": 10**5}}), World.emulate(8))
+    for picture in pictures:
+        config = read(RunConfig, picture)
+        batch = next(build_loader(config, World.emulate(8)))
+        make_model(config.model, 0)(batch["x"])
+    for name in OPTIMIZERS:
+        for schedule in SCHEDULES:
+            config = read(RunConfig, {"optimizer": {"name": name, "schedule": schedule}})
+            config.optimizer.build(10)
+
+    fields = {(cls, field.name) for cls in schema for field in dataclasses.fields(cls)}
+    assert {f"{cls.__name__}.{name}" for cls, name in fields - used} == set()

@@ -1,0 +1,97 @@
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.hardware import HARDWARE, MACHINES, hardware, parse_cluster
+from axon_dist.planner import parse_bytes, parse_count
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_rates_agree_with_those_of_the_witness(machine):
+    row = hardware(machine.name)
+    mine = (row.flops, row.memory_bandwidth, row.link, row.network, row.node_size, row.memory_bytes)
+    theirs = (
+        machine.flops,
+        machine.memory,
+        machine.link,
+        machine.network,
+        machine.node_size,
+        machine.hbm_bytes,
+    )
+    assert mine == theirs
+
+
+def test_every_row_has_a_source():
+    assert all(row.source and row.name == name for name, row in HARDWARE.items())
+
+
+@given(
+    name=st.sampled_from(sorted(HARDWARE)),
+    ranks=st.integers(1, 512),
+    stride=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_a_ring_is_bound_by_wires_that_there_are(name, ranks, stride):
+    row = hardware(name)
+    assert min(row.link, row.network) <= row.bandwidth(ranks, stride) <= row.link
+    assert row.ring_latency(ranks, stride) >= (ranks - 1) * row.link_latency
+
+
+def test_rings_between_nodes():
+    h100 = hardware("h100")
+    assert h100.bandwidth(8) == 450e9  # inside a node
+    assert h100.bandwidth(16) == 8 * 50e9  # a node's eight ports together
+    assert h100.bandwidth(2, stride=8) == 50e9  # one port
+    assert h100.bandwidth(4, stride=4) == 2 * 50e9
+    assert h100.ring_latency(16) == pytest.approx(14 * 3.4e-6 + 14e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h10O:8", "no rates are known of 'h10O'. Did you mean 'h100'"),
+        ("h100:", "cannot read the number of devices '' in 'h100:'; write it as in h100:8"),
+        ("h100:0", "cannot read the number of devices '0'"),
+        ("v5p:2xx2", "cannot read the number of devices '2xx2'"),
+    ],
+)
+def test_unreadable_targets(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_cluster(text)
+
+
+def test_impossible_hardware():
+    with pytest.raises(ConfigError, match="'h100' has flops=0; it must be a positive number"):
+        dataclasses.replace(hardware("h100"), flops=0)
+    with pytest.raises(ConfigError, match="node_size=-1; it must be the devices per node, or 0"):
+        dataclasses.replace(hardware("h100"), node_size=-1)
+
+
+@given(value=st.integers(1, 999), unit=st.sampled_from(["B", "KB", "MB", "GB", "GiB", "TB"]))
+def test_sizes(value, unit):
+    scale = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "GiB": 2**30, "TB": 1e12}[unit]
+    assert parse_bytes(f"{value} {unit}") == value * scale
+
+
+@given(value=st.integers(1, 10**15))
+def test_plain_numbers_are_themselves(value):
+    assert parse_bytes(value) == parse_count(value) == value
+    assert math.isclose(parse_count(f"{value:e}"), value, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (parse_bytes, "eighty", "cannot read 'eighty' as a size in bytes; write it as in 80GB"),
+        (parse_bytes, "80GX", "unknown unit 'GX' in '80GX'. Did you mean 'GB'"),
+        (parse_bytes, "0GB", "got '0GB'; a size in bytes must be positive, as in 80GB"),
+        (parse_count, "-7B", "cannot read '-7B' as a number of parameters; write it as in 7e9"),
+        (parse_count, "7Q", "unknown unit 'Q' in '7Q'"),
+    ],
+)
+def test_unreadable_quantities(parse, text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(text)

@@ -1,0 +1,131 @@
+import dataclasses
+
+import jax
+import pytest
+
+from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError, UnsupportedError
+from axon_dist.hardware import compilers as environment
+from axon_dist.hardware import missing_compiler, parse_target, prepare_environment, target_options
+from axon_dist.inspect import target_devices, target_mesh
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "shape", "num_devices"),
+    [
+        ("cpu:8", "cpu", (8,), 8),
+        ("h100:8", "cuda", (8,), 8),
+        ("h100:8x8", "cuda", (8, 8), 64),
+        ("v5p:2x2x2", "tpu", (2, 2, 2), 8),
+        ("v5p:4x4x4", "tpu", (4, 4, 4), 64),
+        ("v5e:16x16", "tpu", (16, 16), 256),
+        ("v6e:16x16", "tpu", (16, 16), 256),
+    ],
+)
+def test_targets_are_read(name, platform, shape, num_devices):
+    target = parse_target(name)
+    assert (target.platform, target.shape, target.num_devices) == (platform, shape, num_devices)
+    assert target.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h10:8", r"no target chip 'h10' in 'h10:8'\. Did you mean 'h100'"),
+        ("h100", r"cannot read the shape '' of target 'h100'; write it as in h100:8 or h100:8x8"),
+        ("h100:8x8x8", "write it as in h100:8"),
+        ("h100:eight", "shape 'eight'"),
+        ("v5p:2x2", r"shape '2x2' of target 'v5p:2x2'; write it as in v5p:2x2x2"),
+        ("v5e:0x4", "shape '0x4'"),
+        ("h100:16", "asks for 16 h100 where at most 8 are wired together.*h100:8x8"),
+    ],
+)
+def test_wrong_targets_name_a_right_one(name, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_target(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("h100:8", None),
+        ("v5p:2x2x2", None),
+        ("v5p:4x4x4", (True, True, True)),
+        ("v5p:4x4x8", (True, True, True)),
+        ("v5p:2x2x4", None),
+        ("v5e:4x4", None),
+        ("v5e:8x16", (False, True, False)),
+        ("v6e:16x16", (True, True, False)),
+    ],
+)
+def test_full_torus_axes_close_into_rings(name, wrap):
+    assert parse_target(name).wrap == wrap
+
+
+def test_memory_sizes():
+    assert parse_target("h100:8").hbm_bytes == 84978434048
+    assert parse_target("cpu:8").hbm_bytes is None
+    assert parse_target("cpu:8").machine is None
+
+
+def test_the_emulated_target_is_the_mesh_of_this_process():
+    mesh = target_mesh("cpu:8", "dp=4,tp=-1")
+    assert dict(mesh.shape) == {"dp": 4, "tp": 2}
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert list(target_devices("cpu:8")) == jax.devices()[:8]
+
+
+def test_a_mesh_that_does_not_fit_the_target_is_refused_before_it_is_built():
+    with pytest.raises(MeshError, match="mesh dp=3 needs 3 devices and got 64"):
+        target_mesh("h100:8x8", {"dp": 3})
+
+
+def test_options_are_per_chip_and_not_shared():
+    target_options("h100:8").clear()
+    assert len(target_options("h100:8")) == 3
+    assert target_options("cpu:8") == {}
+    sparse = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
+    assert sparse in target_options("v5p:2x2x2")
+    assert sparse not in target_options("v5e:16x16")
+
+
+def test_a_missing_compiler_names_its_extra(monkeypatch):
+    monkeypatch.setattr(environment, "_is_installed", lambda module: False)
+    with pytest.raises(UnsupportedError, match=r"jax_plugins.xla_cuda13.*axon_dist\[cuda\]"):
+        prepare_environment("h100:8")
+    with pytest.raises(UnsupportedError, match=r"'libtpu', which is not.*axon_dist\[aot\]"):
+        target_mesh("v5p:2x2x2", "fsdp=8")
+    assert missing_compiler("cpu:8") is None
+
+
+@pytest.fixture
+def any_platform():
+    before = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.usefixtures("any_platform")
+def test_cuda_after_the_backend_has_started_without_it(monkeypatch):
+    monkeypatch.setattr(environment, "missing_compiler", lambda target: None)
+    monkeypatch.setattr(environment, "backend_started", lambda: True)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    with pytest.raises(BackendStartedError, match=r"left the CUDA compiler out.*before"):
+        prepare_environment("h100:8")
+
+
+def test_the_environment_that_is_set_already_is_kept(monkeypatch):
+    monkeypatch.setattr(environment, "missing_compiler", lambda target: None)
+    for name in environment._VARIABLES["tpu"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v6e-16")
+    prepare_environment("v5p:2x2x2")
+    assert environment.os.environ["TPU_ACCELERATOR_TYPE"] == "v6e-16"
+    assert environment.os.environ["TPU_SKIP_MDS_QUERY"] == "1"
+
+
+def test_targets_are_values():
+    target = parse_target("h100:8")
+    assert target == parse_target("h100:8")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        target.chip = "v5p"

@@ -1,0 +1,195 @@
+"""The forms that GPU and TPU compilers give collectives, as short programs written by hand."""
+
+import pytest
+
+from axon_dist.hlo.parse import parse
+from axon_dist.hlo.transfers import transfers
+from axon_dist.inspect import collectives
+
+HEADER = "HloModule step, is_scheduled=true, num_partitions=8\n\n"
+
+PAIR = """
+ENTRY %main (x: bf16[256,64]) -> bf16[2048,64] {
+  %x = bf16[256,64]{1,0} parameter(0)
+  %ag = (bf16[256,64]{1,0}, bf16[2048,64]{1,0}) all-gather-start(%x), replica_groups=[1,8]<=[8], \
+dimensions={0}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %square = bf16[256,64]{1,0} multiply(%x, %x)
+  ROOT %done = bf16[2048,64]{1,0} all-gather-done(%ag)
+}
+"""
+
+COMBINED = """
+ENTRY %main (x: bf16[80], y: f32[16]) -> (bf16[10], f32[2]) {
+  %x = bf16[80]{0} parameter(0)
+  %y = f32[16]{0} parameter(1)
+  %rs = ((bf16[80]{0}, f32[16]{0}), (bf16[10]{0}, /*index=1*/f32[2]{0})) reduce-scatter-start(%x, \
+%y), replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, dimensions={0}, to_apply=%add
+  ROOT %done = (bf16[10]{0}, f32[2]{0}) reduce-scatter-done(%rs)
+}
+"""
+
+WRAPPED = """
+%wrapped (p: f32[80]) -> f32[10] {
+  %p = f32[80]{0} parameter(0)
+  ROOT %rs = f32[10]{0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}
+
+ENTRY %main (x: f32[80]) -> f32[10] {
+  %x = f32[80]{0} parameter(0)
+  %start = ((f32[80]{0}), f32[10]{0}, u32[]) async-start(%x), calls=%wrapped
+  %update = ((f32[80]{0}), f32[10]{0}, u32[]) async-update(%start)
+  %square = f32[80]{0} multiply(%x, %x)
+  ROOT %done = f32[10]{0} async-done(%update)
+}
+"""
+
+SPARSE_CORE = """
+%fused (p: f32[80]) -> f32[10] {
+  %p = f32[80]{0} parameter(0)
+  ROOT %rs = f32[10]{0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}
+
+%offloaded (p: f32[80]) -> f32[10] {
+  %p = f32[80]{0} parameter(0)
+  ROOT %fusion = f32[10]{0} fusion(%p), kind=kCustom, calls=%fused
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[80]) -> f32[10] {
+  %x = f32[80]{0} parameter(0)
+  %start = ((f32[80]{0}, token[]), f32[10]{0}) call-start(%x), \
+async_execution_thread="sparsecore", to_apply=%offloaded
+  %square = f32[80]{0} multiply(%x, %x)
+  ROOT %done = f32[10]{0} call-done(%start)
+}
+"""
+
+GATHER = (
+    "all-gather(%p), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}, "
+    'frontend_attributes={chain_id="3"}'
+)
+
+CHAIN = f"""
+%begin (p: bf16[10]) -> (bf16[80], u32[]) {{
+  %p = bf16[10]{{0}} parameter(0)
+  %g.0 = bf16[80]{{0}} {GATHER}
+  ROOT %s = (bf16[80]{{0}}, u32[]) custom-call(%g.0), custom_call_target="AsyncCollectiveStart"
+}}
+
+%middle (p: bf16[10], a: bf16[64,64]) -> (bf16[64,64], bf16[80]) {{
+  %p = bf16[10]{{0}} parameter(0)
+  %a = bf16[64,64]{{1,0}} parameter(1)
+  %product = bf16[64,64]{{1,0}} convolution(%a, %a), dim_labels=bf_io->bf
+  %g.1 = bf16[80]{{0}} {GATHER}
+  ROOT %both = (bf16[64,64]{{1,0}}, bf16[80]{{0}}) tuple(%product, %g.1)
+}}
+
+%end (p: bf16[10]) -> bf16[80] {{
+  %p = bf16[10]{{0}} parameter(0)
+  %g.2 = bf16[80]{{0}} {GATHER}
+  ROOT %d = bf16[80]{{0}} custom-call(%g.2), custom_call_target="AsyncCollectiveDone"
+}}
+
+ENTRY %main (x: bf16[10], a: bf16[64,64]) -> bf16[80] {{
+  %x = bf16[10]{{0}} parameter(0)
+  %a = bf16[64,64]{{1,0}} parameter(1)
+  %async-collective-start = (bf16[80]{{0}}, u32[]) fusion(%x), kind=kCustom, calls=%begin
+  %fusion.1 = (bf16[64,64]{{1,0}}, bf16[80]{{0}}) fusion(%x, %a), kind=kCustom, calls=%middle
+  ROOT %async-collective-done = bf16[80]{{0}} fusion(%x), kind=kCustom, calls=%end
+}}
+"""
+
+PERMUTE = """
+ENTRY %main (x: f32[100]) -> f32[100] {
+  %x = f32[100]{0} parameter(0)
+  %start = (f32[100]{0}, f32[100]{0}, u32[], u32[]) collective-permute-start(%x), channel_id=1, \
+source_target_pairs={{0,1},{1,2},{2,3}}
+  ROOT %done = f32[100]{0} collective-permute-done(%start)
+}
+"""
+
+ALL_REDUCE = """
+ENTRY %main (x: f32[80]) -> f32[80] {
+  %x = f32[80]{0} parameter(0)
+  %start = f32[80]{0} all-reduce-start(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %square = f32[80]{0} multiply(%x, %x)
+  ROOT %done = f32[80]{0} all-reduce-done(%start)
+}
+"""
+
+SEND = """
+ENTRY %main (x: f32[100]) -> f32[100] {
+  %x = f32[100]{0} parameter(0)
+  %token = token[] after-all()
+  %send = (f32[100]{0}, u32[], token[]) send(%x, %token), channel_id=1, \
+frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}}
+  %square = f32[100]{0} multiply(%x, %x)
+  %send-done = token[] send-done(%send), channel_id=1
+  %recv = (f32[100]{0}, u32[], token[]) recv(%token), channel_id=1, \
+frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}}
+  %recv-done = (f32[100]{0}, token[]) recv-done(%recv), channel_id=1
+  ROOT %result = f32[100]{0} get-tuple-element(%recv-done), index=0
+}
+"""
+
+OPERANDS = """
+ENTRY %main (x: f32[10], y: f32[10]) -> (f32[10], f32[10]) {
+  %x = f32[10]{0} parameter(0)
+  %y = f32[10]{0} parameter(1)
+  ROOT %a2a = (f32[10]{0}, f32[10]{0}) all-to-all(%x, %y), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "bytes_in", "bytes_out", "wire_bytes", "is_async", "exposure"),
+    [
+        (PAIR, "all-gather", 32768, 262144, 229376, True, "light"),
+        (COMBINED, "reduce-scatter", 224, 28, 196, True, "exposed"),
+        (WRAPPED, "reduce-scatter", 320, 40, 280, True, "light"),
+        (SPARSE_CORE, "reduce-scatter", 320, 40, 280, True, "light"),
+        (CHAIN, "all-gather", 20, 160, 140, True, "light"),
+        (PERMUTE, "collective-permute", 400, 400, 400, True, "exposed"),
+        (ALL_REDUCE, "all-reduce", 320, 320, 480, True, "light"),
+        (SEND, "collective-permute", 400, 400, 400, True, "light"),
+        (OPERANDS, "all-to-all", 80, 80, 40, False, "exposed"),
+    ],
+)
+def test_each_form_is_one_row(text, kind, bytes_in, bytes_out, wire_bytes, is_async, exposure):
+    (row,) = collectives(HEADER + text).rows
+    assert row.kind == kind
+    assert (row.bytes_in, row.bytes_out, row.wire_bytes) == (bytes_in, bytes_out, wire_bytes)
+    assert (row.is_async, row.exposure) == (is_async, exposure)
+
+
+def test_a_combined_collective_knows_its_arrays():
+    (row,) = collectives(HEADER + COMBINED).rows
+    assert (row.num_arrays, row.dtypes) == (2, ("bf16", "f32"))
+
+
+def test_a_start_that_the_compiler_made_synchronous_is_exposed():
+    text = PAIR.replace('"is_sync":false', '"is_sync":true')
+    (row,) = collectives(HEADER + text).rows
+    assert (row.is_async, row.exposure) == (False, "exposed")
+
+
+def test_a_chain_spans_from_its_first_to_its_last_fusion():
+    module = parse(HEADER + CHAIN)
+    (transfer,) = transfers(module, module.entry)
+    names = [module.entry.instructions[at].name for at in (transfer.start, transfer.done)]
+    assert names == ["async-collective-start", "async-collective-done"]
+
+
+def test_a_collective_in_a_fusion_is_synchronous():
+    text = """
+%fused (p: f32[80]) -> f32[80] {
+  %p = f32[80]{0} parameter(0)
+  ROOT %ar = f32[80]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+
+ENTRY %main (x: f32[80]) -> f32[80] {
+  %x = f32[80]{0} parameter(0)
+  ROOT %f = f32[80]{0} fusion(%x), kind=kOutput, calls=%fused
+}
+"""
+    (row,) = collectives(HEADER + text).rows
+    assert (row.kind, row.is_async, row.group_size) == ("all-reduce", False, 8)

@@ -1,0 +1,154 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import LaunchError
+from axon_dist.launch.environment import from_env
+
+TORCH = {"MASTER_ADDR": "192.168.1.100", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_NODELIST": "n[0-1]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+
+
+def where(env):
+    spec = from_env(env)
+    return spec.coordinator_address, spec.num_processes, spec.process_id, spec.local_device_ids
+
+
+def test_nothing_said_is_one_process():
+    spec = from_env({})
+    assert where({}) == ("localhost:29500", 1, 0, None)
+    assert (spec.local_rank, spec.is_distributed) == (0, False)
+    assert from_env({"MASTER_PORT": ""}) == from_env({"MASTER_PORT": "29501"}) == spec
+    assert from_env({"MASTER_PORT": "tcp://10.0.0.1:443"}) == spec
+
+
+@given(count=st.integers(1, 64), data=st.data())
+def test_torchrun(count, data):
+    process = data.draw(st.integers(0, count - 1))
+    env = {"WORLD_SIZE": str(count), "RANK": str(process)}
+    assert where(env) == ("localhost:29500", count, process, None)
+
+
+def test_a_rank_of_torchrun():
+    assert where(TORCH | {"LOCAL_RANK": "0"}) == ("192.168.1.100:29500", 8, 4, (0,))
+
+
+def test_a_process_alone_on_its_host_takes_all_devices():
+    assert where(TORCH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})[3] is None
+    assert where(TORCH | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})[3] == (3,)
+
+
+def test_the_port_of_torchruns_own_store_is_left_to_it():
+    assert where(TORCH | {"TORCHELASTIC_USE_AGENT_STORE": "True"})[0] == "192.168.1.100:29501"
+
+
+def test_addresses_of_version_6():
+    assert where(TORCH | {"MASTER_ADDR": "fe80::1"})[0] == "[fe80::1]:29500"
+
+
+def test_world_size_1_needs_no_rank():
+    assert not from_env({"WORLD_SIZE": "1"}).is_distributed
+
+
+def test_jax_variables():
+    env = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert where(env) == ("a:1", 2, 1, None)
+    assert where(env | {"JAX_COORDINATOR_ADDRESS": "a", "JAX_COORDINATOR_PORT": "7"})[0] == "a:7"
+
+
+def test_sagemaker_starts_one_process_per_host():
+    env = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
+    assert where(env) == ("algo-1:29500", 2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("env", "source", "count", "process"),
+    [
+        (SLURM, "slurm", 4, 3),
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3",
+            },
+            "ompi", 2, 1,
+        ),
+        ({"KUBERNETES_SERVICE_HOST": "k", "JOB_COMPLETION_INDEX": "2"}, "k8s", None, 2),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "gketpu", None, None),
+        ({"AXON_CLUSTER": "gcetpu"}, "gcetpu", None, None),
+    ],
+)  # fmt: skip
+def test_clusters_that_jax_asks(env, source, count, process):
+    spec = from_env(env)
+    assert (spec.source, spec.num_processes, spec.process_id) == (source, count, process)
+    assert spec.coordinator_address is None
+    assert spec.is_distributed
+
+
+def test_open_mpi_5_with_an_address():
+    env = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "MASTER_ADDR": "a"}
+    assert where(env | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == ("a:29500", 2, 1, (1,))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},
+        SLURM | {"AXON_CLUSTER": "none"},
+        {"KUBERNETES_SERVICE_HOST": "k"},
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_one_process_of_a_cluster_is_alone(env):
+    assert not from_env(env).is_distributed
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "8", "WORLD_SIZE": "8"}, r"RANK=8 and WORLD_SIZE=8: .* from 0 to 7"),
+        ({"RANK": "1"}, r"RANK=1 is set and WORLD_SIZE is not; set both"),
+        ({"RANK": "0"}, r"RANK=0 is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, r"WORLD_SIZE=4 is set and RANK is not; give every process"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, r"RANK=-1 must be at least 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, r"WORLD_SIZE=0 must be at least 1"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, r"RANK is 'x', which is not an integer"),
+        ({"RANK": "0", "WORLD_SIZE": "2.0"}, r"WORLD_SIZE is '2.0'"),
+        (TORCH | {"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
+        (TORCH | {"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000; .* 1\.\.65535"),
+        (TORCH | {"MASTER_PORT": "0"}, r"MASTER_PORT is 0"),
+        (TORCH | {"MASTER_PORT": ""}, r"MASTER_PORT is '', which is not an integer"),
+        ({"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000; .* 1\.\.65535"),
+        (SLURM | {"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
+        (TORCH | {"MASTER_ADDR": " "}, r"MASTER_ADDR is empty; set the host"),
+        (TORCH | {"LOCAL_RANK": "-1"}, r"LOCAL_RANK=-1 must be at least 0"),
+        (
+            TORCH | {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"},
+            r"LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4: .* from 0 to 3",
+        ),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, r"JAX_NUM_PROCESSES and JAX_PROCESS_ID not; set all"),
+        ({"JAX_PROCESS_ID": "1"}, r"JAX_PROCESS_ID=1 set, .*JAX_NUM_PROCESSES not"),
+        ({"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, r"SM_HOSTS is 'algo-1'.* JSON list"),
+        ({"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, r"SM_CURRENT_HOST=b is not one of"),
+        ({"SM_HOSTS": '["a"]'}, r"SM_CURRENT_HOST=None is not one of"),
+        ({"SM_HOSTS": '["a", "a"]', "SM_CURRENT_HOST": "a"}, r"names a host twice"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            r"since version 5 .* -x MASTER_ADDR",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"OMPI_COMM_WORLD_RANK is not; .*AXON_CLUSTER=none"),
+        ({"AXON_CLUSTER": "slrum"}, r"'slrum', which is not known. Did you mean 'slurm'\?"),
+    ],
+)
+def test_wrong_environments(env, words):
+    with pytest.raises(LaunchError, match=words):
+        from_env(env)

@@ -1,0 +1,161 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from axon_dist.core.errors import LaunchError
+from axon_dist.launch.local import LaunchPlan, launch, rank_environments
+
+RANK = "import os, sys, time, signal; rank = int(os.environ['RANK']); "
+
+
+def plan(tmp_path, program, count=3, **fields):
+    command = (sys.executable, "-c", RANK + program)
+    return LaunchPlan(command=command, num_processes=count, log_dir=tmp_path, grace=0.5, **fields)
+
+
+def log(tmp_path, rank):
+    return (tmp_path / f"rank-{rank}.log").read_text()
+
+
+def test_ranks_of_the_second_host():
+    made = LaunchPlan(command=("x",), nnodes=2, node_rank=1, master_addr="node0", num_processes=4)
+    envs = rank_environments(made, {"AXON_CLUSTER": "none", "PATH": "p"}, 4, 29500)
+    assert [env["RANK"] for env in envs] == ["4", "5", "6", "7"]
+    assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "2", "3"]
+    for env in envs:
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("8", "4")
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["PATH"]) == ("node0", "29500", "p")
+        assert "AXON_CLUSTER" not in env
+        assert "JAX_NUM_CPU_DEVICES" not in env
+
+
+def test_each_rank_has_its_log(tmp_path):
+    told = []
+    made = plan(tmp_path, "print('I am', rank, os.environ['JAX_NUM_CPU_DEVICES'])",
+                devices_per_process=2)  # fmt: skip
+    assert launch(made, told.append) == 0
+    assert [log(tmp_path, rank) for rank in range(3)] == [f"I am {rank} 2\n" for rank in range(3)]
+    assert len(told) == 1
+
+
+def test_rank_0_is_on_the_screen_too(tmp_path):
+    program = (
+        "from axon_dist.mesh import LaunchPlan, launch; import sys; "
+        "launch(LaunchPlan(command=(sys.executable, '-c', 'import os; "
+        'print("rank", os.environ["RANK"]); print("[Gloo] Rank noise")\'), num_processes=2, '
+        f"log_dir=__import__('pathlib').Path({str(tmp_path)!r})), print)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=120)
+    assert b"rank 0" in done.stdout
+    assert b"rank 1" not in done.stdout
+    assert b"Gloo" not in done.stdout
+    assert "Gloo" in log(tmp_path, 0)
+
+
+def test_one_failure_ends_all_with_its_code(tmp_path):
+    told, started = [], time.monotonic()
+    made = plan(tmp_path, "rank == 1 and sys.exit('axon: no luck'); time.sleep(100)")
+    assert launch(made, told.append) == 1
+    assert time.monotonic() - started < 30
+    assert "rank 1 exited with code 1: no luck; ending the other ranks" in told[1]
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    told = []
+    made = plan(tmp_path, "rank == 2 and os.kill(os.getpid(), 9); time.sleep(100)")
+    assert launch(made, told.append) == 128 + signal.SIGKILL
+    assert "rank 2 was killed by SIGKILL" in told[1]
+
+
+def test_nothing_is_left_behind(tmp_path):
+    program = (
+        "import subprocess; "
+        "rank == 0 and print(subprocess.Popen(['sleep', '100']).pid, flush=True); "
+        "rank == 1 and time.sleep(1); sys.exit(3 * rank)"
+    )
+    assert launch(plan(tmp_path, program, count=2), lambda line: None) == 3
+    grandchild = Path("/proc", log(tmp_path, 0).strip(), "stat")
+    deadline = time.monotonic() + 30
+    while grandchild.exists() and grandchild.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_restarts(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
+    program = "path = os.environ['MARK'] + str(rank); first = not os.path.exists(path); " \
+        "open(path, 'w').close(); time.sleep(.3); rank == 1 and first and sys.exit(4)"  # fmt: skip
+    told = []
+    assert launch(plan(tmp_path, program, max_restarts=2), told.append) == 0
+    assert told[2:] == ["restart 1 of 2, with 3 processes"]
+
+
+def test_restarts_run_out(tmp_path):
+    told = []
+    assert launch(plan(tmp_path, "sys.exit(4)", count=1, max_restarts=2), told.append) == 4
+    assert [line for line in told if line.startswith("restart")][
+        -1
+    ] == "restart 2 of 2, with 1 processes"
+
+
+def test_a_mistake_of_the_user_is_not_repeated(tmp_path):
+    told = []
+    assert launch(plan(tmp_path, "sys.exit(2)", max_restarts=2), told.append) == 2
+    assert not any("restart" in line for line in told)
+
+
+def test_elastic_goes_on_without_the_lost(tmp_path):
+    program = (
+        "count = int(os.environ['WORLD_SIZE']); print(count, flush=True); "
+        "rank == 1 and count == 4 and os.kill(os.getpid(), 9); "
+        "count == 3 and sys.exit(2); count > 2 and time.sleep(100)"
+    )
+    told = []
+    made = plan(tmp_path, program, count=4, max_restarts=3, elastic=True)
+    assert launch(made, told.append) == 0
+    assert log(tmp_path, 0).split() == ["4", "3", "2"]
+    assert told[-1] == "restart 2 of 3, with 2 processes"
+
+
+def test_signals_reach_the_ranks_and_end_the_restarts(tmp_path):
+    program = (
+        "signal.signal(15, lambda *a: sys.exit(print('saved', flush=True))); "
+        "open(os.environ['MARK'] + str(rank), 'w').close(); time.sleep(100)"
+    )
+    starter = (
+        "from axon_dist.mesh import LaunchPlan, launch; import sys; from pathlib import Path; "
+        f"sys.exit(launch(LaunchPlan(command=(sys.executable, '-c', {RANK + program!r}), "
+        f"num_processes=2, max_restarts=5, log_dir=Path({str(tmp_path)!r})), print))"
+    )
+    env = os.environ | {"MARK": str(tmp_path / "mark")}
+    process = subprocess.Popen([sys.executable, "-c", starter], env=env)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("mark*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(timeout=60) == 0
+    assert [log(tmp_path, rank) for rank in range(2)] == ["saved\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"command": ()}, r"no command; give one after --"),
+        ({"num_processes": 0}, r"got 0 processes .* at least 1"),
+        ({"max_restarts": -1}, r"-1 restarts"),
+        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, r"node rank 2 of 2 .* 0 to 1"),
+        ({"nnodes": 2}, r"2 hosts cannot meet at localhost.*--master-addr"),
+        ({"nnodes": 2, "master_addr": "a", "elastic": True}, r"elastic .* one host, .* has 2"),
+        ({"devices_per_process": 0}, r"0 devices per process"),
+        ({"master_port": 70000}, r"70000; a port lies in"),
+        ({"command": ("no-such-program",)}, r"no program 'no-such-program'; .* on the PATH"),
+    ],
+)
+def test_wrong_plans(tmp_path, fields, words):
+    with pytest.raises(LaunchError, match=words):
+        launch(LaunchPlan(**{"command": ("true",), "log_dir": tmp_path} | fields), print)

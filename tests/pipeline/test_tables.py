@@ -1,0 +1,91 @@
+"""The tables of every schedule, run by a few lines of Python, move every value to its reader."""
+
+import pytest
+
+from axon_dist.pipeline.tables import NONE, lane_phases, program_of
+from axon_dist.schedule import SCHEDULES, Action, Phase, assign_slots, build_schedule, transfers
+
+
+class Replay:
+    """Runs the tables on names instead of arrays; fails where a name is not where it is read."""
+
+    def __init__(self, schedule, program):
+        self.schedule, self.program, self.done = schedule, program, []
+        devices = range(schedule.num_devices)
+        self.inputs, self.gradients, self.held = ([{} for _ in devices] for _ in range(3))
+        for tick in range(program.num_ticks):
+            sent = [
+                {d: self.act(lane, d, tick) for d in devices if lane.active[d, tick]}
+                for lane in program.lanes
+            ]
+            for channel in program.channels:
+                self.receive(channel, tick, sent[channel.lane])
+
+    def act(self, lane, d, tick):
+        """Does an action; returns the name of its result, as the receiver calls it."""
+        stage, m = int(lane.stage[d, tick]), int(lane.microbatch[d, tick])
+        self.done.append(Action(stage, lane.phase, m))
+        if lane.phase is Phase.W:
+            assert self.held[d][lane.held[d, tick]] == (stage, m)
+            return None
+        if lane.phase is Phase.F and stage == 0:
+            self.inputs[d][lane.inputs[d, tick]] = (stage, m)
+        assert self.inputs[d][lane.inputs[d, tick]] == (stage, m)
+        if lane.phase is not Phase.F and stage + 1 < self.schedule.num_stages:
+            assert self.gradients[d][lane.gradients[d, tick]] == (stage, m)
+        if lane.phase is Phase.I:
+            self.held[d][lane.held[d, tick]] = (stage, m)
+        result = (stage + 1 if lane.phase is Phase.F else stage - 1, m)
+        if lane.hand_over[d, tick] != NONE:
+            self.buffer(lane)[d][lane.hand_over[d, tick]] = result
+        return result
+
+    def receive(self, channel, tick, results):
+        """Puts what arrives where the tables say."""
+        for source, target in channel.pairs:
+            if channel.slot[target, tick] != NONE:
+                buffer = self.buffer(self.program.lanes[channel.lane])
+                buffer[target][channel.slot[target, tick]] = results[source]
+
+    def buffer(self, lane):
+        """Where the results of a lane go."""
+        return self.inputs if lane.phase is Phase.F else self.gradients
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_values_are_where_they_are_read(name, size):
+    schedule = build_schedule(name, size, 2 * size)
+    slots = assign_slots(schedule)
+    replay = Replay(schedule, program_of(schedule, slots))
+    assert sorted(replay.done) == sorted(schedule.where)
+    assert max(len(used) for used in replay.inputs) <= slots.inputs.num_slots
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_channels_carry_exactly_the_transfers(name):
+    schedule = build_schedule(name, 4, 8)
+    program = program_of(schedule, assign_slots(schedule))
+    sent = sum(int((channel.slot != NONE).sum()) for channel in program.channels)
+    assert sent == len(transfers(schedule))
+    for channel in program.channels:
+        sources, targets = zip(*channel.pairs, strict=True)
+        assert len(set(sources)) == len(sources)
+        assert len(set(targets)) == len(targets)
+
+
+def test_lanes_hold_every_order_within_a_cell():
+    cells = [("0F0", "0B0"), ("0B0", "0F1"), ("0W0",), ()]
+    phases = lane_phases(tuple(map(Action.parse, cell)) for cell in cells)
+    text = "".join(phases)
+    assert all(_is_subsequence("".join(cell[1] for cell in c), text) for c in cells if c)
+
+
+def _is_subsequence(short, long):
+    letters = iter(long)
+    return all(letter in letters for letter in short)
+
+
+def test_lanes_are_the_same_on_every_process_and_readers_come_last():
+    cells = [(Action(0, phase, 0),) for phase in (Phase.W, Phase.F, Phase.I)]
+    assert lane_phases(cells) == lane_phases(reversed(cells)) == (Phase.F, Phase.I, Phase.W)

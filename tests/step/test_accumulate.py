@@ -1,0 +1,56 @@
+"""One scan over microbatches equals adding them up in a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist import Weighted
+from axon_dist.step.accumulate import accumulate
+from axon_dist.step.objective import Sums
+
+
+def gradient(params, buffers, batch):
+    """Sums that depend on the microbatch and on how many came before."""
+    weight = jnp.float32(batch.shape[0])
+    count = buffers["count"] + 1
+    sums = Sums(
+        {"w": params["w"] * batch.sum() * count}, Weighted(batch.sum(), weight), {"m": batch.max()}
+    )
+    return sums, {"count": count}
+
+
+PARAMS = {"w": jnp.array([1.0, 2.0])}
+START = {"count": jnp.float32(0)}
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_it_equals_a_loop(count):
+    batch = jnp.arange(float(count * 3)).reshape(count, 3)
+    sums, buffers = accumulate(gradient, PARAMS, START, batch, count)
+    expected, state = gradient(PARAMS, START, batch[0])
+    for row in batch[1:]:
+        new, state = gradient(PARAMS, state, row)
+        expected = expected + new
+    for got, want in zip(jax.tree.leaves(sums), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert float(buffers["count"]) == count
+
+
+def test_one_microbatch_is_the_gradient_itself():
+    batch = jnp.arange(3.0)
+    sums, _ = accumulate(gradient, PARAMS, START, batch, 1)
+    np.testing.assert_array_equal(sums.grads["w"], gradient(PARAMS, START, batch)[0].grads["w"])
+    assert "scan" not in str(
+        jax.make_jaxpr(lambda b: accumulate(gradient, PARAMS, START, b, 1))(batch)
+    )
+
+
+def test_accumulated_gradients_are_constrained_and_metrics_left_alone():
+    doubled = lambda grads: jax.tree.map(lambda g: 2 * g, grads)
+    batch = jnp.ones((2, 3))
+    plain, _ = accumulate(gradient, PARAMS, START, batch, 2)
+    bent, _ = accumulate(gradient, PARAMS, START, batch, 2, doubled)
+    first = gradient(PARAMS, START, batch[0])[0].grads["w"]
+    np.testing.assert_allclose(bent.grads["w"], 2 * plain.grads["w"] + 2 * first)
+    np.testing.assert_array_equal(bent.metrics["m"], plain.metrics["m"])

@@ -1,0 +1,84 @@
+"""Permutations in branches: found in compiled text, raised before they hang."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step, compose, pipelined
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.parallel import tensor_parallel
+from axon_dist.step.divergence import check_branches
+
+TEXT = """\
+HloModule example
+
+%helper.1 (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %shift = f32[4]{0} collective-permute(%p), metadata={op_name="a/b"}
+}
+
+%yes (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %call = f32[4]{0} call(%p), to_apply=%helper.1
+}
+
+%no (p: f32[4]) -> f32[4] {
+  ROOT %p = f32[4]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %out = f32[4]{0} WHERE
+}
+"""
+
+
+def test_a_permutation_below_a_branch_is_found():
+    for spelling in (
+        "conditional(%i, %x, %x), branch_computations={%no, %yes}",
+        "conditional(%i, %x, %x), true_computation=%yes, false_computation=%no",
+    ):
+        with pytest.raises(UnsupportedError, match=r"wait for them forever: a/b\. .*sequence=True"):
+            check_branches(TEXT.replace("WHERE", spelling))
+
+
+def test_a_permutation_that_all_devices_take_is_fine():
+    check_branches(TEXT.replace("WHERE", "call(%x), to_apply=%yes"))
+
+
+class Shifted(nnx.Module):
+    """Looks one position back: along a split dim, a neighbour's value."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.down(jnp.tanh(self.up(x)))
+        return x + jnp.pad(y[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+
+class ShiftedNet(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List(Shifted(nnx.Rngs(i)) for i in range(2))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_pipeline_that_would_hang_raises():
+    plan = {"up$": "column", "down$": "row"}
+    strategy = compose(pipelined(2, 2), tensor_parallel(plan, sequence=True))
+    loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    world = World.emulate(4, "pp=2,tp=2")
+    step = build_train_step(ShiftedNet(), optax.sgd(0.1), loss, strategy, world)
+    state, batch = step.init(), {"x": jax.numpy.ones((4, 8, 8))}
+    with pytest.raises(UnsupportedError, match="wait for them forever"):
+        step(state, batch)
+    with pytest.raises(UnsupportedError, match="wait for them forever"):
+        step.gradients(state, batch)

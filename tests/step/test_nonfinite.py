@@ -1,0 +1,286 @@
+"""A batch that poisons the loss: skipped, held or rolled back, the same as on one device."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import GradScaler, World, build_train_step, compose, ddp, fsdp, pipelined, zero
+from axon_dist.core.errors import ConfigError, NonfiniteError
+from axon_dist.loop import LoopOptions, SilentProgress, Trainer
+from axon_dist.step import Nonfinite
+
+WIDTH, SAMPLES = 8, 16
+
+
+class Chain(nnx.Module):
+    """Equal blocks, which a pipeline can cut."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return x
+
+
+def make_chain():
+    return Chain(nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+    """A sample with a factor poisons loss and gradients with it."""
+    errors = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return jnp.mean(errors * batch["factor"])
+
+
+def steep(model, batch):
+    """A sample with a factor of 0 leaves the loss finite, and makes its gradient infinite."""
+    errors = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return jnp.mean(jnp.sqrt(errors * batch["factor"]))
+
+
+def batch_of(number, factor=1.0):
+    rng = np.random.default_rng(number)
+    x = rng.normal(size=(SAMPLES, WIDTH)).astype(np.float32)
+    factors = np.ones(SAMPLES, np.float32)
+    factors[SAMPLES - 1] = factor
+    return {"x": x, "y": np.sin(x), "factor": factors}
+
+
+def build(strategy=None, axes="dp=4", policy="skip", loss=loss_fn, **options):
+    world = World.emulate(int(np.prod([int(part.split("=")[1]) for part in axes.split(",")])), axes)
+    return build_train_step(
+        make_chain, optax.adam(1e-2), loss, strategy or ddp(), world, nonfinite=policy, **options
+    )
+
+
+def bits(state):
+    plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(plain(leaf)).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+STRATEGIES = {
+    "ddp": {},
+    "fsdp": {"strategy": fsdp(axes=("dp",), min_elements=8)},
+    "zero1": {"strategy": zero(1, min_elements=8)},
+    "accumulated": {"accumulate": 2},
+    "pipeline": {"strategy": compose(pipelined(2, 2), ddp()), "axes": "pp=2,dp=2"},
+}
+FACTORS = (1.0, np.nan, 1.0)
+
+
+def params_of(step, state):
+    return jax.tree.leaves(nnx.state(step.merge(state), nnx.Param))
+
+
+@pytest.fixture(scope="module")
+def without_it():
+    """What plain steps on one device make of the two good batches."""
+    step = build(axes="dp=1", policy=None)
+    state = step.init()
+    for number in (0, 2):
+        state, _ = step(state, batch_of(number))
+    return params_of(step, state)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_poisoned_batch_is_skipped_on_all_devices(name, without_it):
+    step = build(**STRATEGIES[name])
+    state, flags = step.init(), []
+    for number, factor in enumerate(FACTORS):
+        state, metrics = step(state, batch_of(number, factor))
+        flags.append(bool(metrics["nonfinite"]))
+    assert (flags, int(state.step)) == ([False, True, False], 3)
+    for got, wanted in zip(params_of(step, state), without_it, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "pipeline"])
+def test_the_state_before_is_held_bit_for_bit_without_asking_the_host(name):
+    step = build(**STRATEGIES[name], policy="stop")
+    placed = [step.place(batch_of(number, factor)) for number, factor in enumerate(FACTORS)]
+    state, metrics = step(step.init(), placed[0])
+    before = bits(state)
+    with jax.transfer_guard("disallow"):
+        for batch in placed[1:]:
+            state, metrics = step(state, batch, metrics["nonfinite"])
+    assert bool(metrics["nonfinite"])
+    assert bits(state) == before
+    assert step._step._cache_size() == 1
+
+
+def test_a_gradient_alone_is_enough():
+    step = build(loss=steep)
+    state, metrics = step(step.init(), batch_of(0, 0.0))
+    assert np.isfinite(metrics["loss"])
+    assert bool(metrics["nonfinite"])
+    assert all(np.isfinite(leaf).all() for leaf in params_of(step, state))
+
+
+def test_an_overflow_is_the_business_of_the_scale_until_it_cannot_fall():
+    scaler = GradScaler(init_scale=2.0, min_scale=1.0)
+    step = build(loss=steep, precision="fp16", scaler=scaler, policy="stop")
+    state, found = step.init(), []
+    for number, factor in enumerate((0.0, 0.0, 1.0)):
+        state, metrics = step(state, batch_of(number, factor))
+        found.append((bool(metrics["nonfinite"]), float(state.scaler.scale), int(state.step)))
+    assert found == [(False, 1.0, 1), (True, 1.0, 1), (False, 1.0, 2)]
+    state, metrics = step(state, batch_of(3, np.nan))
+    assert bool(metrics["nonfinite"])
+
+
+def test_there_are_three_policies():
+    with pytest.raises(ConfigError, match=r"nonfinite: there is no 'skp'. Did you mean 'skip'\?"):
+        build(policy="skp")
+
+
+# In a run
+
+
+class Notes(SilentProgress):
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+class Rows(list):
+    def write(self, step, metrics):
+        self.append((step, dict(metrics)))
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return {policy: build(policy=policy) for policy in (None, *Nonfinite)}
+
+
+class Saves:
+    """Keeps copies of states, and of how many batches had been handed out."""
+
+    def __init__(self, factors):
+        self.states, self.handed, self.factors = {}, 0, dict(factors)
+
+    def batches(self):
+        for number in itertools.count(1):
+            self.handed = number
+            yield batch_of(number, self.factors.get(number, 1.0))
+
+    def save(self, state, number, loss):
+        assert int(state.step) == number
+        self.states[number] = (jax.tree.map(jnp.copy, state), self.handed)
+
+    def give_back(self, count):
+        self.handed -= count
+
+    def go_back(self):
+        return jax.tree.map(jnp.copy, self.states[max(self.states)][0]) if self.states else None
+
+
+def fit(step, saves, num_steps=8, **options):
+    notes, rows = Notes(), Rows()
+    trainer = Trainer(
+        step=step, batches=saves.batches(), progress=notes, writers=[rows], save=saves.save,
+        give_back=saves.give_back, go_back=saves.go_back,
+        options=LoopOptions(num_steps=num_steps, **{"log_every": 2, **options}),
+    )  # fmt: skip
+    return trainer, notes.notes, rows
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_stopping_keeps_the_state_before_and_gives_the_batches_back(steps, save_every):
+    saves = Saves({4: np.nan})
+    trainer, _, _ = fit(steps["stop"], saves, save_every=save_every)
+    with pytest.raises(NonfiniteError, match=r"^step 4: the loss is nan; the state is that of ste"):
+        trainer.fit()
+    assert sorted(saves.states) == ([2, 3] if save_every else [3])
+    kept, handed = saves.states[3]
+    assert handed == 3
+
+    state = steps["stop"].init()
+    for number in (1, 2, 3):
+        state, _ = steps["stop"](state, batch_of(number))
+    assert bits(kept) == bits(state)
+
+
+def test_the_first_step_and_the_last_are_seen_too(steps):
+    for bad in (1, 3):
+        saves = Saves({bad: np.inf})
+        with pytest.raises(NonfiniteError, match=f"step {bad}: the loss is inf"):
+            fit(steps["stop"], saves, num_steps=3)[0].fit()
+        assert sorted(saves.states) == ([] if bad == 1 else [2])
+
+
+def test_skipping_counts_and_tells(steps):
+    saves = Saves({3: np.nan, 5: np.nan, 6: np.nan})
+    trainer, notes, rows = fit(steps["skip"], saves)
+    result = trainer.fit()
+    assert (result.reason, result.num_steps, result.skipped_steps) == ("finished", 8, 3)
+    assert notes == [
+        "1 steps skipped, 1 so far; step 3: the loss is nan",
+        "2 steps skipped, 3 so far; step 5: the loss is nan",
+    ]
+    counts = [(step, row["train/skipped_steps"]) for step, row in rows]
+    assert counts == [(2, 0), (4, 1), (6, 3), (8, 3)]
+    assert [step for step, row in rows if "train/loss" in row] == [2, 4, 8]
+    assert all(np.isfinite(loss) for _, loss in result.train_curve)
+    assert all("train/nonfinite" not in row for _, row in rows)
+
+
+def test_rolling_back_goes_on_past_the_batches(steps):
+    saves = Saves({5: np.nan})
+    trainer, notes, _ = fit(steps["rollback"], saves, save_every=3)
+    result = trainer.fit()
+    assert (result.num_steps, result.rollbacks) == (8, 1)
+    assert notes == [
+        "step 5: the loss is nan: went back to step 3, and on with the batches after that one "
+        "(rollback 1 of 3)"
+    ]
+    # Steps 1 to 3; batches 4 to 6 are given up, the last of them because save 6 looked first.
+    state = steps["rollback"].init()
+    for number in (1, 2, 3, 7, 8, 9, 10, 11):
+        state, _ = steps["rollback"](state, batch_of(number))
+    assert bits(result.state) == bits(state)
+
+
+def test_rolling_back_ends(steps):
+    saves = Saves(dict.fromkeys(range(3, 100), np.nan))
+    trainer, notes, _ = fit(steps["rollback"], saves, save_every=2, max_rollbacks=2)
+    with pytest.raises(NonfiniteError, match=r"step 3: the loss is nan after 2 rollbacks; the st"):
+        trainer.fit()
+    assert (len(notes), sorted(saves.states)) == (2, [2])
+    saves = Saves({2: np.nan})
+    with pytest.raises(NonfiniteError, match="step 2: the loss is nan; the state is that of step "):
+        fit(steps["rollback"], saves)[0].fit()
+    assert sorted(saves.states) == [1]
+
+
+def test_rolling_back_needs_somewhere_to_go(steps):
+    trainer = Trainer(
+        step=steps["rollback"], batches=[batch_of(0)], options=LoopOptions(num_steps=1)
+    )
+    with pytest.raises(ConfigError, match=r"nonfinite='rollback' and the trainer has no go_back"):
+        trainer.fit()
+    with pytest.raises(ConfigError, match="max_rollbacks=0 must be at least 1"):
+        LoopOptions(num_steps=1, max_rollbacks=0).validate()
+
+
+def test_a_step_without_a_policy_stops_too_and_saves_nothing_poisoned(steps):
+    saves = Saves({3: np.nan})
+    with pytest.raises(NonfiniteError, match=r"step 3: the loss is nan\. Lower the learning rate"):
+        fit(steps[None], saves, save_every=1)[0].fit()
+    assert sorted(saves.states) == [1, 2]
+
+    saves = Saves({3: 0.0})
+    with pytest.raises(NonfiniteError, match="the parameters after step 3 are not finite"):
+        fit(build(policy=None, loss=steep), saves, save_every=1)[0].fit()
+    assert sorted(saves.states) == [1, 2]

@@ -1,0 +1,155 @@
+"""Loss functions made uniform: weights, metrics, and sums that add up to the mean."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axon_dist import Weighted
+from axon_dist.core.errors import ConfigError
+from axon_dist.step.accumulate import accumulate
+from axon_dist.step.objective import (
+    Sums,
+    evaluate,
+    forward_of,
+    gradient_means,
+    gradient_sums,
+    mean_loss,
+)
+from axon_dist.step.parts import take_apart
+
+X = jnp.arange(12.0).reshape(6, 2) / 10
+WEIGHT = jnp.array([1.0, 0.0, 2.0, 0.0, 0.0, 1.0])
+PARTS, SOURCE = take_apart(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+PARAMS, BUFFERS = SOURCE.arrays
+BATCH = {"x": X, "weight": WEIGHT}
+
+
+def plain(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+def weighted(model, batch):
+    squares = model(batch["x"])[:, 0] ** 2
+    total = Weighted(jnp.sum(squares * batch["weight"]), jnp.sum(batch["weight"]))
+    return total, {"largest": jnp.max(squares)}
+
+
+def run(loss_fn):
+    return evaluate(PARTS, loss_fn, PARAMS, BUFFERS, BATCH)
+
+
+def test_a_scalar_weighs_one_and_a_weighted_loss_its_weight():
+    assert run(plain).loss.weight == 1.0
+    outcome = run(weighted)
+    assert float(outcome.loss.weight) == 4.0
+    assert outcome.metrics.keys() == {"largest"}
+
+
+def test_a_shard_that_is_all_padding_has_loss_zero():
+    assert float(mean_loss(Weighted(jnp.float32(0), jnp.float32(0)))) == 0.0
+    assert float(mean_loss(Weighted(jnp.float32(6), jnp.float32(4)))) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda m, b: m(b["x"]), r"a loss of shape \(6, 1\); it must be a scalar.*Weighted"),
+        (lambda m, b: Weighted(jnp.ones(()), jnp.ones(3)), r"a weight of shape \(3,\)"),
+        (lambda m, b: (jnp.ones(()), {"a": jnp.ones(2)}), r"a metric 'a' of shape \(2,\)"),
+        (lambda m, b: (jnp.ones(()), [1]), r"returned list beside the loss; it must be a dict"),
+    ],
+)
+def test_what_a_loss_function_may_not_return(returned, message):
+    with pytest.raises(ConfigError, match=message):
+        run(returned)
+
+
+def dense(loss_fn):
+    def mean(params):
+        value = loss_fn(PARTS.merge(params, BUFFERS), BATCH)
+        value = value[0] if isinstance(value, tuple) else value
+        return value.total / value.weight if isinstance(value, Weighted) else value
+
+    return jax.value_and_grad(mean)(PARAMS)
+
+
+@pytest.mark.parametrize("loss_fn", [plain, weighted])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_means_are_the_plain_gradient(loss_fn, scale):
+    scale = None if scale is None else jnp.float32(scale)
+    means = gradient_means(forward_of(PARTS, loss_fn), scale)
+    grads, metrics, _ = means(PARAMS, BUFFERS, BATCH)
+    loss, expected = dense(loss_fn)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want * (1 if scale is None else scale), rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("loss_fn", [plain, weighted])
+def test_sums_of_microbatches_are_the_mean_of_the_batch(loss_fn, count):
+    sums_of = gradient_sums(forward_of(PARTS, loss_fn))
+    pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), BATCH)
+    sums, _ = jax.jit(lambda b: accumulate(sums_of, PARAMS, BUFFERS, b, count))(pieces)
+    loss, expected = dense(loss_fn)
+    grads, metrics = sums.means()
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_metrics_are_means_weighed_as_the_loss():
+    sums_of = gradient_sums(forward_of(PARTS, weighted))
+    pieces = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), BATCH)
+    sums, _ = accumulate(sums_of, PARAMS, BUFFERS, pieces, 2)
+    halves = [
+        weighted(PARTS.merge(PARAMS, BUFFERS), jax.tree.map(lambda x, k=k: x[k], pieces))
+        for k in range(2)
+    ]
+    weights = np.array([3.0, 1.0])
+    expected = np.dot(weights, [float(m["largest"]) for _, m in halves]) / weights.sum()
+    np.testing.assert_allclose(sums.means()[1]["largest"], expected, rtol=1e-6)
+
+
+def test_sums_are_float32_whatever_the_model_computes_in():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    sums, _ = gradient_sums(forward_of(PARTS, weighted))(half, BUFFERS, BATCH)
+    assert {x.dtype for x in jax.tree.leaves(sums)} == {jnp.dtype("float32")}
+
+
+def test_gradients_of_a_common_weight_add_up():
+    """Where ranks add gradients within the backward pass, all divide by one weight."""
+    common = lambda weight: 0 * weight + 2.0
+    own, _ = gradient_sums(forward_of(PARTS, weighted))(PARAMS, BUFFERS, BATCH)
+    shared, _ = gradient_sums(forward_of(PARTS, weighted), common=common)(PARAMS, BUFFERS, BATCH)
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(shared), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_no_weight_at_all_gives_zero_gradients_not_nan():
+    sums = Sums(
+        {"w": jnp.zeros(2)}, Weighted(jnp.float32(0), jnp.float32(0)), {"m": jnp.float32(0)}
+    )
+    grads, metrics = sums.means()
+    np.testing.assert_array_equal(grads["w"], [0, 0])
+    assert float(metrics["loss"]) == float(metrics["m"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            (1.0, {"loss": 2.0}),
+            "metrics named loss, which the step reports itself; give them other",
+        ),
+        ((1.0, {"grad_norm": 2.0, "own": 1.0}), "metrics named grad_norm,"),
+        ((1.0, {}, None), "loss_fn returned 3 values; it must return the loss, or the loss and"),
+        (None, "loss of type NoneType; it must be a floating-point scalar"),
+        (jnp.int32(3), "loss of dtype int32; it must be a floating-point scalar"),
+    ],
+)
+def test_values_and_metrics_that_a_loss_function_may_not_return(returned, message):
+    with pytest.raises(ConfigError, match=message):
+        evaluate(PARTS, lambda model, batch: returned, PARAMS, BUFFERS, BATCH)

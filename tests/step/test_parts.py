@@ -1,0 +1,128 @@
+"""A model taken apart and put together again, its buffers kept as they were."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.precision import MixedPrecision
+from axon_dist.step.parts import buffers_like, is_key, stored_as, take_apart
+
+
+class Net(nnx.Module):
+    """Statistics, keys, and something sown."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.drop(self.norm(self.inner(x)))
+        self.mean = nnx.Intermediate(y.mean())
+        return y
+
+
+def make():
+    return Net(nnx.Rngs(0, dropout=1))
+
+
+@pytest.mark.parametrize("model", [make(), make], ids=["module", "factory"])
+def test_parts_hold_shapes_and_the_source_the_values(model):
+    parts, source = take_apart(model)
+    assert parts.params["inner"]["kernel"] == jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert parts.shape_of("inner/bias") == (4,)
+    assert {"norm", "drop"} <= parts.buffers.keys()
+    params, buffers = source.arrays if source.make is None else source.make()
+    expected = nnx.state(make(), nnx.Param)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(got, want)
+    merged = parts.merge(params, buffers)
+    merged.eval()
+    whole = make()
+    whole.eval()
+    np.testing.assert_array_equal(merged(jnp.ones((2, 4))), whole(jnp.ones((2, 4))))
+
+
+def test_a_factory_makes_no_array():
+    big = lambda: nnx.Linear(2**20, 2**20, rngs=nnx.Rngs(0))
+    parts, source = take_apart(big)
+    assert parts.params["kernel"].shape == (2**20, 2**20)
+    assert source.arrays is None
+
+
+def test_changing_a_merged_model_leaves_the_arrays():
+    parts, source = take_apart(make())
+    params, buffers = source.arrays
+    merged = parts.merge(params, buffers)
+    merged.inner.kernel[...] = jnp.zeros((4, 4))
+    assert float(jnp.abs(params["inner"]["kernel"]).sum()) > 0
+
+
+def test_what_is_no_model_or_has_nothing_to_train():
+    with pytest.raises(ConfigError, match=r"model is a int; give an nnx\.Module.*nnx\.bridge"):
+        take_apart(3)
+    with pytest.raises(ConfigError, match=r"no nnx\.Param.*lazy_init"):
+        take_apart(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+
+class Widening(nnx.Module):
+    """Adds float32 to a statistic, and leaves something behind."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+        self.stat = nnx.BatchStat(jnp.zeros(2, jnp.bfloat16))
+        self.key = nnx.RngKey(jax.random.key(0), tag="dropout")
+
+    def __call__(self, x):
+        self.stat.set_value(self.stat[...] + jnp.ones(2, jnp.float32))
+        self.left = nnx.Intermediate(x.sum())
+        return self.w * x
+
+
+def test_buffers_keep_structure_and_dtype():
+    parts, source = take_apart(Widening())
+    params, buffers = source.arrays
+    model = parts.merge(params, buffers)
+    model(jnp.ones(2))
+    after = buffers_like(buffers, model)
+    assert after.keys() == {"stat", "key"}
+    assert after["stat"].dtype == jnp.bfloat16
+    assert is_key(after["key"])
+    np.testing.assert_array_equal(after["stat"], [1, 1])
+
+
+@pytest.mark.parametrize("model", [make(), make], ids=["module", "factory"])
+def test_storage_dtypes(model):
+    stored, source = stored_as(
+        *take_apart(model), MixedPrecision(param="bfloat16", buffer="float16")
+    )
+    params, buffers = source.arrays if source.make is None else source.make()
+    assert stored.dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    assert buffers["norm"]["var"].dtype == jnp.float16
+    assert stored.buffers["norm"]["var"].dtype == jnp.float16
+    assert all(is_key(x) for x in jax.tree.leaves(buffers["drop"]) if x.dtype != jnp.uint32)
+
+
+def test_parameters_promote_to_one_dtype():
+    parts, _ = take_apart(make())
+    assert parts.dtype == jnp.float32
+
+
+class Table(nnx.Module):
+    """A parameter that cannot be trained."""
+
+    def __init__(self):
+        self.table = nnx.Param(jnp.arange(3))
+
+
+def test_parameters_without_a_gradient_and_factories_with_arguments():
+    with pytest.raises(ConfigError, match=r"'table' has dtype int32.*nnx.Variable instead of"):
+        take_apart(Table())
+    with pytest.raises(ConfigError, match=r"without arguments \(missing .*'in_features'"):
+        take_apart(nnx.Linear)
+    with pytest.raises(ConfigError, match=r"model is a Dense.*goes through nnx.bridge.ToNNX"):
+        take_apart(linen.Dense(3))
