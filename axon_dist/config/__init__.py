@@ -1,8 +1,10 @@
 """A run as data: typed, checked when read, written back; and what is built from it.
 
-Every other room takes values; only this one knows the config. Imports every room below `cli`.
+Every other room takes values; only this one and those above know the config.
 Start reading in `schema.py`, then `build.py`; `read.py` turns YAML into types.
 """
+
+import importlib
 
 from .build import Run as Run
 from .build import build_loader as build_loader
@@ -24,3 +26,25 @@ from .schema import DevicesConfig as DevicesConfig
 from .schema import RunConfig as RunConfig
 from .schema import TrainConfig as TrainConfig
 from .strategies import build_strategy as build_strategy
+
+VERBS = frozenset(
+    {
+        "AUTO",
+        "Examination",
+        "RunDirectory",
+        "RunResult",
+        "Verification",
+        "create_directory",
+        "examine",
+        "train",
+        "verify",
+    }
+)
+"""Names of `axon_dist.app` that are found here too."""
+
+
+def __getattr__(name: str) -> object:
+    """What the verbs do lives in `app`, above this room; asked for here, it is found."""
+    if name in VERBS:
+        return getattr(importlib.import_module("axon_dist.app"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
