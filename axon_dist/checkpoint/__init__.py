@@ -4,8 +4,8 @@ Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.
 `manager.py` keeps the checkpoints of a run, `store.py` is the only file that knows Orbax.
 """
 
+from ..core.errors import DamagedCheckpointError as DamagedCheckpointError
 from .agree import on_main as on_main
-from .errors import DamagedCheckpointError as DamagedCheckpointError
 from .export import export_safetensors as export_safetensors
 from .layout import LeafSpec as LeafSpec
 from .layout import step_name as step_name

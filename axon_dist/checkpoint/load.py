@@ -6,12 +6,11 @@ from pathlib import Path
 
 import jax
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .agree import on_main
 from .checksum import leaf_checksums
-from .errors import DamagedCheckpointError
 from .layout import differences, shortened
 from .leaves import described, from_stored, named_leaves, stored_target
 from .manifest import Manifest, spec_of

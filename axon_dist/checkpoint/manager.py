@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.typing import PyTree
 from .agree import from_main, is_main, on_main
-from .errors import DamagedCheckpointError
 from .layout import UNFINISHED, step_name, step_of
 from .load import load_checkpoint
 from .manifest import Manifest, StateDictType

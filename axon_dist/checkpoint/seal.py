@@ -8,9 +8,8 @@ import shutil
 import zlib
 from pathlib import Path
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from .checksum import file_checksum
-from .errors import DamagedCheckpointError
 from .layout import MANIFEST, MARKER, replaced_of, staging_of
 from .manifest import FileRecord, Manifest
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from axon_dist.app import examine
 from axon_dist.config import load_config
 
-from .output import check_output
-from .verb import Verb
+from .verb import Verb, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ from axon_dist.schedule import (
     validate,
 )
 
-from .output import check_output
-from .verb import Verb
+from .verb import Verb, check_output
 
 _DEFAULT = PipelineSchedule.ONE_F_ONE_B
 

@@ -1,10 +1,14 @@
-"""`Verb`: a word after `axon`, the arguments it takes, and what it does."""
+"""`Verb`: a word after `axon`; and the check of files that all of them write."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
+
+from axon_dist.core.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,3 +26,34 @@ class Verb:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def check_output(option: str, path: str | Path | None) -> None:
+    """Checks that the file of an option can be made or replaced; touches nothing.
+
+    Args:
+        option: as it is written, such as `--json`; it opens the message.
+        path: the file; None, where the option is not given, is fine.
+
+    Raises:
+        ConfigError: when the folder is missing, the file is a folder, or either cannot be written.
+
+    Example:
+        >>> check_output("--json", "no/such/folder/report.json")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: --json no/such/folder/report.json: there is no folder
+        'no/such/folder'; make it first, or name another file
+    """
+    if path is None:
+        return
+    file = Path(path)
+    folder = file.parent
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{option} {path}: there is no folder {str(folder)!r}; make it first, or name another "
+            "file"
+        )
+    if file.is_dir():
+        raise ConfigError(f"{option} {path}: this is a folder; name a file in it")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: this cannot be written; name another file")

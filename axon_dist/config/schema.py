@@ -165,7 +165,7 @@ class RunConfig:
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
             and TPUs do that anyway, GPUs get slower by it.
-        train: length, batch and rhythm of the run.
+        train: length, batch and cadence of the run.
         checkpoint: when the state is saved, and what of it stays.
         loggers: where metrics go besides `metrics.jsonl`.
 

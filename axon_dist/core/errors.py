@@ -54,6 +54,14 @@ class CheckpointError(AxonDistError, ValueError):
     """A checkpoint is unfinished, damaged, or belongs to another model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is unfinished, or is no longer what was written; another one may be good.
+
+    A checkpoint that is whole but belongs to another model raises a plain `CheckpointError`: no
+    older one would fit either.
+    """
+
+
 class LaunchError(AxonDistError, ValueError):
     """The environment describes an impossible or incomplete set of processes."""
 

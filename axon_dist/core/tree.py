@@ -25,14 +25,7 @@ def path_str(key_path: tuple[Any, ...]) -> Path:
         >>> path
         'blocks/0/kernel'
     """
-    return "/".join(_entry_name(entry) for entry in key_path)
-
-
-def _entry_name(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[Path, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .files import TextFile, find_files
-from .held import held_fraction
+from .sampling import held_fraction
 
 PATTERN = 8
 """Height and width of the pattern that a synthetic class shows."""

@@ -12,7 +12,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .files import TextFile, find_files, split_files, standard_library_files
-from .held import held_fraction
+from .sampling import held_fraction
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
 

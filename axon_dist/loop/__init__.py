@@ -3,6 +3,7 @@
 Imports `step` and `core`. Start reading in `trainer.py`.
 """
 
+from .cadence import LoopOptions as LoopOptions
 from .extras import has_module as has_module
 from .extras import require as require
 from .live import LiveProgress as LiveProgress
@@ -25,7 +26,6 @@ from .progress import byte_size as byte_size
 from .progress import clock_time as clock_time
 from .progress import duration as duration
 from .progress import si as si
-from .rhythm import LoopOptions as LoopOptions
 from .stop import StopConsensus as StopConsensus
 from .stop import StopRequest as StopRequest
 from .stop import stop_on_signals as stop_on_signals

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import jax
 
@@ -21,12 +22,11 @@ from axon_dist.precision import all_finite
 from ..step.nonfinite import FLAG, Loss, Nonfinite
 from ..step.state import TrainState
 from ..step.step import TrainStep
-from .delay import delayed
+from .cadence import LoopOptions
 from .meters import bytes_per_device, model_flops_utilization
 from .metrics import MetricWriter
 from .progress import Progress, SilentProgress
 from .record import Record
-from .rhythm import LoopOptions
 from .stop import StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
@@ -94,7 +94,7 @@ class Trainer:
     Args:
         step: from `build_train_step`.
         batches: what the step takes; the run ends early if they do.
-        options: length and rhythm.
+        options: length and cadence.
         validation: makes the batches of one validation, all of one size; None does not validate.
         writers: take the metrics.
         progress: shows the run.
@@ -299,8 +299,8 @@ class Trainer:
 
     def _is_pause(self, number: int) -> bool:
         options = self.options
-        rhythms = (options.eval_every, options.save_every, options.num_steps)
-        return any(_is_multiple(number, every) for every in rhythms)
+        cadences = (options.eval_every, options.save_every, options.num_steps)
+        return any(_is_multiple(number, every) for every in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
         """The state to go on from after a step that was not finite; None where the run stops."""
@@ -390,3 +390,25 @@ class Trainer:
 def _is_multiple(number: int, every: int) -> bool:
     """Whether it is time again; never where `every` is 0."""
     return every > 0 and number % every == 0
+
+
+_T = TypeVar("_T")
+
+
+def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
+    """Yields the items in order, each only after `lag` more have been made.
+
+    Args:
+        items: what to yield; arrays that are still being computed, for instance.
+        lag: how many to make ahead.
+
+    Example:
+        >>> list(delayed([1, 2, 3], lag=2))
+        [1, 2, 3]
+    """
+    waiting: collections.deque[_T] = collections.deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > lag:
+            yield waiting.popleft()
+    yield from waiting

@@ -12,7 +12,7 @@ from flax import nnx
 
 from axon_dist.core.typing import Array
 
-from .images import pixels
+from .layers import pixels
 from .resnet_config import EXPANSION, ResNetConfig
 
 

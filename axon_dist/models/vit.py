@@ -9,7 +9,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
 
 from .attention import ATTENTION_FORMS
-from .images import pixels
+from .layers import pixels
 from .vit_config import ViTConfig
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from ..core.errors import ConfigError, did_you_mean
 from ..nn import POLICIES, ActivationCheckpointing
 from ..schedule import SCHEDULES, PipelineSchedule, Schedule, build_schedule, validate
-from ..schedule.sizes import check_sizes
+from ..schedule.action import check_sizes
 from .pipeline_plan import PipelinePlan
 from .strategy import Strategy
 

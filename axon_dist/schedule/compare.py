@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import ScheduleError
+from .action import check_sizes
 from .registry import SCHEDULES, PipelineSchedule, build_schedule
 from .simulate import Costs, simulate
-from .sizes import check_sizes
 from .slots import assign_slots
 from .table import Schedule
 from .transfers import transfers

@@ -6,7 +6,7 @@ from fractions import Fraction
 from math import ceil
 
 from ..core.errors import ScheduleError
-from .sizes import check_sizes
+from .action import check_sizes
 
 
 def efficiency(num_microbatches: int, num_stages: int) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ..core.errors import ScheduleError
-from .action import Action, Cell, Phase
+from .action import Action, Cell, Phase, check_sizes
 from .order import order_to_table
-from .sizes import check_sizes
 from .table import Schedule
 
 

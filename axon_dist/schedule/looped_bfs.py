@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .action import Action, Phase
+from .action import Action, Phase, check_sizes
 from .order import order_to_table
-from .sizes import check_sizes
 from .table import Schedule
 
 

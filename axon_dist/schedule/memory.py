@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from .action import Action, Phase
-from .sizes import check_sizes
+from .action import Action, Phase, check_sizes
 from .table import Schedule
 
 IN_FLIGHT_ENDS = (Phase.B, Phase.I)

@@ -8,7 +8,7 @@ from math import inf
 from operator import add, itemgetter
 
 from ..core.errors import ScheduleError
-from .sizes import check_sizes
+from .action import check_sizes
 
 Boundaries = tuple[int, ...]
 """`S + 1` layer indices from 0 to the number of layers: stage `s` has layers `b[s]` to `b[s+1]`."""

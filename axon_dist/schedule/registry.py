@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError, did_you_mean
+from .action import check_sizes
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
 from .looped_bfs import looped_bfs
 from .one_f_one_b import eager_1f1b, one_f_one_b
-from .sizes import check_sizes
 from .table import Schedule
 from .zero_bubble import zero_bubble_h1, zero_bubble_h2
 from .zero_bubble_v import zero_bubble_v
