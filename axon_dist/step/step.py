@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError
 from ..core.typing import Array, Batch, LossFn, PyTree
-from ..mesh import World
+from ..mesh import World, agree, checksums, digest
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Reduction, Strategy, as_strategy, check_sums, overlay
 from ..pipeline.rowwise import check_rowwise
@@ -160,6 +160,7 @@ class TrainStep:
         if self.storage.rows is not None:
             check_rowwise(self.optimizer, self.storage.rows)
         self._source = source
+        self._agreed: set[str] = set()
         self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
         self.layout = BatchLayout(
             world.mesh,
@@ -196,8 +197,11 @@ class TrainStep:
 
         Raises:
             ClaimError: when an array is not split as the strategy claims.
+            LaunchError: when the processes of the run start from different parameters.
         """
         state = self._born()
+        if self.world.num_processes > 1:
+            agree(self.world, "first parameters", checksums(state.params))
         self.claims.check(state)
         return state
 
@@ -229,6 +233,9 @@ class TrainStep:
     def _born(self) -> TrainState:
         """Parameters first, moments second: what drawing the former took is free again by then."""
         is_given = self._source.make is None
+        if self.world.num_processes > 1 and not is_given:
+            # Processes that hold different shards have none to compare.
+            agree(self.world, "factory of the model", {"program": digest(self.lower_init())})
         params, buffers = self._placed() if is_given else self._factory()()
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
         donated = () if is_given else (0,)
@@ -239,6 +246,8 @@ class TrainStep:
 
     def _placed(self) -> tuple[PyTree, PyTree]:
         params, buffers = self._source.arrays or ({}, {})
+        if self.world.num_processes > 1:
+            agree(self.world, "parameters of the model", checksums(params))
         stored = self.storage.from_model(params)
         return jax.device_put((stored, buffers), (self.state_shardings.params, self._whole))
 
@@ -264,9 +273,20 @@ class TrainStep:
         """
         check_usable(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
-        state, metrics = self._step(state, placed, self._held(held))
+        held = self._held(held)
+        self._agree_on_program(state, placed, held)
+        state, metrics = self._step(state, placed, held)
         self._in_flight.add(metrics["loss"])
         return state, metrics
+
+    def _agree_on_program(self, *args: Any) -> None:
+        """Before the first step on batches of a shape: whether all processes will run the same."""
+        if self.world.num_processes == 1:
+            return
+        shapes = str(jax.tree.map(jnp.shape, args[1:]))
+        if shapes not in self._agreed:
+            agree(self.world, "step", {"program": digest(self._step.lower(*args))})
+            self._agreed.add(shapes)
 
     @property
     def _whole(self) -> NamedSharding:
