@@ -12,6 +12,7 @@ from .loss_trace import buffers_over_time as buffers_over_time
 from .loss_trace import trace_loss as trace_loss
 from .piece import cut as cut
 from .piece import depends_on as depends_on
+from .piece import opened as opened
 from .plan import PipelinePlan as PipelinePlan
 from .policy import Staged as Staged
 from .products import with_joined_rows as with_joined_rows
