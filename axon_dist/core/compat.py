@@ -12,6 +12,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+"""The names of equations that only call a program."""
+
+REMATS = frozenset({"remat", "remat2", "checkpoint"})
+"""The names that `jax.checkpoint` has had."""
+
 _RENDEZVOUS_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
@@ -139,6 +145,24 @@ def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
     with context, equation.ctx.manager:
         results = equation.primitive.bind(*values, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def called_program(equation: Any) -> ClosedJaxpr | None:
+    """The program that an equation calls once, as a `jit` or a `checkpoint` does, or None."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        found = equation.params.get(key)
+        if found is not None:
+            # Before 0.11 an open program was of another type, without values of constants.
+            return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+    return None
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """How many operands of a `scan` are its constants, and how many it carries."""
+    if "num_consts" in equation.params:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry, _ = equation.params["ft_in"].unpack()  # since 0.11
+    return len(consts), len(carry)
 
 
 def inner_programs(equation: Any) -> Iterator[Any]:

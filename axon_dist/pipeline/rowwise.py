@@ -16,7 +16,7 @@ from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import PyTree
-from ..program import cut, depends_on
+from ..program import cut, depends_on, opened
 from .storage import ModelStorage
 
 AXES = frozenset({"axis", "axes", "dimension", "dimensions", "permutation", "dimension_numbers"})
@@ -62,7 +62,9 @@ def _recipes(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -
     state = jax.eval_shape(optimizer.init, params)
     value = jnp.zeros(())
     make = lambda grads, state, params: optimizer.update(grads, state, params, value=value)[0]
-    jaxpr = jax.make_jaxpr(make)(params, state, params).jaxpr
+    operands = params, state, params
+    # A call has one name whatever it does, and ties leaves together that do not belong together.
+    jaxpr = opened(jax.make_jaxpr(make)(*operands), jax.tree.leaves(operands)).jaxpr
     paths = [path for path, _ in leaves_with_paths(params)]
     count = len(paths)
     grads, own = jaxpr.invars[:count], jaxpr.invars[-count:]

@@ -6,6 +6,7 @@ Imports `core` alone. Start reading in `units.py`, then `rolling.py` and `piece.
 from .calls import wrap_calls as wrap_calls
 from .piece import cut as cut
 from .piece import depends_on as depends_on
+from .piece import opened as opened
 from .rolling import find_chains as find_chains
 from .rolling import roll as roll
 from .units import GATHER as GATHER

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
 
+from ..core.compat import called_program, scan_counts
 from ..core.typing import Path
 
 Dims: TypeAlias = list[int]
@@ -167,8 +168,8 @@ def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[V
     handler = _HANDLERS.get(name)
     if handler is not None:
         handler(flow, equation, operands, results)
-    elif (inner := _inner(equation)) is not None:
-        found = follow(flow, inner, operands[len(operands) - len(inner.invars) :])
+    elif (inner := called_program(equation)) is not None:
+        found = follow(flow, inner.jaxpr, operands[len(operands) - len(inner.invars) :])
         return found[: len(results)]
     elif _is_elementwise(equation):
         _elementwise(flow, equation, operands, results)
@@ -177,15 +178,6 @@ def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[V
             for node in value.dims:
                 flow.spoil(node, f"goes through {name}")
     return results
-
-
-def _inner(equation: Any) -> Any | None:
-    """The jaxpr that an equation calls once, such as a `jit` or `checkpoint`."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = equation.params.get(key)
-        if found is not None:
-            return getattr(found, "jaxpr", found)
-    return None
 
 
 def _is_elementwise(equation: Any) -> bool:
@@ -325,7 +317,7 @@ def _gather(flow: Flow, equation: Any, operands: list[Value], results: list[Valu
 
 def _scan(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
     body = equation.params["jaxpr"].jaxpr
-    num_consts, num_carry = equation.params["num_consts"], equation.params["num_carry"]
+    num_consts, num_carry = scan_counts(equation)
     inputs = list(operands[: num_consts + num_carry])
     for operand in operands[num_consts + num_carry :]:
         inputs.append(Value(operand.dims[1:], operand.origin, operand.from_input))

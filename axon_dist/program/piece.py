@@ -10,7 +10,10 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.compat import eval_equation
+from ..core.compat import CALLS, REMATS, called_program, eval_equation
+
+OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
+"""Calls that `opened` writes out."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +105,32 @@ def interpret(
         results = run(equation, [read(v) for v in equation.invars])
         env.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def opened(closed: Any, values: Sequence[Any]) -> Any:
+    """The same program with its calls written out, so that each operation is an equation.
+
+    Args:
+        closed: a closed jaxpr that will not be differentiated any more.
+        values: what it is traced with, arrays or shapes.
+
+    Returns:
+        A closed jaxpr.
+
+    Example:
+        >>> program = jax.make_jaxpr(jax.jit(lambda x: 2 * x))(1.0)
+        >>> [equation.primitive.name for equation in opened(program, [1.0]).eqns]
+        ['mul']
+    """
+    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, _open))(*values)
+
+
+def _open(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation; calls are run equation by equation."""
+    inner = called_program(equation)
+    if equation.primitive.name not in OPENED or inner is None:
+        return eval_equation(equation, operands)
+    return interpret(inner.jaxpr, inner.consts, operands, _open)
 
 
 def variables(atoms: Iterable[Any]) -> set[Any]:
