@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from ..core.errors import UnsupportedError
-from ..mesh import World
-from ..parallel import Strategy
+from .spec import StepSpec
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
@@ -57,12 +56,12 @@ class WithoutDivergence:
         return self._jitted.lower(*args)
 
 
-def jit_of(strategy: Strategy, world: World) -> Callable[..., Any]:
+def jit_of(spec: StepSpec) -> Callable[..., Any]:
     """`jax.jit`, guarded where the compiler partitions code that only one stage's devices run."""
-    if strategy.pipeline is None:
+    if spec.strategy.pipeline is None:
         return jax.jit
-    by_hand = {strategy.pipeline.axis, *strategy.batch_axes}
-    left = [axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand]
+    by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
+    left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
     guarded = lambda *args, **options: WithoutDivergence(jax.jit(*args, **options))
     return guarded if left else jax.jit
 
