@@ -11,7 +11,7 @@ import jax
 
 from ..core.compat import eval_equation
 from ..core.typing import Array
-from ..program.piece import interpret
+from ..program import called, interpret
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 """The names of calls, which are opened to reach the products in them."""
@@ -66,8 +66,7 @@ class _Interpreter:
 
     def _equation(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in CALLS:
-            inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        if name in CALLS and (inner := called(equation)) is not None:
             return self.run(inner.jaxpr, inner.consts, operands)
         if name in REMATS:
             again = lambda *values: _Interpreter().run(params["jaxpr"], (), values)
