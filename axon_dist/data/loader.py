@@ -206,14 +206,18 @@ class Windows:
         _check_long_enough("validation", text.validation, length)
         self.text, self.length, self.description = text, length, text.description
 
-    @functools.cached_property
+    @property
     def identity(self) -> dict[str, int]:
         """The length, how many windows there are, and what they contain."""
         return {
             "length": self.length,
             "num_samples": num_windows(len(self.text.train), self.length),
-            "contents": checksum(self.text.train, self.text.validation),
+            "contents": self._contents,
         }
+
+    @functools.cached_property
+    def _contents(self) -> int:
+        return checksum(self.text.train, self.text.validation)
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Cuts windows that lie side by side."""
@@ -262,17 +266,21 @@ class Pictures:
     def __init__(self, images: Images):
         self.images, self.description = images, images.description
 
-    @functools.cached_property
+    @property
     def identity(self) -> dict[str, int]:
         """How many images there are for training, their size, and what they contain."""
         height, width, _ = self.images.shape
-        sides = [self.images.train.checksum(), self.images.validation.checksum()]
         return {
             "height": height,
             "width": width,
             "num_samples": len(self.images.train),
-            "contents": checksum(np.array(sides)),
+            "contents": self._contents,
         }
+
+    @functools.cached_property
+    def _contents(self) -> int:
+        sides = [self.images.train.checksum(), self.images.validation.checksum()]
+        return checksum(np.array(sides))
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Takes images for training."""

@@ -169,5 +169,5 @@ def checksum(*arrays: np.ndarray) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for array in arrays:
         digest.update(f"{array.dtype.str}{array.shape}".encode())
-        digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))
+        digest.update(np.ascontiguousarray(array).data.cast("B"))
     return int.from_bytes(digest.digest()) >> 11

@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from ..core.compat import inner_programs
 from ..core.typing import Array
-from ..program.piece import Piece, cut, depends_on, opened
+from ..program import Piece, cut, depends_on, opened
 from .stage import Data, Rest, StageProgram, Wire
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
@@ -129,14 +129,14 @@ class DividedBackward:
         for number, part in enumerate(outputs):
             piece = cut(jaxpr, part, known=made)
             if number == 1:
-                sums = _light(jaxpr, outputs[2], made | varying & _made(piece), varying)
+                sums = _light(jaxpr, outputs[2], made | varying & piece.made, varying)
                 also = cut(jaxpr, [*part, *sums], known=made)
                 piece = dataclasses.replace(also, outputs=piece.outputs)
             parts.append(piece)
-            made |= varying & _made(piece)
+            made |= varying & piece.made
         order = [*wire, *seeds, *(v for e in jaxpr.eqns for v in e.outvars)]
         later = parts[1].needs | parts[2].needs
-        of_forward = {*wire, *_made(parts[0])} & made
+        of_forward = {*wire, *parts[0].made} & made
         kept = [v for v in order if v in of_forward and v in later]
         held = [v for v in order if v in made | set(seeds) and v in parts[2].needs]
         return cls(
@@ -195,12 +195,8 @@ def _has_product(equation: Any) -> bool:
     return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
 
 
-def _made(piece: Piece) -> set[Any]:
-    return {v for equation in piece.equations for v in equation.outvars}
-
-
 def _with_outputs(piece: Piece, more: list[Any]) -> Piece:
     """A piece that also returns values it makes or is given."""
     return dataclasses.replace(
-        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - _made(piece))
+        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - piece.made)
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from ..core.compat import CALLS, REMATS, called_program, eval_equation
+from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.typing import Array
-from ..program.piece import interpret
+from ..program import called, interpret
 
 
 def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ class _Interpreter:
 
     def _equation(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        inner = called_program(equation)
+        inner = called(equation)
         if name in CALLS and inner is not None:
             return self.run(inner.jaxpr, inner.consts, operands)
         if name in REMATS and inner is not None:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from jax.extend.core import Literal
-
-from ..core.compat import called_program, scan_counts
+from ..core.compat import scan_counts
 from ..core.typing import Path
+from .walk import called, interpret
 
 Dims: TypeAlias = list[int]
 """The nodes of an array's dims."""
@@ -143,21 +142,14 @@ def follow(flow: Flow, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
     Returns:
         What is known about its outputs.
     """
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
-    for variable in jaxpr.constvars:
-        env[variable] = Value(flow.new(variable.aval.shape))
+    unknown = lambda atom: Value(flow.new(getattr(atom.aval, "shape", ())))
 
-    def read(variable: Any) -> Value:
-        if isinstance(variable, Literal):
-            return Value(flow.new(getattr(variable.aval, "shape", ())))
-        return env[variable]
-
-    for equation in jaxpr.eqns:
-        operands = [read(variable) for variable in equation.invars]
+    def run(equation: Any, operands: Sequence[Value]) -> list[Value]:
         flow.order += 1
-        results = _follow_equation(flow, equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+        return _follow_equation(flow, equation, list(operands))
+
+    consts = [unknown(variable) for variable in jaxpr.constvars]
+    return interpret(jaxpr, consts, values, run, literal=unknown)
 
 
 def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
@@ -168,8 +160,8 @@ def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[V
     handler = _HANDLERS.get(name)
     if handler is not None:
         handler(flow, equation, operands, results)
-    elif (inner := called_program(equation)) is not None:
-        found = follow(flow, inner.jaxpr, operands[len(operands) - len(inner.invars) :])
+    elif (inner := called(equation)) is not None:
+        found = follow(flow, inner.jaxpr, operands[len(operands) - len(inner.jaxpr.invars) :])
         return found[: len(results)]
     elif _is_elementwise(equation):
         _elementwise(flow, equation, operands, results)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.compat import CALLS, REMATS, called_program, eval_equation
-
-OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
-"""Calls that `opened` writes out."""
+from ..core.compat import eval_equation
+from .walk import Known, made_by, variables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +29,11 @@ class Piece:
     needs: frozenset[Any]
     pinned: frozenset[Any] = frozenset()
 
+    @property
+    def made(self) -> set[Any]:
+        """The variables that it computes."""
+        return made_by(self.equations)
+
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
         """Computes the outputs.
 
@@ -41,13 +43,13 @@ class Piece:
         Returns:
             The values of `outputs`.
         """
-        values = {variable: known[variable] for variable in self.needs}
-        read = lambda v: v.val if isinstance(v, Literal) else values[v]
+        values = Known((variable, known[variable]) for variable in self.needs)
         for equation in self.equations:
-            results = eval_equation(equation, [read(v) for v in equation.invars])
-            made = zip(equation.outvars, results, strict=True)
-            values.update((v, whole(x) if v in self.pinned else x) for v, x in made)
-        return [read(v) for v in self.outputs]
+            made = equation.outvars
+            results = eval_equation(equation, values.read(equation.invars))
+            pairs = zip(made, results, strict=True)
+            values.write(made, [whole(x) if v in self.pinned else x for v, x in pairs])
+        return values.read(self.outputs)
 
 
 def cut(
@@ -75,76 +77,10 @@ def cut(
             continue
         equations.append(equation)
         wanted |= variables(equation.invars) - known
-    made = {v for equation in equations for v in equation.outvars}
+    made = made_by(equations)
     read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
     needs = frozenset(read - (made - known))
     return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
-
-
-def interpret(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    values: Sequence[Any],
-    run: Callable[[Any, Sequence[Any]], Sequence[Any]],
-) -> list[Any]:
-    """Runs a jaxpr, each equation as `run` does it.
-
-    Args:
-        jaxpr: an open jaxpr.
-        consts: the values of its constants.
-        values: the values of its inputs.
-        run: (equation, operands) -> results.
-
-    Returns:
-        The values of its outputs.
-    """
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, values, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for equation in jaxpr.eqns:
-        results = run(equation, [read(v) for v in equation.invars])
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def opened(closed: Any, values: Sequence[Any]) -> Any:
-    """The same program with its calls written out, so that each operation is an equation.
-
-    Args:
-        closed: a closed jaxpr that will not be differentiated any more.
-        values: what it is traced with, arrays or shapes.
-
-    Returns:
-        A closed jaxpr.
-
-    Example:
-        >>> program = jax.make_jaxpr(jax.jit(lambda x: 2 * x))(1.0)
-        >>> [equation.primitive.name for equation in opened(program, [1.0]).eqns]
-        ['mul']
-    """
-    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, _open))(*values)
-
-
-def _open(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation; calls are run equation by equation."""
-    inner = called_program(equation)
-    if equation.primitive.name not in OPENED or inner is None:
-        return eval_equation(equation, operands)
-    return interpret(inner.jaxpr, inner.consts, operands, _open)
-
-
-def variables(atoms: Iterable[Any]) -> set[Any]:
-    """The atoms that are variables, not literals."""
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
-
-
-def depends_on(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """All variables of a jaxpr that depend on any of the sources, these included."""
-    tainted = set(sources)
-    for equation in jaxpr.eqns:
-        if not tainted.isdisjoint(variables(equation.invars)):
-            tainted.update(equation.outvars)
-    return tainted
 
 
 def whole(x: Any) -> Any:

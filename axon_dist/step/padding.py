@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.compat import dce_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch
+from ..program import sources_of
 from .objective import evaluate
 from .spec import StepSpec
 
@@ -117,10 +117,8 @@ class Padding:
         outputs += [(path, True) for path, _ in leaves_with_paths(parts.buffers)]
         tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
         inputs = [*[""] * (len(jaxpr.invars) - len(tops)), *tops]
-        for number, (name, is_buffer) in enumerate(outputs):
-            _, used = dce_jaxpr(jaxpr, [number == other for other in range(len(outputs))])
-            pairs = zip(inputs, used, strict=True)
-            yield name, is_buffer, {top for top, is_used in pairs if top and is_used}
+        for (name, is_buffer), sources in zip(outputs, sources_of(jaxpr), strict=True):
+            yield name, is_buffer, {inputs[source] for source in sources} - {""}
 
 
 def spread(rows: int, total: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
