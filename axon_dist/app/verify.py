@@ -35,7 +35,8 @@ class Difference:
 
     Args:
         what: the metric with its step, or the path of a parameter.
-        relative: the largest difference, relative to the largest element of one device's.
+        relative: the largest difference, relative to the largest element of one device's; infinite
+            where anything is not finite.
     """
 
     what: str
