@@ -19,7 +19,6 @@ from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Reduction, Strategy, as_strategy, check_sums, overlay
-from ..pipeline.rowwise import check_rowwise
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
@@ -31,6 +30,7 @@ from .global_view import evaluation
 from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
 from .nonfinite import FLAG, Nonfinite, nonfinite_policy
+from .optimizer import optimizer_for
 from .options import LOSS_SCALE, StepOptions, resolve
 from .padding import Padding
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
@@ -153,12 +153,10 @@ class TrainStep:
         options: StepOptions,
     ):
         self.parts, self.strategy, self.world = parts, strategy, world
-        self.optimizer = optax.with_extra_args_support(optimizer)
         self.loss_fn, self.options = loss_fn, options
         self.reduction = strategy.reduction or Reduction()
         self.storage = storage_of(parts, strategy)
-        if self.storage.rows is not None:
-            check_rowwise(self.optimizer, self.storage.rows)
+        self.optimizer = optimizer_for(optimizer, parts, self.storage, world.mesh)
         self._source = source
         self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
         self.layout = BatchLayout(
