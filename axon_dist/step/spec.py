@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import cached_property
+from typing import Any
 
 import jax
 import optax
@@ -15,6 +16,7 @@ from ..mesh import World
 from ..parallel import Reduction, Strategy
 from ..sharding import shardings
 from .objective import Prepare
+from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
 from .storage import Storage, storage_of
@@ -83,6 +85,11 @@ class StepSpec:
     def stored_shapes(self) -> PyTree:
         """The shapes of the parameters as the state holds them."""
         return jax.eval_shape(self.storage.from_model, self.parts.params)
+
+    @cached_property
+    def stored_optimizer(self) -> Any:
+        """The transformation as it runs on the parameters as the state holds them."""
+        return optimizer_for(self.optimizer, self.parts, self.storage, self.mesh)
 
     @cached_property
     def owners(self) -> PyTree:

@@ -18,7 +18,6 @@ from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World, agree, checksums, digest
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay
-from ..pipeline.rowwise import check_rowwise
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
@@ -149,8 +148,6 @@ class TrainStep:
     def __init__(self, spec: StepSpec, source: Source):
         self.spec, self._source = spec, source
         self._agreed: set[str] = set()
-        if spec.storage.rows is not None:
-            check_rowwise(spec.optimizer, spec.storage.rows)
         self.layout = BatchLayout.of(spec)
         self.abstract_state = self._abstract_state()
         self.state_shardings = state_shardings(spec, self.abstract_state)
@@ -374,7 +371,7 @@ class TrainStep:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self.spec.optimizer.init(params),
+            opt_state=self.spec.stored_optimizer.init(params),
             buffers=stack_buffers(buffers, self.spec.reduction, self.spec.num_ranks),
             scaler=None if self.options.scaler is None else self.options.scaler.init(),
         )
@@ -396,7 +393,7 @@ class TrainStep:
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
-            updates, opt_state = self.spec.optimizer.update(
+            updates, opt_state = self.spec.stored_optimizer.update(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
