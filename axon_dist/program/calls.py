@@ -37,7 +37,13 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
 def _wrapped(module_type: type, around: tuple[tuple[str, Around], ...]) -> type:
     def member(name: str, function: Around) -> Callable[..., Any]:
         method = getattr(module_type, name)
-        return lambda self, *args, **kwargs: function(method, self, *args, **kwargs)
+
+        # Keeps the signature, by which attention is told from other modules.
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(method, self, *args, **kwargs)
+
+        return call
 
     members = {name: member(name, function) for name, function in around}
     return type(module_type.__name__, (module_type,), {**members, "__doc__": module_type.__doc__})
