@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from ..core.compat import eval_jaxpr
 from ..core.typing import Array
-from ..program.piece import Piece
+from ..program.piece import Piece, as_it_lies
 from ..program.rolling import SHARED, Chain, find_chains
 from .layout import Keys
 from .loss_trace import LossTrace
@@ -182,7 +182,8 @@ class UniformStages:
             if row < always:
                 wire = run(wire)
             else:
-                wire = jax.lax.cond(row < sizes[stage], run, lambda wire: wire, wire)
+                branches = [lambda wire, do=do: as_it_lies(do(wire)) for do in (run, lambda x: x)]
+                wire = jax.lax.cond(row < sizes[stage], *branches, wire)
         return wire
 
     def _block(self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire) -> Wire:
