@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ..core.compat import eval_jaxpr
 from ..core.typing import Array
 from ..program import SHARED, Chain, Piece, find_chains, made_by, variables
+from ..program.piece import as_it_lies
 from .layout import Keys
 from .loss_trace import LossTrace
 from .packing import like, plain
@@ -177,7 +178,8 @@ class UniformStages:
             if row < always:
                 wire = run(wire)
             else:
-                wire = jax.lax.cond(row < sizes[stage], run, lambda wire: wire, wire)
+                branches = [lambda wire, do=do: as_it_lies(do(wire)) for do in (run, lambda x: x)]
+                wire = jax.lax.cond(row < sizes[stage], *branches, wire)
         return wire
 
     def _block(self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire) -> Wire:

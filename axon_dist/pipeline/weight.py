@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
+from ..core.reduction import all_mean
 from ..core.typing import Array
 from ..program import needed_for
 from .loss_trace import LossTrace
@@ -56,5 +57,5 @@ def mean_weight(
         return weight
 
     weights = jax.lax.map(weight_of, jnp.arange(num_microbatches))
-    mean = jax.lax.pmean(jnp.mean(weights), axes) if axes else jnp.mean(weights)
+    mean = all_mean(jnp.mean(weights), axes) if axes else jnp.mean(weights)
     return jnp.where(mean == 0, 1.0, mean)

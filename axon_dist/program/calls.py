@@ -92,6 +92,8 @@ def _open(module_type: type[nnx.Module], names: tuple[str, ...]) -> type[nnx.Mod
     """A class like another, whose methods look in the module for what runs around them."""
 
     def member(name: str) -> Callable[..., Any]:
+        # Keeps the signature, by which attention is told from other modules.
+        @functools.wraps(getattr(module_type, name))
         def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
             depth = len(layers_of(self).around(name))
             return Beneath(module_type, name, depth)(self, *args, **kwargs)

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.compat import eval_equation
+from ..core.typing import PyTree
 from .walk import Known, made_by, variables
 
 
@@ -85,7 +86,21 @@ def cut(
 
 def whole(x: Any) -> Any:
     """Keeps the compiler from splitting a value over the axes that are left to it."""
+    return _laid(x, lambda _: PartitionSpec())
+
+
+def as_it_lies(tree: PyTree) -> PyTree:
+    """The results of a branch, said to lie wherever the compiler likes.
+
+    XLA compares what the results of the branches of a conditional say about their layout, and
+    fails ("Inconsistent conditional sharding") where one says how it lies and another does not.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.tree.map(lambda x: _laid(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
+
+
+def _laid(x: Any, spec_of: Callable[[int], PartitionSpec]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(jnp.ndim(x))))

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..collectives import plan_buckets, reduce_buckets
+from ..core.reduction import all_mean, all_sum
 from ..core.tree import is_key
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
@@ -114,11 +115,11 @@ class LocalPlan:
             if reduction.per == "step":
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
-            share = lambda weight: jax.lax.pmean(weight, self.axes)
+            share = lambda weight: all_mean(weight, self.axes)
             sums_of = gradient_sums(self._forward(self._gather), scale=scale, common=share)
             sums, changed = accumulate(sums_of, params, drawing, batch, count)
         changed = without_rank(changed, own)
-        scalars: Any = jax.lax.psum((sums.loss, sums.metrics), self.axes)
+        scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
     def _forward(self, make_gather: MakeGather | None) -> Forward:
@@ -151,7 +152,7 @@ class LocalPlan:
             return jax.tree.map(one, grads, self.owner_specs)
         wire = jax.tree.map(lambda g: g.astype(reduction.dtype or g.dtype), grads)
         buckets = plan_buckets(wire, reduction.bucket_capacity)
-        total = lambda x: jax.lax.psum(x, self.axes)
+        total = lambda x: all_sum(x, self.axes)
         reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
         return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import StrategyConflictError
+from ..core.reduction import all_sum
 from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
 from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
@@ -300,7 +301,7 @@ class StagedPlan:
         return jax.tree.map(row, rows, own[0]), jax.tree.map(over_all, rest, own[1])
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
-        total, weight, metrics = jax.lax.psum(sums.loss, self.axes)
+        total, weight, metrics = all_sum(sums.loss, self.axes)
         return total, weight, dict(zip(trace.metrics, metrics, strict=True))
 
 
