@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
@@ -39,8 +40,8 @@ def rendezvous_flags() -> tuple[str, ...]:
     Returns:
         Flags for `XLA_FLAGS`, none where they are not known to exist.
     """
-    major, minor = jax.__version_info__[:2]
-    return _RENDEZVOUS_FLAGS if (major, minor) == (0, 10) else ()
+    major, minor = (int(part) for part in jaxlib.__version__.split(".")[:2])
+    return _RENDEZVOUS_FLAGS if (0, 10) <= (major, minor) <= (0, 12) else ()
 
 
 class SharedStore:
@@ -93,8 +94,9 @@ def join_service(
     if local_device_ids is not None:
         listed = ",".join(map(str, local_device_ids))
     if listed:
-        jax.config.update("jax_cuda_visible_devices", listed)
-        jax.config.update("jax_rocm_visible_devices", listed)
+        for kind in ("cuda", "rocm", "oneapi"):
+            if f"jax_{kind}_visible_devices" in jax.config.values:
+                jax.config.update(f"jax_{kind}_visible_devices", listed)
     client = _jax.get_distributed_runtime_client(
         address,
         process_id,
