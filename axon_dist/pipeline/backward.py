@@ -11,8 +11,7 @@ from jax.extend.core import Literal
 
 from ..core.compat import eval_equation, inner_programs
 from ..core.typing import Array
-from ..program import Piece, called, cut, depends_on, interpret
-from .products import CALLS, REMATS
+from ..program import CALLS, REMATS, Piece, called, cut, depends_on, interpret
 from .stage import Data, Rest, StageProgram, Wire
 
 INLINED = CALLS | REMATS | {"custom_jvp_call"}

@@ -11,13 +11,7 @@ import jax
 
 from ..core.compat import eval_equation
 from ..core.typing import Array
-from ..program import called, interpret
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-"""The names of calls, which are opened to reach the products in them."""
-
-REMATS = frozenset({"remat", "remat2", "checkpoint"})
-"""The names that `jax.checkpoint` has had."""
+from ..program import CALLS, REMATS, called, interpret
 
 
 def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,8 @@ from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
 from .units import units_of as units_of
+from .walk import CALLS as CALLS
+from .walk import REMATS as REMATS
 from .walk import Known as Known
 from .walk import called as called
 from .walk import depends_on as depends_on

@@ -18,6 +18,12 @@ from ..core.compat import dce_jaxpr, inner_programs
 Run: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """(equation, what is known of its operands) -> what is known of its results."""
 
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+"""The names of calls, which may be opened: what they run might stand in their place."""
+
+REMATS = frozenset({"remat", "remat2", "checkpoint"})
+"""The names that `jax.checkpoint` has had."""
+
 LOOPS = frozenset({"scan", "while"})
 """Equations that run a program more often than once."""
 
