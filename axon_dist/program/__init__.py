@@ -13,6 +13,8 @@ from .rolling import Chain as Chain
 from .rolling import find_chains as find_chains
 from .rolling import is_unit as is_unit
 from .rolling import roll as roll
+from .stacks import num_stacked as num_stacked
+from .stacks import stacks_of as stacks_of
 from .units import GATHER as GATHER
 from .units import IsUnit as IsUnit
 from .units import RematPolicy as RematPolicy
