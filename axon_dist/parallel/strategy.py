@@ -10,11 +10,12 @@ from flax import nnx
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, MeshError, StrategyConflictError, did_you_mean
+from ..core.typing import Path
 from ..mesh import World
 from ..nn import ActivationCheckpointing, Layout
 from ..precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
-from ..sharding import Merge, Policy, Replicate
+from ..sharding import Merge, Policy, Replicate, rows_alike
 from .offload import CPUOffload, check_offload
 from .pipeline_plan import PipelinePlan
 from .wrap import AutoWrapPolicy
@@ -280,6 +281,26 @@ def overlay(strategy: Strategy, policy: Policy) -> Strategy:
         params=_merged([policy, strategy.params]),
         grads=_merged([policy, strategy.grads]),
         opt_state=_merged([policy, strategy.opt_state]),
+    )
+
+
+def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
+    """The strategy, which lays stacked layers out as it would lay out each of them.
+
+    Args:
+        strategy: any.
+        stacks: the paths of the modules whose leaves have a row for each of many layers.
+
+    Returns:
+        The strategy; itself where nothing is stacked.
+    """
+    if not stacks:
+        return strategy
+    return dataclasses.replace(
+        strategy,
+        params=rows_alike(strategy.params, stacks),
+        grads=rows_alike(strategy.grads, stacks),
+        opt_state=rows_alike(strategy.opt_state, stacks),
     )
 
 

@@ -13,6 +13,8 @@ from .rolling import Chain as Chain
 from .rolling import find_chains as find_chains
 from .rolling import is_unit as is_unit
 from .rolling import roll as roll
+from .stacks import num_stacked as num_stacked
+from .stacks import stacks_of as stacks_of
 from .units import GATHER as GATHER
 from .units import IsUnit as IsUnit
 from .units import RematPolicy as RematPolicy
@@ -20,6 +22,8 @@ from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
 from .units import units_of as units_of
+from .walk import CALLS as CALLS
+from .walk import REMATS as REMATS
 from .walk import Known as Known
 from .walk import called as called
 from .walk import depends_on as depends_on

@@ -21,6 +21,7 @@ from ..core.errors import UnsupportedError
 from ..core.tree import path_str
 from ..core.typing import Path
 from .calls import layers_of, wrap_calls
+from .stacks import num_stacked
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
@@ -97,7 +98,13 @@ class AsUnit:
     remat: RematPolicy | None
 
     def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs it, and leaves the state of module and arguments as the call did."""
+        """Runs it, and leaves the state of module and arguments as the call did.
+
+        Raises:
+            UnsupportedError: when the module holds many layers and is called as a whole.
+        """
+        if (count := num_stacked(module)) is not None:
+            raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
         graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
@@ -139,6 +146,17 @@ class Call:
     static: tuple[Any, ...]
     nodes: Any
     remat: RematPolicy | None
+
+
+def why_not_as_a_whole(name: str, count: int) -> str:
+    """Says why a stack of layers that is called as a whole is no unit, and what to do."""
+    return (
+        f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
+        "within its own call: gathered or recomputed as one, it would take the memory of all "
+        f"layers at once. Let {name} be one layer, and loop where it is held: nnx.scan(lambda x, "
+        "block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks); or keep the "
+        "layers in an nnx.List"
+    )
 
 
 def _named() -> Any:

@@ -17,8 +17,9 @@ from ..core.errors import ConfigError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World, agree, checksums, digest
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay
+from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay, per_layer
 from ..precision import GradScaler, MixedPrecision
+from ..program import stacks_of
 from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
 from .batch import BatchLayout, Placed
@@ -119,6 +120,7 @@ def build_train_step(
     check_sums(chosen, parts.abstract)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
+    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)

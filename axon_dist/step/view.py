@@ -42,11 +42,6 @@ class View:
     splits_params: bool
     moves_activations: bool
 
-    @property
-    def group(self) -> int:
-        """How many units are recomputed together."""
-        return 1 if self.remat is None else self.remat.group_size(max(len(self.units), 1))
-
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
         return params if self.precision is None else cast_floating(params, self.precision.compute)
@@ -95,7 +90,8 @@ class View:
             return forward
         regather = regather_in_backward if self.splits_params else None
         remat = self.remat.remat if self.remat else regather
-        return roll(forward, self.group, remat, prefetch=not self.moves_activations)
+        group = self.remat.group_size if self.remat else 1
+        return roll(forward, group, remat, prefetch=not self.moves_activations)
 
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
