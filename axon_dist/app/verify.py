@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,8 @@ class Difference:
 
     Args:
         what: the metric with its step, or the path of a parameter.
-        relative: the largest difference, relative to the largest element of one device's.
+        relative: the largest difference, relative to the largest element of one device's; infinite
+            where anything is not finite.
     """
 
     what: str
@@ -145,5 +147,9 @@ def _batches(config: RunConfig, steps: int) -> Iterator[dict[str, np.ndarray]]:
 def _compare(seen: dict[str, Any], expected: dict[str, Any]) -> Iterator[Difference]:
     for what, want in expected.items():
         want, got = (np.asarray(x, np.float64) for x in (want, seen[what]))
+        # A NaN is neither below nor above a tolerance, and would hide in the maximum of the rows.
+        if not (np.isfinite(want).all() and np.isfinite(got).all()):
+            yield Difference(what, math.inf)
+            continue
         scale = max(float(np.abs(want).max(initial=0)), float(jnp.finfo(jnp.float32).tiny))
         yield Difference(what, float(np.abs(got - want).max(initial=0)) / scale)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..core.reduction import gathered, varying
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from .divide import check_divisible
-from .place import check_dim, check_root, each_leaf, keep_outside, position, varying
+from .place import check_dim, check_root, each_leaf, keep_outside, position
 from .primitive import all_sum, sum_scatter
 
 
@@ -179,7 +180,7 @@ def _broadcast(x: Array, group: ProcessGroup, src: int) -> Array:
 def _all_gather(x: Array, group: ProcessGroup, tiled: bool, dim: int) -> Array:
     dim = check_dim(dim, x.ndim if tiled else x.ndim + 1, x.shape)
     if group.members is None:
-        return jax.lax.all_gather(varying(x, group.axes), group.axes, axis=dim, tiled=tiled)
+        return gathered(x, group.axes, dim, tiled)
     rows = _member_rows(x, group)
     joined = jnp.concatenate(rows, dim) if tiled else jnp.stack(rows, dim)
     return keep_outside(joined, x, group)
@@ -213,5 +214,5 @@ def _all_to_all(x: Array, group: ProcessGroup, split_dim: int, concat_dim: int) 
 
 
 def _member_rows(x: Array, group: ProcessGroup) -> list[Array]:
-    rows = jax.lax.all_gather(varying(x, group.axes), group.axes)
+    rows = gathered(x, group.axes, 0, tiled=False)
     return [rows[rank] for rank in group.members or ()]

@@ -73,16 +73,6 @@ def _stacked(
     return group.spmd(lambda x: jax.tree.map(lambda v: leaf(v, group, **dict(static)), x))
 
 
-def varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """Types a value as different on every rank of some axes, as collectives ask of their operand.
-
-    Under `check_vma=True` a replicated value is typed invariant, and JAX refuses to reduce it over
-    axes along which it does not vary. Under `check_vma=False` there are no such types.
-    """
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).mat.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
 def has_varying_types(axis: str) -> bool:
     """Tells whether the `shard_map` being traced checks what varies (`check_vma=True`)."""
     return axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying

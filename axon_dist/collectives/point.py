@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import jax
 
 from ..core.errors import GroupError
+from ..core.reduction import varying
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from .divide import pad_dim
-from .place import each_leaf, keep_outside, position, varying
+from .place import each_leaf, keep_outside, position
 
 
 def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -> PyTree:

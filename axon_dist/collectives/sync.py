@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from ..core.errors import GroupError
+from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from .place import each_leaf, has_varying_types
@@ -63,4 +64,4 @@ def _averaged(g: Array, group: ProcessGroup) -> Array:
             f"that those of the group {group} cannot be told apart; differentiate with respect to "
             f"jax.lax.pcast(params, {group.axes}, to='varying'), or with check_vma=False"
         )
-    return (jax.lax.psum(g, pending) if pending else g) / group.size
+    return all_sum(g, pending) / group.size

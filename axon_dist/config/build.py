@@ -8,17 +8,21 @@ import os
 from collections.abc import Callable, Sequence
 
 import optax
+from flax.traverse_util import flatten_dict
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import Loader
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
-from axon_dist.mesh import World, self_test
+from axon_dist.mesh import World, agree, self_test
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from .models import make_model
 from .schema import RunConfig
 from .strategies import build_strategy
+
+PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
+"""Keys whose values are paths."""
 
 
 def build_world(config: RunConfig) -> World:
@@ -36,8 +40,24 @@ def build_world(config: RunConfig) -> World:
     else:
         world = World.init(config.mesh)
     if world.num_processes > 1:
-        self_test(world, Timeouts.from_env(os.environ).launch)
+        timeout = Timeouts.from_env(os.environ).launch
+        agree(world, "config", config_facts(config), timeout)
+        self_test(world, timeout)
     return world
+
+
+def config_facts(config: RunConfig) -> dict[str, object]:
+    """What the processes of a run must have in common, by the dotted keys of the config.
+
+    Files may lie elsewhere on every host: what they contain is compared once they are read.
+
+    Example:
+        >>> config_facts(RunConfig())["train.steps"]
+        1000
+    """
+    flat = flatten_dict(config.to_dict(), sep=".", keep_empty_nodes=True)
+    names = {key: key.rsplit(".", 1)[-1] for key in flat}
+    return {key: value for key, value in flat.items() if names[key] not in PLACES}
 
 
 def build_step(
@@ -192,7 +212,9 @@ def build_run(config: RunConfig) -> Run:
         logger.check()
     world = build_world(config)
     step = build_step(config, world)
-    return Run(config, world, step, build_loader(config, world, step.strategy.batch_axes))
+    loader = build_loader(config, world, step.strategy.batch_axes)
+    agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
+    return Run(config, world, step, loader)
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:

@@ -7,10 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+"""The names of equations that only call a program."""
+
+REMATS = frozenset({"remat", "remat2", "checkpoint"})
+"""The names that `jax.checkpoint` has had."""
 
 _RENDEZVOUS_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
@@ -33,8 +40,8 @@ def rendezvous_flags() -> tuple[str, ...]:
     Returns:
         Flags for `XLA_FLAGS`, none where they are not known to exist.
     """
-    major, minor = jax.__version_info__[:2]
-    return _RENDEZVOUS_FLAGS if (major, minor) == (0, 10) else ()
+    major, minor = (int(part) for part in jaxlib.__version__.split(".")[:2])
+    return _RENDEZVOUS_FLAGS if (0, 10) <= (major, minor) <= (0, 12) else ()
 
 
 class SharedStore:
@@ -87,8 +94,9 @@ def join_service(
     if local_device_ids is not None:
         listed = ",".join(map(str, local_device_ids))
     if listed:
-        jax.config.update("jax_cuda_visible_devices", listed)
-        jax.config.update("jax_rocm_visible_devices", listed)
+        for kind in ("cuda", "rocm", "oneapi"):
+            if f"jax_{kind}_visible_devices" in jax.config.values:
+                jax.config.update(f"jax_{kind}_visible_devices", listed)
     client = _jax.get_distributed_runtime_client(
         address,
         process_id,
@@ -139,6 +147,24 @@ def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
     with context, equation.ctx.manager:
         results = equation.primitive.bind(*values, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def called_program(equation: Any) -> ClosedJaxpr | None:
+    """The program that an equation calls once, as a `jit` or a `checkpoint` does, or None."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        found = equation.params.get(key)
+        if found is not None:
+            # Before 0.11 an open program was of another type, without values of constants.
+            return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+    return None
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """How many operands of a `scan` are its constants, and how many it carries."""
+    if "num_consts" in equation.params:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry, _ = equation.params["ft_in"].unpack()  # since 0.11
+    return len(consts), len(carry)
 
 
 def inner_programs(equation: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .files import TextFile, find_files
-from .sampling import held_fraction
+from .sampling import checksum, held_fraction
 
 PATTERN = 8
 """Height and width of the pattern that a synthetic class shows."""
@@ -94,6 +94,10 @@ class ImageSet(Protocol):
         """Images, uint8 `[B, H, W, C]`, and labels, integers `[B]`, of some numbers `[B]`."""
         ...
 
+    def checksum(self) -> int:
+        """The same for the same images and labels alone."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Images:
@@ -160,6 +164,10 @@ class ArrayImages:
         """Copies some of them."""
         return self.images[numbers], self.labels[numbers]
 
+    def checksum(self) -> int:
+        """Of every pixel and label."""
+        return checksum(self.images, self.labels)
+
     def part(self, chosen: np.ndarray) -> ArrayImages:
         """Those that a mask `[N]` chooses."""
         return ArrayImages(self.images[chosen], self.labels[chosen])
@@ -187,6 +195,10 @@ class MadeImages:
         pairs = [self._draw(number) for number in self.numbers[numbers].tolist()]
         images, labels = zip(*pairs, strict=True)
         return np.stack(images), np.array(labels)
+
+    def checksum(self) -> int:
+        """Of what the images are computed from."""
+        return checksum(self.numbers, np.array((*self.shape, self.num_classes)))
 
     def _draw(self, number: int) -> tuple[np.ndarray, int]:
         height, width, channels = self.shape

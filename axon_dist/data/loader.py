@@ -12,7 +12,7 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .images import Images, ImageSet
-from .sampling import local_rows, num_windows, shuffled, spread_starts, windows_at
+from .sampling import checksum, local_rows, num_windows, shuffled, spread_starts, windows_at
 from .text import Text
 
 LocalBatch = dict[str, np.ndarray]
@@ -33,7 +33,10 @@ class Samples(Protocol):
 
     @property
     def identity(self) -> dict[str, int]:
-        """What the order of samples counts in; `num_samples` of training is part of it."""
+        """What the order of samples counts in; `num_samples` of training is part of it.
+
+        `contents` is a checksum of the samples: other files of the same size are other data.
+        """
         ...
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
@@ -205,11 +208,16 @@ class Windows:
 
     @property
     def identity(self) -> dict[str, int]:
-        """The length, and how many windows there are."""
+        """The length, how many windows there are, and what they contain."""
         return {
             "length": self.length,
             "num_samples": num_windows(len(self.text.train), self.length),
+            "contents": self._contents,
         }
+
+    @functools.cached_property
+    def _contents(self) -> int:
+        return checksum(self.text.train, self.text.validation)
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Cuts windows that lie side by side."""
@@ -260,9 +268,19 @@ class Pictures:
 
     @property
     def identity(self) -> dict[str, int]:
-        """How many images there are for training, and their size."""
+        """How many images there are for training, their size, and what they contain."""
         height, width, _ = self.images.shape
-        return {"height": height, "width": width, "num_samples": len(self.images.train)}
+        return {
+            "height": height,
+            "width": width,
+            "num_samples": len(self.images.train),
+            "contents": self._contents,
+        }
+
+    @functools.cached_property
+    def _contents(self) -> int:
+        sides = [self.images.train.checksum(), self.images.validation.checksum()]
+        return checksum(np.array(sides))
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Takes images for training."""
@@ -290,12 +308,16 @@ def _load(
 
 
 def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
+    # States of before version 0.2 do not say what the samples contain.
+    here = {name: value for name, value in here.items() if name in state or name != "contents"}
     missing = [name for name in here if name not in state]
     if missing:
         raise ConfigError(
             f"the data state {dict(state)} has no {missing[0]!r}: give what state() returned."
         )
-    sizes = [name for name in here if name not in ("samples_seen", "seed", "num_samples")]
+    sizes = [
+        name for name in here if name not in ("samples_seen", "seed", "num_samples", "contents")
+    ]
     for name in here:
         if name != "samples_seen" and state[name] != here[name]:
             raise ConfigError(

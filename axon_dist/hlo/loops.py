@@ -70,10 +70,40 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _initial_state(module: Module, computation: Computation, loop: Instruction) -> dict[int, int]:
-    carried = computation.by_name.get(loop.operands[0])
-    if carried is None or carried.opcode != "tuple":
+    value = _value(module, computation, _arguments(module, computation), loop.operands[0])
+    return value if isinstance(value, dict) else {}
+
+
+def _arguments(module: Module, computation: Computation) -> list[int | dict[int, int]]:
+    """What is known about the arguments of a computation, where all its calls agree on it.
+
+    XLA for CPUs moves small loops into calls of their own.
+    """
+    found = []
+    for caller in module.computations.values():
+        for call in (i for i in caller.instructions if i.opcode == "call"):
+            if computation in module.called(call):
+                given = _arguments(module, caller)
+                found.append([_value(module, caller, given, name) for name in call.operands])
+    return found[0] if found and all(other == found[0] for other in found) else []
+
+
+def _value(
+    module: Module, computation: Computation, arguments: list[int | dict[int, int]], name: str
+) -> int | dict[int, int]:
+    """What is known about a value: an integer, or those of a tuple; nothing is an empty dict."""
+    instruction, scalars = computation.by_name.get(name), _Scalars(module, computation, arguments)
+    if instruction is None:
         return {}
-    return _known(_Scalars(module, computation, []), carried, range(len(carried.operands)))
+    if instruction.opcode == "tuple":
+        return _known(scalars, instruction, range(len(instruction.operands)))
+    if instruction.opcode == "parameter":
+        number = int(instruction.arguments)
+        return arguments[number] if number < len(arguments) else {}
+    try:
+        return scalars.value(name)
+    except _Unknown:
+        return {}
 
 
 def _next_state(module: Module, body: Computation, state: Mapping[int, int]) -> dict[int, int]:

@@ -17,6 +17,23 @@ _SHUTDOWN_SECONDS = 120
 _LINGER_SECONDS = 10
 
 
+def check_settings() -> None:
+    """Raises where JAX is told to authenticate the processes of a run, which is not done here.
+
+    Raises:
+        LaunchError: naming the settings.
+    """
+    secure = ("mtls_", "verify_secure_credentials")
+    stated = {name: v for name, v in jax.config.values.items() if any(s in name for s in secure)}
+    if found := [name for name, value in stated.items() if value]:
+        raise LaunchError(
+            f"{', '.join(found)} would have JAX authenticate the processes of a run to each other; "
+            "their coordination service is started by axon_dist, in the clear. Leave the setting "
+            "out and let no one but the run reach the port, or call jax.distributed.initialize "
+            "before World.init()"
+        )
+
+
 class Coordinator:
     """The process that runs the coordination service; process 0 owns it.
 

@@ -16,7 +16,7 @@ import jax
 
 from ..core.compat import SharedStore, backend_started, detect_cluster, process_id
 from ..core.errors import BackendStartedError, LaunchError
-from .coordination import Coordinator, join
+from .coordination import Coordinator, check_settings, join
 from .emulation import prepare_emulation
 from .roll_call import Attendee, call_roll
 from .spec import LaunchSpec
@@ -103,6 +103,7 @@ def initialize(
     spec = complete(spec, timeouts)
     if spec.num_processes == 1:
         return
+    check_settings()
     assert spec.coordinator_address
     assert spec.num_processes
     assert spec.process_id is not None

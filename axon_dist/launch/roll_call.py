@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import socket
@@ -16,8 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from ..core.errors import LaunchError
 from .spec import split_address
 
@@ -25,6 +24,8 @@ _HELLO_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
 _NOTE_SECONDS = 15.0
 _LINE_BYTES = 2**20
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "axon_dist")
+"""Two processes with different versions of one of these may compute different numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +37,14 @@ class Attendee:
         num_processes: how many it expects.
         host: where it runs.
         pid: its id there.
-        jax: its version of JAX.
+        versions: of the libraries that decide what is computed, by name.
     """
 
     process: int
     num_processes: int
     host: str
     pid: int
-    jax: str
+    versions: Mapping[str, str]
 
     @classmethod
     def here(cls, process: int, num_processes: int) -> Attendee:
@@ -53,8 +54,20 @@ class Attendee:
             num_processes=num_processes,
             host=socket.gethostname(),
             pid=os.getpid(),
-            jax=jax.__version__,
+            versions={name: importlib.import_module(name).__version__ for name in LIBRARIES},
         )
+
+    def validate(self) -> None:
+        """Raises `TypeError` unless every field has its type; a stranger may say anything."""
+        for field, kind in (
+            ("process", int),
+            ("num_processes", int),
+            ("host", str),
+            ("pid", int),
+            ("versions", dict),
+        ):
+            if not isinstance(getattr(self, field), kind):
+                raise TypeError(f"{field} is no {kind.__name__}")
 
     def __str__(self) -> str:
         return f"process {self.process} (host {self.host}, pid {self.pid})"
@@ -73,7 +86,7 @@ def call_roll(address: str, me: Attendee, timeout: float) -> tuple[Attendee, ...
 
     Raises:
         LaunchError: on every process that came: who is missing, who came twice, who expects another
-            number of processes or has another version of JAX.
+            number of processes or has another version of a library.
     """
     deadline = time.monotonic() + timeout
     if me.process == 0:
@@ -89,7 +102,7 @@ def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
         late: the next one.
 
     Example:
-        >>> zero = Attendee(process=0, num_processes=2, host="a", pid=1, jax="0.10.2")
+        >>> zero = Attendee(process=0, num_processes=2, host="a", pid=1, versions={})
         >>> find_mistake({0: zero}, dataclasses.replace(zero, pid=7))
         'process 0 (host a, pid 1) and process 0 (host a, pid 7) have the same rank; give each ...'
     """
@@ -104,11 +117,13 @@ def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
             f"{present[late.process]} and {late} have the same rank; give each process a RANK of "
             "its own"
         )
-    if late.jax != main.jax:
-        return (
-            f"{main} runs JAX {main.jax} and {late} runs JAX {late.jax}; install one version "
-            "everywhere"
-        )
+    for name, version in main.versions.items():
+        other = late.versions.get(name)
+        if other != version:
+            return (
+                f"{main} runs {name} {version} and {late} runs {name} {other}; install one "
+                "version everywhere"
+            )
     return None
 
 
@@ -162,6 +177,7 @@ def _accept(
     connection.settimeout(_HELLO_SECONDS)
     try:
         late = Attendee(**_receive(connection))
+        late.validate()
     except (OSError, ValueError, TypeError):
         connection.close()
         return None

@@ -16,7 +16,7 @@ import jax
 from axon_dist.core.errors import ConfigError, NonfiniteError
 from axon_dist.core.tree import num_params
 from axon_dist.core.typing import Batch
-from axon_dist.mesh import watch_steps
+from axon_dist.mesh import agree, watch_steps
 from axon_dist.precision import all_finite
 
 from ..step.nonfinite import FLAG, Loss, Nonfinite
@@ -165,11 +165,14 @@ class Trainer:
         Raises:
             ConfigError: when the options are not possible or need a function that is not there,
                 or there is no batch or no step left.
+            LaunchError: when the processes of a run have different options.
             NonfiniteError: when a loss or gradient is not finite, and the step was not built to
                 skip it or go back.
         """
         self.options.validate()
         self._check_policy()
+        # A process that takes fewer steps would leave the others waiting for it.
+        agree(self.step.world, "loop", dataclasses.asdict(self.options))
         with (
             self.progress,
             stop_on_signals(self._tell_signal) as request,

@@ -16,6 +16,10 @@ from ..launch import from_env as from_env
 from ..launch import initialize as initialize
 from ..launch import launch as launch
 from ..launch import leave as leave
+from .agreement import agree as agree
+from .agreement import checksums as checksums
+from .agreement import digest as digest
+from .agreement import from_main as from_main
 from .group import ProcessGroup as ProcessGroup
 from .roster import rank_table as rank_table
 from .roster import self_test as self_test

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError
+from ..core.reduction import all_max, all_sum, varying
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from ..sharding import spec_axes
@@ -87,7 +88,8 @@ def linear_cross_entropy(
                 f"{hidden.shape[1]} positions per rank do not divide into {num_chunks} chunks; "
                 "choose a divisor"
             )
-        kernel = _varying(kernel, spec_axes(positions))
+        # Marked as this rank's own, so that its gradient stays local until here.
+        kernel = varying(kernel, spec_axes(positions))
         start = 0 if vocab is None else jax.lax.axis_index(vocab) * kernel.shape[-1]
 
         @jax.checkpoint
@@ -103,17 +105,11 @@ def linear_cross_entropy(
     return mapped(hidden, kernel, labels)
 
 
-def _varying(x: Array, axes: Axes) -> Array:
-    """Marks a replicated array as this rank's own, so that its gradient stays local until here."""
-    missing = tuple(a for a in axes if a not in jax.typeof(x).mat.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
 def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str | None) -> Array:
     """Cross-entropy of one rank's classes, which begin at `start`; whole without an axis."""
-    total = lambda x: x if axis is None else jax.lax.psum(x, axis)
+    total = lambda x: x if axis is None else all_sum(x, axis)
     largest = jax.lax.stop_gradient(logits.max(-1))
-    largest = largest if axis is None else jax.lax.pmax(largest, axis)
+    largest = largest if axis is None else all_max(largest, axis)
     exponentials = total(jnp.exp(logits - largest[..., None]).sum(-1))
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) + start
     chosen = total(jnp.where(classes == labels[..., None], logits, 0.0).sum(-1))

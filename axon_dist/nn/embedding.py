@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.reduction import all_sum
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .linear import Initializer, born, check_divides, is_manual, pinned, split_axis
@@ -65,7 +66,7 @@ class VocabParallelEmbedding(nnx.Module):
         table = self.embedding[...].astype(self.dtype or self.param_dtype)
         axis = split_axis(self.group)
         if axis is not None and is_manual(axis):
-            return jax.lax.psum(own_rows(lambda ids: table[ids], tokens, len(table), axis), axis)
+            return all_sum(own_rows(lambda ids: table[ids], tokens, len(table), axis), axis)
         return pinned(jnp.take(table, tokens, axis=0), self.group, None)
 
     def attend(self, x: Array) -> Array:

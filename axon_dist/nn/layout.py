@@ -29,12 +29,14 @@ class Layout:
         batch: the axes that split dim 0, the samples.
         sequence: the axes that split dim 1, the positions, in every layer.
         heads: the axes that split the heads of attention.
+        may_ring: whether ranks may hand values round a ring, which stages of a pipeline may not.
     """
 
     mesh: Mesh
     batch: Axes = ()
     sequence: Axes = ()
     heads: Axes = ()
+    may_ring: bool = True
 
     def constrain(self, x: Array, features: Axes = (), dim: int = -1, sequence: Axes = ()) -> Array:
         """Pins the layout of activations `[samples, (positions,) ..., features]`.
@@ -105,8 +107,12 @@ class Layout:
         return axes or None
 
     def size(self, axes: Axes) -> int:
-        """Into how many parts some axes split a dim together."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        """Into how many parts some axes split a dim together, where the caller is.
+
+        Inside a `shard_map` a rank's array is split over the manual axes already.
+        """
+        manual = manual_axes()
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis not in manual)
 
 
 def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import DivisibilityError, GroupError
+from ..core.reduction import all_sum, gathered
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain, manual_axes
@@ -93,7 +94,7 @@ class ColumnParallelLinear(nnx.Module):
             y = y + self.bias[...].astype(y.dtype)
         axis = split_axis(self.group)
         if is_manual(axis):
-            return jax.lax.all_gather(y, axis, axis=-1, tiled=True) if self.gather_output else y
+            return gathered(y, axis, y.ndim - 1) if self.gather_output else y
         y = pinned(y, self.group, -1)
         return pinned(y, self.group, None) if self.gather_output else y
 
@@ -156,7 +157,7 @@ class RowParallelLinear(nnx.Module):
         """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
         axis = split_axis(self.group)
         if is_manual(axis):
-            y = jax.lax.psum(_product(self, x if self.input_is_parallel else _part(x, axis)), axis)
+            y = all_sum(_product(self, x if self.input_is_parallel else _part(x, axis)), axis)
         else:
             y = pinned(_product(self, pinned(x, self.group, -1)), self.group, None)
         y = summed(y)

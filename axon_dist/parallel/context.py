@@ -162,9 +162,10 @@ class SplitAttention:
         if total % (split * trades):
             names = "×".join((*self.layout.heads, self.axis)[-2 if split > 1 else -1 :])
             valid = [n for n in range(1, total + 1) if total % (n * split) == 0]
+            ring = ", or context mode 'ring'" if self.layout.may_ring else ""
             raise DivisibilityError(
-                f"{total} heads do not divide over {names}={split * trades}; choose a size of "
-                f"{self.axis} among {valid}, or context mode 'ring'"
+                f"{total} heads do not divide over {names}={split * trades}; choose "
+                f"{f'a size of {self.axis} among {valid}' if valid else 'more heads'}{ring}"
             )
         lead = self.layout.spec(query.shape)
         return split * trades, PartitionSpec(lead[0], lead[1], self.layout.heads or None)

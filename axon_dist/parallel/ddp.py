@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
 from ..core.errors import GroupError, StrategyConflictError
 from ..core.typing import PyTree
-from ..mesh import ProcessGroup
+from ..mesh import ProcessGroup, from_main
 from .strategy import Reduction, Strategy, axes_of
 
 
@@ -148,7 +148,7 @@ class DistributedDataParallel:
 
         Args:
             stacked: rank-stacked arrays, or one rank's inside `shard_map`; None synchronises the
-                module's own arrays, replicating them over the mesh.
+                module's own arrays: those of process 0, replicated over the mesh.
 
         Returns:
             The synchronised arrays.
@@ -156,7 +156,8 @@ class DistributedDataParallel:
         if stacked is not None:
             return broadcast(stacked, self.group)
         whole = NamedSharding(self.group.mesh, PartitionSpec())
-        state = jax.tree.map(lambda x: jax.device_put(x, whole), nnx.state(self.module))
+        values = from_main(nnx.state(self.module))
+        state = jax.tree.map(lambda x: jax.device_put(x, whole), values)
         nnx.update(self.module, state)
         return nnx.to_pure_dict(state)
 

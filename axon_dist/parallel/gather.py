@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array
 from ..sharding import axes_of, spec_axes
 
@@ -96,9 +97,9 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
     total = value.astype(wire or value.dtype)
     for dim in range(len(spec)):
         if split := axes_of(spec, dim):
-            total = jax.lax.psum_scatter(total, split, scatter_dimension=dim, tiled=True)
+            total = sum_scatter(total, split, dim)
     rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
-    return (jax.lax.psum(total, rest) if rest else total).astype(value.dtype)
+    return all_sum(total, rest).astype(value.dtype)
 
 
 def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
+from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
 from ..nn import SUMS, Layout, ParallelMode, own_rows, summed
 from ..program import wrap_calls
@@ -219,8 +220,8 @@ class Pin:
                 lambda ids: call(own, ids), tokens, own.embedding[...].shape[0], self.axis
             )
             if self.sequence:
-                return jax.lax.psum_scatter(found, self.axis, scatter_dimension=1, tiled=True)
-            return jax.lax.psum(found, self.axis)
+                return sum_scatter(found, self.axis, 1)
+            return all_sum(found, self.axis)
 
         ids = self.layout.spec((*tokens.shape, 1))
         mapped = self.layout.mapped(

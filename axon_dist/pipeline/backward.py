@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from ..core.compat import eval_equation, inner_programs
+from ..core.compat import inner_programs
 from ..core.typing import Array
-from ..program.piece import Piece, cut, depends_on, interpret
-from .products import CALLS, REMATS
+from ..program import Piece, cut, depends_on, opened
 from .stage import Data, Rest, StageProgram, Wire
-
-INLINED = CALLS | REMATS | {"custom_jvp_call"}
-"""Calls that are opened, so that their halves can be told apart."""
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """What weight gradients are put off for."""
@@ -120,8 +116,7 @@ class DividedBackward:
             return y, grads.inputs, (grads.weights, grads.rest)
 
         closed, shapes = jax.make_jaxpr(whole, return_shape=True)(at, cotangents)
-        opened = lambda *values: interpret(closed.jaxpr, closed.consts, values, _opened)
-        flat = jax.make_jaxpr(opened)(*jax.tree.leaves((at, cotangents)))
+        flat = opened(closed, jax.tree.leaves((at, cotangents)))
         jaxpr, sizes = flat.jaxpr, [len(jax.tree.leaves(shape)) for shape in shapes]
         outputs = [jaxpr.outvars[: sizes[0]], jaxpr.outvars[sizes[0] :][: sizes[1]]]
         outputs.append(jaxpr.outvars[sizes[0] + sizes[1] :])
@@ -134,14 +129,14 @@ class DividedBackward:
         for number, part in enumerate(outputs):
             piece = cut(jaxpr, part, known=made)
             if number == 1:
-                sums = _light(jaxpr, outputs[2], made | varying & _made(piece), varying)
+                sums = _light(jaxpr, outputs[2], made | varying & piece.made, varying)
                 also = cut(jaxpr, [*part, *sums], known=made)
                 piece = dataclasses.replace(also, outputs=piece.outputs)
             parts.append(piece)
-            made |= varying & _made(piece)
+            made |= varying & piece.made
         order = [*wire, *seeds, *(v for e in jaxpr.eqns for v in e.outvars)]
         later = parts[1].needs | parts[2].needs
-        of_forward = {*wire, *_made(parts[0])} & made
+        of_forward = {*wire, *parts[0].made} & made
         kept = [v for v in order if v in of_forward and v in later]
         held = [v for v in order if v in made | set(seeds) and v in parts[2].needs]
         return cls(
@@ -200,21 +195,8 @@ def _has_product(equation: Any) -> bool:
     return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
 
 
-def _made(piece: Piece) -> set[Any]:
-    return {v for equation in piece.equations for v in equation.outvars}
-
-
 def _with_outputs(piece: Piece, more: list[Any]) -> Piece:
     """A piece that also returns values it makes or is given."""
     return dataclasses.replace(
-        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - _made(piece))
+        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - piece.made)
     )
-
-
-def _opened(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation; calls are run equation by equation."""
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if equation.primitive.name not in INLINED or inner is None:
-        return eval_equation(equation, operands)
-    jaxpr = getattr(inner, "jaxpr", inner)
-    return interpret(jaxpr, getattr(inner, "consts", ()), operands, _opened)

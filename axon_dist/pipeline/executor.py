@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.typing import Array, PyTree
+from ..program.piece import as_it_lies
 from ..schedule import Phase, Schedule, SlotPlan, assign_slots
 from .backward import DividedBackward, Operands, pull_back
 from .packing import Packing
@@ -176,9 +177,10 @@ class Executor:
             number[list(program.stages)] = index + 1
         index = jnp.where(active, jnp.asarray(number)[tick["stage"]], 0)
         branches = [
-            lambda operand, i=i: branch(i, self.stages[i], operand) for i in range(len(self.stages))
+            lambda operand, i=i: as_it_lies(branch(i, self.stages[i], operand))
+            for i in range(len(self.stages))
         ]
-        return jax.lax.switch(index, [idle, *branches], operand)
+        return jax.lax.switch(index, [lambda x: as_it_lies(idle(x)), *branches], operand)
 
     def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
         stage = tick["stage"]
@@ -335,7 +337,8 @@ def _when(
         return otherwise()
     if program.stages == (which,):
         return then()
-    return jax.lax.cond(stage == which, then, otherwise)
+    laid = [lambda run=run: as_it_lies(run()) for run in (then, otherwise)]
+    return jax.lax.cond(stage == which, *laid)
 
 
 def _columns(lane: Lane, own: Callable) -> Tick:

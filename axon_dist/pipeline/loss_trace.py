@@ -10,12 +10,11 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..core.compat import dce_jaxpr, eval_jaxpr
+from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
-from ..program.piece import Piece, cut, depends_on
-from ..program.rolling import is_unit
+from ..program import Piece, cut, depends_on, is_unit, made_by, needed_for
 from .layout import Keys, flatten
 
 
@@ -62,7 +61,7 @@ class LossTrace:
     @cached_property
     def _of_batch(self) -> frozenset[Any]:
         """The variables that depend on the batch, and on no parameter and no block."""
-        made = (v for call in self.calls for v in self.jaxpr.eqns[call].outvars)
+        made = made_by(self.jaxpr.eqns[call] for call in self.calls)
         trained = depends_on(self.jaxpr, [*self.params.values(), *made])
         return frozenset(depends_on(self.jaxpr, self.batch) - trained)
 
@@ -154,10 +153,8 @@ def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable
     allowed = set(trace.buffers)
     pieces = {}
     for index in changing:
-        wanted = len(trace.loss) + index
-        outputs = range(len(trace.jaxpr.outvars))
-        part, used = dce_jaxpr(trace.jaxpr, [output == wanted for output in outputs])
-        needed = [v for v, is_used in zip(trace.jaxpr.invars, used, strict=True) if is_used]
+        part, inputs = needed_for(trace.jaxpr, [len(trace.loss) + index])
+        needed = [trace.jaxpr.invars[number] for number in inputs]
         if not allowed.issuperset(needed):
             raise UnsupportedError(
                 f"the buffer {paths[index]!r} depends on the batch, as the statistics of BatchNorm "

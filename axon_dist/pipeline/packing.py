@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.typing import Array
-from ..program.piece import whole
+from ..program import whole
 
 
 @dataclasses.dataclass(frozen=True)

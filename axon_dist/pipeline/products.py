@@ -9,15 +9,9 @@ from typing import Any
 
 import jax
 
-from ..core.compat import eval_equation
+from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.typing import Array
-from ..program.piece import interpret
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
-"""The names of calls, which are opened to reach the products in them."""
-
-REMATS = frozenset({"remat", "remat2", "checkpoint"})
-"""The names that `jax.checkpoint` has had."""
+from ..program import called, interpret
 
 
 def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,11 +60,11 @@ class _Interpreter:
 
     def _equation(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
-        if name in CALLS:
-            inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        inner = called(equation)
+        if name in CALLS and inner is not None:
             return self.run(inner.jaxpr, inner.consts, operands)
-        if name in REMATS:
-            again = lambda *values: _Interpreter().run(params["jaxpr"], (), values)
+        if name in REMATS and inner is not None:
+            again = lambda *values: _Interpreter().run(inner.jaxpr, inner.consts, values)
             policy, barrier = params["policy"], params["prevent_cse"]
             return jax.checkpoint(again, policy=policy, prevent_cse=barrier)(*operands)
         if name == "dot_general":

@@ -1,104 +1,299 @@
-"""Whether an optimizer may see the blocks of a pipeline stacked in rows."""
+"""Runs a program of a model's leaves on rows that stack them, block by block as it is written.
+
+The program is traced on the model's own tree, so it sees every leaf as one device would. The
+operations of a block are its own part of the program. Where the blocks of a row have the same
+part, it runs once, vectorised over the ranks; where they differ only in numbers, such as rates per
+layer, the numbers are stacked; where they differ in operations, each rank keeps what its own part
+makes. Nothing moves between ranks but what the blocks hand to all, such as norms.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.extend.core import Literal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.compat import inner_programs
-from ..core.errors import UnsupportedError
-from ..core.tree import leaves_with_paths
-from ..core.typing import PyTree
-from ..program import cut, depends_on
-from .storage import ModelStorage
+from ..core.compat import eval_equation
+from ..program.alike import same_params, same_value
+from ..program.owners import Atom, Constant, Operation, OwnedProgram
+from .form import Place
+from .layout import Keys
+from .storage import Cell
 
-AXES = frozenset({"axis", "axes", "dimension", "dimensions", "permutation", "dimension_numbers"})
-"""Parameters by which an operation knows the dims of an array."""
+Slot: TypeAlias = tuple[int, int, Keys]
+"""A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
+
+Name: TypeAlias = Hashable
+"""What a value of a block is called, alike for all blocks of a row that have the same part."""
 
 
-def check_rowwise(optimizer: optax.GradientTransformation, storage: ModelStorage) -> None:
-    """Raises unless an optimizer treats every element of a row as it would treat it in the model.
-
-    Rows have a dim more than the blocks they hold. An optimizer that works element by element does
-    not notice; one that takes the norm of each leaf, or decays only leaves of two dims, would
-    train differently. So the update of each leaf is traced in both forms, and has to be made of
-    the same operations with the same constants, none of which knows a dim or draws at random.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Share:
+    """The part of a program that is one block's.
 
     Args:
-        optimizer: the transformation.
-        storage: the stored form of the parameters.
-
-    Raises:
-        UnsupportedError: naming the parameter that would be treated differently.
+        operations: in order.
+        names: of its values.
     """
-    optimizer = optax.with_extra_args_support(optimizer)
-    stored = jax.eval_shape(storage.from_model, storage.shapes)
-    in_model = _recipes(optimizer, storage.shapes)
-    in_rows = _recipes(optimizer, stored)
-    for path, row in storage.homes_by_path.items():
-        if in_model[path] != in_rows[row] or in_model[path] is None:
-            raise UnsupportedError(
-                f"the optimizer treats {path!r} by its shape, or as a whole, or in a branch that "
-                "cannot be looked into, and a pipeline keeps it stacked with those of other "
-                "stages. Use an optimizer that works element by element, masks that decide by "
-                "path instead of by the number of dims and alike for all blocks of a row, and "
-                "num_microbatches instead of optax.MultiSteps"
+
+    operations: tuple[Operation, ...]
+    names: Mapping[Atom, Name]
+
+    def is_like(self, other: Share, program: OwnedProgram) -> bool:
+        """Whether another block's part has the same operations, if with other numbers."""
+        return len(self.operations) == len(other.operations) and all(
+            self._is_like(program, mine, other, theirs)
+            for mine, theirs in zip(self.operations, other.operations, strict=True)
+        )
+
+    def _is_like(
+        self, program: OwnedProgram, mine: Operation, other: Share, theirs: Operation
+    ) -> bool:
+        spell = lambda names, atom: names.get(atom, program.aval_of(atom))
+        shape = lambda found: (found.shape, found.dtype) if hasattr(found, "shape") else found
+        return (
+            mine.equation.primitive is theirs.equation.primitive
+            and mine.level == theirs.level
+            and len(mine.inputs) == len(theirs.inputs)
+            and all(
+                shape(spell(self.names, a)) == shape(spell(other.names, b))
+                for a, b in zip(mine.inputs, theirs.inputs, strict=True)
             )
+            and same_params(mine.equation.params, theirs.equation.params)
+        )
 
 
-def _recipes(optimizer: optax.GradientTransformationExtraArgs, params: PyTree) -> dict[str, Any]:
-    """For each leaf, the operations on arrays of its size that make its update.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """Blocks of one row that have the same part of a program.
 
-    None where it is reduced for itself alone, or differs from place to place; a norm over all
-    gradients is the same in any form.
+    Args:
+        members: the part of each, by rank.
     """
-    state = jax.eval_shape(optimizer.init, params)
-    value = jnp.zeros(())
-    make = lambda grads, state, params: optimizer.update(grads, state, params, value=value)[0]
-    jaxpr = jax.make_jaxpr(make)(params, state, params).jaxpr
-    paths = [path for path, _ in leaves_with_paths(params)]
-    count = len(paths)
-    grads, own = jaxpr.invars[:count], jaxpr.invars[-count:]
-    found: dict[str, Any] = {}
-    for path, update, *sources in zip(paths, jaxpr.outvars, grads, own, strict=True):
-        piece = cut(jaxpr, [update])
-        mine = depends_on(jaxpr, sources)
-        size = math.prod(update.aval.shape)
-        made = [(e, v) for e in piece.equations for v in e.outvars if v in mine]
-        reduces = any(math.prod(v.aval.shape) < size for _, v in made)
-        alone = reduces and not piece.needs.issuperset(grads)
-        alike = [e for e, v in made if _is_size(v, size)]
-        placed = size > 1 and any(AXES & inner.params.keys() for inner in _within(alike, size))
-        draws = any(_is_random(inner) for inner in _within(piece.equations, size))
-        found[path] = None if alone or placed or draws else Counter(map(_spelled, alike))
-    return found
+
+    members: Mapping[int, Share]
+
+    @property
+    def first(self) -> Share:
+        """The part that stands for all."""
+        return next(iter(self.members.values()))
 
 
-def _within(equations: Iterable[Any], size: int) -> Iterator[Any]:
-    """The equations that make arrays of a size, those in calls and branches too."""
-    for equation in equations:
-        if any(_is_size(v, size) for v in equation.outvars):
-            yield equation
-            for inner in inner_programs(equation):
-                yield from _within(inner.eqns, size)
+class RowProgram:
+    """A program of a model's leaves, made one of rows.
+
+    Args:
+        program: of the model's leaves; owners are cells.
+        sources: for each input, which argument it is a leaf of, and where.
+        targets: for each output, which result it is a leaf of, and where.
+        mesh: the mesh.
+        num_ranks: along the pipeline: dim 0 of every row.
+    """
+
+    def __init__(
+        self,
+        program: OwnedProgram,
+        sources: Sequence[tuple[int, Place]],
+        targets: Sequence[tuple[int, Place]],
+        mesh: Mesh,
+        num_ranks: int,
+    ):
+        self._program, self._targets, self._num_ranks = program, targets, num_ranks
+        self._ranks = range(num_ranks)
+        self._levels = program.levels
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        self._slots = {
+            value: (tree, place.part, place.slot)
+            for value, (tree, place) in zip(program.inputs, sources, strict=True)
+        }
+        owners = [*program.owners, *program.homes]
+        cells: list[Any] = sorted({owner for owner in owners if owner is not None})
+        self._variants = self._sort_out(cells)
+        self._variant_of: dict[Cell, int] = {
+            (rank, row): number
+            for number, (row, variant) in enumerate(self._variants)
+            for rank in variant.members
+        }
+
+    def run(self, stored: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        """Runs the program.
+
+        Args:
+            stored: the stored leaves of all arguments.
+
+        Returns:
+            The stored leaves of all results.
+        """
+        known = {
+            value: stored[slot]
+            for value, slot in self._slots.items()
+            if self._program.owners[value] is None
+        }
+        made: list[dict[Name, Any]] = [dict(stored) for _ in self._variants]
+        for level in range(self._program.num_levels):
+            self._hand_over(level - 1, made, known)
+            for op in self._program.of(None, level):
+                results = eval_equation(op.equation, [_value(a, known) for a in op.inputs])
+                known.update(zip(op.outputs, results, strict=True))
+            for number, (_, variant) in enumerate(self._variants):
+                made[number].update(self._run_part(variant, level, made[number], known))
+        return self._collect(made, known)
+
+    def _sort_out(self, cells: list[Cell]) -> list[tuple[int, Variant]]:
+        found: list[tuple[int, dict[int, Share]]] = []
+        for rank, row in cells:
+            share = self._share_of((rank, row))
+            for other, members in found:
+                first = next(iter(members.values()))
+                if other == row and first.is_like(share, self._program):
+                    members[rank] = share
+                    break
+            else:
+                found.append((row, {rank: share}))
+        return [(row, Variant(members)) for row, members in found]
+
+    def _share_of(self, cell: Cell) -> Share:
+        operations = self._program.of(cell)
+        names: dict[Atom, Name] = {
+            value: slot
+            for value, slot in self._slots.items()
+            if self._program.owners[value] == cell
+        }
+        for number, op in enumerate(operations):
+            names.update({value: (number, i) for i, value in enumerate(op.outputs)})
+        return Share(operations, names)
+
+    def _run_part(
+        self, variant: Variant, level: int, made: dict[Name, Any], known: Mapping[Atom, Any]
+    ) -> dict[Name, Any]:
+        """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
+        first = variant.first
+        numbers = [i for i, op in enumerate(first.operations) if op.level == level]
+        reads = [(i, at) for i in numbers for at in range(len(first.operations[i].inputs))]
+        outside = {
+            where: self._outside(variant, where, known)
+            for where in reads
+            if first.operations[where[0]].inputs[where[1]] not in first.names
+        }
+        own = [first.names.get(first.operations[i].inputs[at]) for i, at in reads]
+        given = {name: made[name] for name in own if name in made}
+        apart = [where for where, (_, row) in outside.items() if row is not None]
+        results = [(v, first.names[v]) for i in numbers for v in first.operations[i].outputs]
+
+        def part(given_rows: list[Any], numbers_apart: list[Any]) -> list[Any]:
+            values = dict(zip(given, given_rows, strict=True))
+            single = {where: value for where, (value, _) in outside.items()}
+            single.update(zip(apart, numbers_apart, strict=True))
+            for i in numbers:
+                op = first.operations[i]
+                operands = [
+                    single[i, at] if (i, at) in single else values[first.names[atom]]
+                    for at, atom in enumerate(op.inputs)
+                ]
+                made_here = eval_equation(op.equation, operands)
+                values.update(zip((first.names[v] for v in op.outputs), made_here, strict=True))
+            return [values[name] for _, name in results]
+
+        rows = [outside[where][1] for where in apart]
+        vectorised = jax.vmap(part, axis_size=self._num_ranks)
+        found = vectorised(list(given.values()), rows) if numbers else []
+        return {name: x for (_, name), x in zip(results, found, strict=True)}
+
+    def _outside(
+        self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Any]
+    ) -> tuple[Any, Any]:
+        """What members read that is not their own: one value for all, or a row of one for each."""
+        number, at = where
+        members = variant.members.items()
+        atoms = {rank: share.operations[number].inputs[at] for rank, share in members}
+        first = next(iter(atoms.values()))
+        if all(_is_same(first, other) for other in atoms.values()):
+            return _value(first, known), None
+        return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
+
+    def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Any]) -> Any:
+        """A row of values that all know."""
+        first = next(iter(atoms.values()))
+        aval = self._program.aval_of(first)
+        values = [_array(_value(atoms.get(rank, first), known), aval) for rank in self._ranks]
+        return jnp.stack(values)
+
+    def _home(self, value: Atom) -> tuple[int, Name]:
+        """The variant that makes a value of a block, and what it calls it."""
+        cell: Any = self._program.owner_of(value)
+        number = self._variant_of[cell]
+        return number, self._variants[number][1].members[cell[0]].names[value]
+
+    def _hand_over(self, level: int, made: list[dict[Name, Any]], known: dict[Atom, Any]) -> None:
+        """Makes known to all what blocks of a level hand over: what is alike moves together."""
+        handed = {v: self._home(v) for v in self._program.handed if self._levels[v] == level}
+        alike: dict[Any, dict[tuple[int, Name], Any]] = {}
+        for home in handed.values():
+            row = made[home[0]][home[1]]
+            alike.setdefault((row.shape, row.dtype), {})[home] = row
+        columns = {}
+        for rows in alike.values():
+            together = jnp.stack(list(rows.values()), axis=1)
+            together = jax.lax.with_sharding_constraint(together, self._whole)
+            columns.update({home: together[:, number] for number, home in enumerate(rows)})
+        for value, home in handed.items():
+            cell: Any = self._program.owner_of(value)
+            known[value] = columns[home][cell[0]]
+
+    def _collect(self, made: list[dict[Name, Any]], known: Mapping[Atom, Any]) -> dict[Slot, Any]:
+        found: dict[Slot, Any] = {}
+        rows: dict[Slot, dict[int, Atom]] = {}
+        for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
+            slot: Any = (tree, place.part, place.slot)
+            if place.cell is None:
+                found[slot] = _array(_value(atom, known), self._program.aval_of(atom))
+            else:
+                rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
+        for (slot, row), atoms in rows.items():
+            found[slot] = self._assemble(row, atoms, made, known)
+        return found
+
+    def _assemble(
+        self,
+        row: int,
+        atoms: Mapping[int, Atom],
+        made: list[dict[Name, Any]],
+        known: Mapping[Atom, Any],
+    ) -> Any:
+        """A row, each entry of it made by the part of the block that it belongs to."""
+        homes = {
+            rank: self._home(atom) if self._program.owner_of(atom) == (rank, row) else None
+            for rank, atom in atoms.items()
+        }
+        sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
+        whole = None
+        for home, ranks in sources.items():
+            mine = {rank: atoms[rank] for rank in ranks}
+            values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
+            if len(ranks) == self._num_ranks:
+                return values
+            chosen = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
+            chosen = chosen.reshape(-1, *[1] * (values.ndim - 1))
+            # A rank without a block has zeros, whatever the part would make of them.
+            whole = jnp.where(chosen, values, jnp.zeros_like(values) if whole is None else whole)
+        return whole
 
 
-def _is_random(equation: Any) -> bool:
-    return equation.primitive.name.startswith(("random_", "threefry"))
+def _value(atom: Atom, known: Mapping[Atom, Any]) -> Any:
+    return atom.value if isinstance(atom, Constant) else known[atom]
 
 
-def _spelled(equation: Any) -> str:
-    """An operation and its constants, such as a size that it divides by."""
-    literals = [str(v.val) for v in equation.invars if isinstance(v, Literal)]
-    return " ".join([str(equation.params.get("name", equation.primitive.name)), *literals])
+def _array(value: Any, aval: Any) -> Any:
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return value if is_key else jnp.asarray(value, aval.dtype)
 
 
-def _is_size(variable: Any, size: int) -> bool:
-    return math.prod(variable.aval.shape) == size
+def _is_same(one: Atom, other: Atom) -> bool:
+    """Whether two atoms are one value."""
+    if isinstance(one, Constant) and isinstance(other, Constant):
+        return same_value(one.value, other.value)
+    return one is other or (isinstance(one, int) and one == other)

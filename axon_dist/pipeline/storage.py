@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from ..core.typing import Path, PyTree
+from ..core.typing import PyTree
 from .layout import Keys, Stages, flatten, nest
 from .packing import Packing
+
+Cell: TypeAlias = tuple[int, int]
+"""A rank and one of its rows."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,18 +68,22 @@ class ModelStorage(abc.ABC):
         """The keys of the stored leaves that are rows."""
         return tuple(keys for row in self.row_names for keys in row)
 
-    @property
-    def homes_by_path(self) -> dict[Path, Path]:
-        """The path of every leaf of a block in the model -> that of a row that holds it."""
-        found = {}
-        for keys in flatten(self.shapes):
-            if (number := self.block_of(keys)) is not None:
-                found[_spelled(keys)] = _spelled(self.row_of(number, keys))
-        return found
+    @abc.abstractmethod
+    def cell_of(self, number: int) -> Cell:
+        """The rank and the row that hold a block."""
 
     @abc.abstractmethod
-    def row_of(self, number: int, keys: Keys) -> Keys:
-        """The keys of the row that holds a leaf of a block."""
+    def slot_of(self, number: int, keys: Keys) -> Keys | None:
+        """The keys of the stored leaf whose entry of the rank is a block's leaf, if one is."""
+
+    def like(self, shapes: PyTree) -> ModelStorage:
+        """The same stages' storage of a tree with leaves of the model, of any shapes.
+
+        Args:
+            shapes: nested dict of `ShapeDtypeStruct`, at keys that begin with those of leaves of
+                the model, which need not all be there.
+        """
+        return type(self)(self.stages, shapes)
 
     def block_of(self, keys: Keys) -> int | None:
         """The block that a leaf of the model belongs to."""
@@ -130,33 +137,58 @@ class RowStorage(ModelStorage):
     with fewer blocks has zeros there.
     """
 
-    @cached_property
+    @property
     def leaves(self) -> tuple[Keys, ...]:
         """The keys of the leaves within a block."""
-        prefix = self.stages.blocks[0]
-        return tuple(k[len(prefix) :] for k in flatten(self.shapes) if k[: len(prefix)] == prefix)
+        return self._leaves_of_block[0]
+
+    @cached_property
+    def _leaves_of_block(self) -> list[tuple[Keys, ...]]:
+        found: list[list[Keys]] = [[] for _ in self.stages.blocks]
+        for keys in flatten(self.shapes):
+            if (number := self.block_of(keys)) is not None:
+                found[number].append(keys[len(self.stages.blocks[number]) :])
+        return [tuple(leaves) for leaves in found]
+
+    @cached_property
+    def _leaves_of_row(self) -> dict[int, tuple[Keys, ...]]:
+        """The leaves that any block of each row has: of the state of an optimizer, some have none."""
+        found: dict[int, dict[Keys, None]] = {}
+        for number, leaves in enumerate(self._leaves_of_block):
+            row = self.stages.home(number)[1]
+            found.setdefault(row, {}).update(dict.fromkeys(leaves))
+        return {row: tuple(found[row]) for row in sorted(found)}
 
     @property
     def row_names(self) -> list[list[Keys]]:
         """The keys of the stored leaves that are rows, row by row."""
-        count = sum(self.stages.num_rows(chunk) for chunk in range(self.stages.num_chunks))
-        return [[block + leaf for leaf in self.leaves] for block in self.stages.blocks[:count]]
+        blocks = enumerate(self.stages.blocks)
+        return [
+            [block + leaf for leaf in self._leaves_of_row[row]]
+            for row, block in blocks
+            if row in self._leaves_of_row
+        ]
 
     def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
         """Stacks block r of every rank."""
         return {
             self.stages.blocks[row] + leaf: self._stack(flat, row, leaf)
-            for row in range(len(self.row_names))
-            for leaf in self.leaves
+            for row, leaves in self._leaves_of_row.items()
+            for leaf in leaves
         }
 
     def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
         """The block's part of its row."""
         device, row = self.stages.home(number)
         block, name = self.stages.blocks[number], self.stages.blocks[row]
-        return {block + leaf: rows[name + leaf][device] for leaf in self.leaves}
+        leaves = self._leaves_of_block[number]
+        return {block + leaf: rows[name + leaf][device] for leaf in leaves}
 
-    def row_of(self, number: int, keys: Keys) -> Keys:
+    def cell_of(self, number: int) -> Cell:
+        """Its home."""
+        return self.stages.home(number)
+
+    def slot_of(self, number: int, keys: Keys) -> Keys:
         """The same leaf of the block whose name the row has."""
         row = self.stages.home(number)[1]
         return self.stages.blocks[row] + keys[len(self.stages.blocks[number]) :]
@@ -177,7 +209,7 @@ class RowStorage(ModelStorage):
 
     def _stack(self, flat: dict[Keys, Any], row: int, leaf: Keys) -> Any:
         blocks = [self.stages.block_at(d, row) for d in range(self.stages.num_devices)]
-        held = [None if b is None else flat[self.stages.blocks[b] + leaf] for b in blocks]
+        held = [None if b is None else flat.get(self.stages.blocks[b] + leaf) for b in blocks]
         like = next(x for x in held if x is not None)
         return jnp.stack([jnp.zeros(like.shape, like.dtype) if x is None else x for x in held])
 
@@ -219,12 +251,18 @@ class FlatStorage(ModelStorage):
         found = self.block_weights(stage, [own])
         return {keys: x for keys, x in found.items() if self.block_of(keys) == number}
 
-    def row_of(self, number: int, keys: Keys) -> Keys:
-        """The vector of the leaf's dtype."""
-        names = self.row_names[self.stages.chunk_of(self.stages.stage_of(number))]
-        dtype = flatten(self.shapes)[keys].dtype
-        forms = [form.dtype for form in self.packing.packed]
-        return names[forms.index(dtype)]
+    def cell_of(self, number: int) -> Cell:
+        """The rank and the chunk of its stage."""
+        stage = self.stages.stage_of(number)
+        return self.stages.placement[stage], self.stages.chunk_of(stage)
+
+    def slot_of(self, number: int, keys: Keys) -> Keys | None:
+        """None, unless stages are alike, and their leaves are stored as they are."""
+        if not self.packing.is_uniform:
+            return None
+        stage = self.stages.stage_of(number)
+        names = self.row_names[self.stages.chunk_of(stage)]
+        return names[self._keys(stage).index(keys)]
 
     def rows_of_chunk(self, chunk: int) -> range:
         """One row."""
@@ -269,7 +307,3 @@ def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
     forms = [form(block) for block in stages.blocks]
     kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage
     return kind(stages, shapes)
-
-
-def _spelled(keys: Keys) -> Path:
-    return "/".join(map(str, keys))

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..core.errors import UnsupportedError
-from ..program.piece import Piece, depends_on, variables
+from ..program import Piece, depends_on, variables
 from .calls import why_not_in_order
 from .loss_trace import LossTrace
 from .packing import Packing

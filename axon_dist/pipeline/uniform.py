@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from ..core.compat import eval_jaxpr
 from ..core.typing import Array
-from ..program.piece import Piece
-from ..program.rolling import SHARED, Chain, find_chains
+from ..program import SHARED, Chain, Piece, find_chains, made_by, variables
+from ..program.piece import as_it_lies
 from .layout import Keys
 from .loss_trace import LossTrace
 from .packing import like, plain
@@ -57,12 +56,12 @@ class UniformStages:
     @property
     def is_chain(self) -> bool:
         """Whether blocks have the parameters of their row, and only the last result is read."""
-        made = {v for call in self._calls[:-1] for v in call.outvars}
+        made = made_by(self._calls[:-1])
         after = self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
         free = [piece for pieces in self._own.values() for piece in pieces]
         pieces = [after, self._prologue, self._shared, *free]
         block_params = {self.trace.params[k] for k in self.trace.params if k not in self._rest}
-        separate = all(made.isdisjoint(p.needs | _made(p)) for p in pieces)
+        separate = all(made.isdisjoint(p.needs | p.made) for p in pieces)
         owned = all(block_params.isdisjoint(p.needs) for p in pieces)
         return separate and owned and self._weights is not None
 
@@ -98,12 +97,9 @@ class UniformStages:
         leaves, found = self.storage.leaves, {}
         for number, call in enumerate(self._calls):
             block = self.storage.stages.blocks[number]
-            variables = {self.trace.params[block + leaf]: i for i, leaf in enumerate(leaves)}
-            operands = {
-                position: variables[v]
-                for position, v in enumerate(call.invars)
-                if not isinstance(v, Literal) and v in variables
-            }
+            own = {self.trace.params[block + leaf]: i for i, leaf in enumerate(leaves)}
+            weights = variables(call.invars) & own.keys()
+            operands = {i: own[v] for i, v in enumerate(call.invars) if v in weights}
             if number and operands != found:
                 return None
             found = operands
@@ -182,7 +178,8 @@ class UniformStages:
             if row < always:
                 wire = run(wire)
             else:
-                wire = jax.lax.cond(row < sizes[stage], run, lambda wire: wire, wire)
+                branches = [lambda wire, do=do: as_it_lies(do(wire)) for do in (run, lambda x: x)]
+                wire = jax.lax.cond(row < sizes[stage], *branches, wire)
         return wire
 
     def _block(self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire) -> Wire:
@@ -208,7 +205,3 @@ class UniformStages:
         known.update(zip([outputs[r] for r in self.chain.carried], self._unwire(wire), strict=True))
         total, weight, *metrics = self._epilogue.run(known)
         return Loss(total, weight, metrics)
-
-
-def _made(piece: Piece) -> set[Any]:
-    return {v for equation in piece.equations for v in equation.outvars}

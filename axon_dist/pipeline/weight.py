@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..core.compat import dce_jaxpr, eval_jaxpr
+from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
+from ..core.reduction import all_mean
 from ..core.typing import Array
+from ..program import needed_for
 from .loss_trace import LossTrace
 from .stage import Data
 
@@ -40,9 +42,8 @@ def mean_weight(
     """
     if isinstance(trace.loss[1], Literal):
         return None
-    wanted = [position == 1 for position in range(len(trace.jaxpr.outvars))]
-    part, used = dce_jaxpr(trace.jaxpr, wanted)
-    needed = [v for v, is_used in zip(trace.jaxpr.invars, used, strict=True) if is_used]
+    part, inputs = needed_for(trace.jaxpr, [1])
+    needed = [trace.jaxpr.invars[number] for number in inputs]
     if foreign := [keys for keys, v in trace.params.items() if v in needed]:
         path = "/".join(map(str, foreign[0]))
         raise UnsupportedError(
@@ -56,5 +57,5 @@ def mean_weight(
         return weight
 
     weights = jax.lax.map(weight_of, jnp.arange(num_microbatches))
-    mean = jax.lax.pmean(jnp.mean(weights), axes) if axes else jnp.mean(weights)
+    mean = all_mean(jnp.mean(weights), axes) if axes else jnp.mean(weights)
     return jnp.where(mean == 0, 1.0, mean)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, PyTree
+from ..program import wrap_calls
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 
@@ -150,16 +151,24 @@ def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     for _, module in nnx.iter_modules(model):
         if hasattr(module, "param_dtype") and hasattr(module, "dtype"):
             setattr(module, "dtype", policy.compute)  # noqa: B010
-    object.__setattr__(model, "__class__", _casting(type(model), policy))
+    wrap_calls(model, {"__call__": Casting(policy)})
     return model
 
 
-def _casting(module_type: type[nnx.Module], policy: MixedPrecision) -> type[nnx.Module]:
-    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast_floating((args, kwargs), policy.compute)
-        return cast_floating(module_type.__call__(self, *args, **kwargs), policy.output)  # type: ignore[operator]
+@dataclasses.dataclass(frozen=True)
+class Casting:
+    """Runs a call with its inputs in the compute dtype and its outputs in the output dtype.
 
-    return type(module_type.__name__, (module_type,), {"__call__": call})
+    Args:
+        policy: the dtypes.
+    """
+
+    policy: MixedPrecision
+
+    def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        args, kwargs = cast_floating((args, kwargs), self.policy.compute)
+        return cast_floating(method(module, *args, **kwargs), self.policy.output)
 
 
 def _cast(leaf: Any, dtype: Any) -> Array:

@@ -1,12 +1,17 @@
 """Tools over traced programs: units, rolled loops, pieces, and the flow of dims through them.
 
-Imports `core` alone. Start reading in `units.py`, then `rolling.py` and `piece.py`.
+Imports `core` alone. Start reading in `walk.py`, the few ways in which all others read a jaxpr;
+then `units.py`, `rolling.py` and `piece.py`.
 """
 
 from .calls import wrap_calls as wrap_calls
+from .piece import Piece as Piece
 from .piece import cut as cut
-from .piece import depends_on as depends_on
+from .piece import whole as whole
+from .rolling import SHARED as SHARED
+from .rolling import Chain as Chain
 from .rolling import find_chains as find_chains
+from .rolling import is_unit as is_unit
 from .rolling import roll as roll
 from .units import GATHER as GATHER
 from .units import IsUnit as IsUnit
@@ -15,3 +20,13 @@ from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
 from .units import units_of as units_of
+from .walk import Known as Known
+from .walk import called as called
+from .walk import depends_on as depends_on
+from .walk import equations as equations
+from .walk import interpret as interpret
+from .walk import made_by as made_by
+from .walk import needed_for as needed_for
+from .walk import opened as opened
+from .walk import sources_of as sources_of
+from .walk import variables as variables

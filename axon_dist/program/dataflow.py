@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from jax.extend.core import Literal
-
+from ..core.compat import scan_counts
 from ..core.typing import Path
+from .walk import called, interpret
 
 Dims: TypeAlias = list[int]
 """The nodes of an array's dims."""
@@ -142,21 +142,14 @@ def follow(flow: Flow, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
     Returns:
         What is known about its outputs.
     """
-    env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
-    for variable in jaxpr.constvars:
-        env[variable] = Value(flow.new(variable.aval.shape))
+    unknown = lambda atom: Value(flow.new(getattr(atom.aval, "shape", ())))
 
-    def read(variable: Any) -> Value:
-        if isinstance(variable, Literal):
-            return Value(flow.new(getattr(variable.aval, "shape", ())))
-        return env[variable]
-
-    for equation in jaxpr.eqns:
-        operands = [read(variable) for variable in equation.invars]
+    def run(equation: Any, operands: Sequence[Value]) -> list[Value]:
         flow.order += 1
-        results = _follow_equation(flow, equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(variable) for variable in jaxpr.outvars]
+        return _follow_equation(flow, equation, list(operands))
+
+    consts = [unknown(variable) for variable in jaxpr.constvars]
+    return interpret(jaxpr, consts, values, run, literal=unknown)
 
 
 def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
@@ -167,8 +160,8 @@ def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[V
     handler = _HANDLERS.get(name)
     if handler is not None:
         handler(flow, equation, operands, results)
-    elif (inner := _inner(equation)) is not None:
-        found = follow(flow, inner, operands[len(operands) - len(inner.invars) :])
+    elif (inner := called(equation)) is not None:
+        found = follow(flow, inner.jaxpr, operands[len(operands) - len(inner.jaxpr.invars) :])
         return found[: len(results)]
     elif _is_elementwise(equation):
         _elementwise(flow, equation, operands, results)
@@ -177,15 +170,6 @@ def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[V
             for node in value.dims:
                 flow.spoil(node, f"goes through {name}")
     return results
-
-
-def _inner(equation: Any) -> Any | None:
-    """The jaxpr that an equation calls once, such as a `jit` or `checkpoint`."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = equation.params.get(key)
-        if found is not None:
-            return getattr(found, "jaxpr", found)
-    return None
 
 
 def _is_elementwise(equation: Any) -> bool:
@@ -325,7 +309,7 @@ def _gather(flow: Flow, equation: Any, operands: list[Value], results: list[Valu
 
 def _scan(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
     body = equation.params["jaxpr"].jaxpr
-    num_consts, num_carry = equation.params["num_consts"], equation.params["num_carry"]
+    num_consts, num_carry = scan_counts(equation)
     inputs = list(operands[: num_consts + num_carry])
     for operand in operands[num_consts + num_carry :]:
         inputs.append(Value(operand.dims[1:], operand.origin, operand.from_input))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.compat import eval_equation
+from ..core.typing import PyTree
+from .walk import Known, made_by, variables
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +30,11 @@ class Piece:
     needs: frozenset[Any]
     pinned: frozenset[Any] = frozenset()
 
+    @property
+    def made(self) -> set[Any]:
+        """The variables that it computes."""
+        return made_by(self.equations)
+
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
         """Computes the outputs.
 
@@ -38,13 +44,13 @@ class Piece:
         Returns:
             The values of `outputs`.
         """
-        values = {variable: known[variable] for variable in self.needs}
-        read = lambda v: v.val if isinstance(v, Literal) else values[v]
+        values = Known((variable, known[variable]) for variable in self.needs)
         for equation in self.equations:
-            results = eval_equation(equation, [read(v) for v in equation.invars])
-            made = zip(equation.outvars, results, strict=True)
-            values.update((v, whole(x) if v in self.pinned else x) for v, x in made)
-        return [read(v) for v in self.outputs]
+            made = equation.outvars
+            results = eval_equation(equation, values.read(equation.invars))
+            pairs = zip(made, results, strict=True)
+            values.write(made, [whole(x) if v in self.pinned else x for v, x in pairs])
+        return values.read(self.outputs)
 
 
 def cut(
@@ -72,55 +78,29 @@ def cut(
             continue
         equations.append(equation)
         wanted |= variables(equation.invars) - known
-    made = {v for equation in equations for v in equation.outvars}
+    made = made_by(equations)
     read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
     needs = frozenset(read - (made - known))
     return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
 
 
-def interpret(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    values: Sequence[Any],
-    run: Callable[[Any, Sequence[Any]], Sequence[Any]],
-) -> list[Any]:
-    """Runs a jaxpr, each equation as `run` does it.
-
-    Args:
-        jaxpr: an open jaxpr.
-        consts: the values of its constants.
-        values: the values of its inputs.
-        run: (equation, operands) -> results.
-
-    Returns:
-        The values of its outputs.
-    """
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, values, strict=True))
-    read = lambda v: v.val if isinstance(v, Literal) else env[v]
-    for equation in jaxpr.eqns:
-        results = run(equation, [read(v) for v in equation.invars])
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def variables(atoms: Iterable[Any]) -> set[Any]:
-    """The atoms that are variables, not literals."""
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
-
-
-def depends_on(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """All variables of a jaxpr that depend on any of the sources, these included."""
-    tainted = set(sources)
-    for equation in jaxpr.eqns:
-        if not tainted.isdisjoint(variables(equation.invars)):
-            tainted.update(equation.outvars)
-    return tainted
-
-
 def whole(x: Any) -> Any:
     """Keeps the compiler from splitting a value over the axes that are left to it."""
+    return _laid(x, lambda _: PartitionSpec())
+
+
+def as_it_lies(tree: PyTree) -> PyTree:
+    """The results of a branch, said to lie wherever the compiler likes.
+
+    XLA compares what the results of the branches of a conditional say about their layout, and
+    fails ("Inconsistent conditional sharding") where one says how it lies and another does not.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.tree.map(lambda x: _laid(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
+
+
+def _laid(x: Any, spec_of: Callable[[int], PartitionSpec]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(jnp.ndim(x))))

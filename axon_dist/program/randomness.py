@@ -11,18 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree, Shape
+from .walk import equations, interpret
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +76,24 @@ def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[S
                 "dim, so they cannot be told apart; change the local batch size"
             )
     counting = {shape: found for shape, found in rows.items() if found is not None}
-    _check_keys(program.jaxpr, frozenset(), counting)
+    _check_keys(program.jaxpr, [False] * len(program.jaxpr.invars), counting)
     return counting
 
 
-def _check_keys(jaxpr: Any, made: frozenset[Any], rows: Mapping[Shape, Rows]) -> list[bool]:
+def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Shape, Rows]) -> list[bool]:
     """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
 
     Args:
         jaxpr: the program.
-        made: its inputs that are keys made on the way.
+        made: for each input, whether it is a key made on the way.
         rows: the shapes that count samples.
 
     Returns:
         A flag for every output.
     """
-    found = set(made)
-    for equation in jaxpr.eqns:
-        name, given = equation.primitive.name, [_in(found, v) for v in equation.invars]
+
+    def run(equation: Any, given: Sequence[bool]) -> list[bool]:
+        name = equation.primitive.name
         if name == "random_bits" and any(given) and tuple(equation.params["shape"]) in rows:
             shape = tuple(equation.params["shape"])
             raise UnsupportedError(
@@ -106,16 +106,13 @@ def _check_keys(jaxpr: Any, made: frozenset[Any], rows: Mapping[Shape, Rows]) ->
         for inner in inner_programs(equation):
             count = len(inner.invars)
             own = given[-count:] if 0 < count <= len(given) else [any(given)] * count
-            pairs = zip(inner.invars, own, strict=True)
-            results = _check_keys(inner, frozenset(v for v, is_made in pairs if is_made), rows)
+            results = _check_keys(inner, own, rows)
             flags = results if len(results) == len(flags) else [any(results)] * len(flags)
-        keys = zip(equation.outvars, flags, strict=True)
-        found |= {v for v, is_made in keys if is_made and is_key(v.aval)}
-    return [_in(found, v) for v in jaxpr.outvars]
+        # What is drawn from such a key is no key any more.
+        return [flag and is_key(v.aval) for v, flag in zip(equation.outvars, flags, strict=True)]
 
-
-def _in(found: set[Any], atom: Any) -> bool:
-    return not isinstance(atom, Literal) and atom in found
+    consts = [False] * len(jaxpr.constvars)
+    return interpret(jaxpr, consts, made, run, literal=lambda _: False)
 
 
 def with_rank(buffers: PyTree, rows: Mapping[Shape, Rows], rank: Array) -> PyTree:
@@ -159,14 +156,12 @@ def _compare(mine: Shape, full: Shape) -> Rows | None:
 
 
 def _drawn_shapes(jaxpr: Any) -> Iterator[Shape]:
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in equations(getattr(jaxpr, "jaxpr", jaxpr)):
         if equation.primitive.name == "random_bits":
             yield tuple(equation.params["shape"])
-        for inner in inner_programs(equation):
-            yield from _drawn_shapes(inner)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _row_impl(base: str, rows: tuple[tuple[Shape, Rows], ...]) -> Any:
     """A PRNG like `base` whose key carries a rank and whose draws are that rank's rows."""
     table = dict(rows)

@@ -23,6 +23,7 @@ from jax.extend.core import Literal
 
 from ..core.compat import eval_equation, eval_jaxpr
 from .units import UNIT_NAME, RematPolicy
+from .walk import Known, depends_on, made_by, variables
 
 SHARED, STACKED = "shared", "stacked"
 
@@ -106,30 +107,25 @@ def _link(jaxpr: Any, chain: list[int], call: int) -> tuple[str | int, ...] | No
     before, after = jaxpr.eqns[chain[-1]], jaxpr.eqns[call]
     if before.params["jaxpr"] is not after.params["jaxpr"]:
         return None
-    tainted = tainted_by(jaxpr, chain, call)
+    tainted = _tainted(jaxpr, chain, call)
     roles: list[str | int] = []
     for old, new in zip(before.invars, after.invars, strict=True):
         if _same(old, new):
             roles.append(SHARED)
-        elif not isinstance(new, Literal) and new in before.outvars:
+        elif new in before.outvars:
             roles.append(before.outvars.index(new))
             if old.aval != new.aval:
                 return None
-        elif not isinstance(new, Literal) and new in tainted:
+        elif not tainted.isdisjoint(variables([new])):
             return None
         else:
             roles.append(STACKED)
     return tuple(roles) if any(isinstance(role, int) for role in roles) else None
 
 
-def tainted_by(jaxpr: Any, calls: Sequence[int], stop: int) -> set[Any]:
+def _tainted(jaxpr: Any, calls: Sequence[int], stop: int) -> set[Any]:
     """The variables before equation `stop` that depend on results of the calls."""
-    tainted: set[Any] = set()
-    for index, equation in enumerate(jaxpr.eqns[:stop]):
-        reads = any(not isinstance(v, Literal) and v in tainted for v in equation.invars)
-        if index in calls or reads:
-            tainted.update(equation.outvars)
-    return tainted
+    return depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in calls), stop)
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -142,8 +138,8 @@ def _evaluate(closed: Any, values: list[Any], group: int, protect: Protect) -> l
     jaxpr = closed.jaxpr
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr)}
     inside = {call for chain in chains.values() for call in chain.calls}
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env.update(zip(jaxpr.invars, values, strict=True))
+    env = Known(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.write(jaxpr.invars, values)
     done: set[int] = set()
 
     def run(index: int) -> None:
@@ -151,37 +147,30 @@ def _evaluate(closed: Any, values: list[Any], group: int, protect: Protect) -> l
         evaluate = functools.partial(eval_equation, equation)
         if is_unit(equation):
             evaluate = protect(evaluate, 1)
-        results = evaluate([_read(env, v) for v in equation.invars])
-        env.update(zip(equation.outvars, results, strict=True))
+        env.write(equation.outvars, evaluate(env.read(equation.invars)))
         done.add(index)
 
     for index in range(len(jaxpr.eqns)):
         if index in chains:
             chain = chains[index]
-            tainted = tainted_by(jaxpr, chain.calls, chain.calls[-1])
+            tainted = _tainted(jaxpr, chain.calls, chain.calls[-1])
             for other in range(index, chain.calls[-1]):
                 if other not in inside and not tainted & set(jaxpr.eqns[other].outvars):
                     run(other)
             env.update(_scan(jaxpr, chain, env, group, protect))
         elif index not in inside and index not in done:
             run(index)
-    return [_read(env, v) for v in jaxpr.outvars]
+    return env.read(jaxpr.outvars)
 
 
-def _read(env: dict[Any, Any], variable: Any) -> Any:
-    return variable.val if isinstance(variable, Literal) else env[variable]
-
-
-def _scan(
-    jaxpr: Any, chain: Chain, env: dict[Any, Any], group: int, protect: Protect
-) -> dict[Any, Any]:
+def _scan(jaxpr: Any, chain: Chain, env: Known, group: int, protect: Protect) -> dict[Any, Any]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
-    read = lambda v: _read(env, v)
-    first = [read(v) for v in calls[0].invars]
+    first = env.read(calls[0].invars)
     own = [index for index, role in enumerate(chain.roles) if role is STACKED]
-    stacked = [jnp.stack([jnp.asarray(read(call.invars[i])) for call in calls]) for i in own]
+    rows = [env.read([call.invars[i] for call in calls]) for i in own]
+    stacked = [jnp.stack([jnp.asarray(row) for row in each]) for each in rows]
     kept = _read_elsewhere(jaxpr, chain)
 
     def unit(carry: tuple[Any, ...], mine: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -200,9 +189,9 @@ def _scan(
     carry, between = grouped_scan(unit, start, stacked, len(calls), group, protect)
     last = [calls[-1].outvars[i] for i in chain.carried]
     found: dict[Any, Any] = dict(zip(last, carry, strict=True))
-    for position, rows in zip(kept, between, strict=True):
+    for position, results in zip(kept, between, strict=True):
         for row, call in enumerate(calls):
-            found[call.outvars[position]] = rows[row]
+            found[call.outvars[position]] = results[row]
     return found
 
 
@@ -260,8 +249,7 @@ def _read_elsewhere(jaxpr: Any, chain: Chain) -> list[int]:
     """Which results of the calls something reads besides the next call of the chain."""
     last = chain.calls[-1]
     readers = [e for i, e in enumerate(jaxpr.eqns) if i not in chain.calls]
-    used = {v for e in readers for v in e.invars if not isinstance(v, Literal)}
-    used |= {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    used = variables([*(v for e in readers for v in e.invars), *jaxpr.outvars])
     positions = []
     for position in range(len(jaxpr.eqns[last].outvars)):
         carried = position in chain.carried

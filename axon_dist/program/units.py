@@ -20,6 +20,7 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.tree import path_str
 from ..core.typing import Path
+from .calls import layers_of, wrap_calls
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
@@ -75,32 +76,39 @@ def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = N
         ['axon_unit', 'axon_unit', 'axon_unit']
     """
     units = list(units_of(model, is_unit))
+    # A function of its own, so that the programs of units live no longer than the trace does.
+    around = {"__call__": AsUnit(_named(), remat)}
     for _, module in units:
-        object.__setattr__(module, "__class__", _marked(type(module), remat))
+        if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
+            wrap_calls(module, around)
     return [path for path, _ in units]
 
 
-@functools.cache
-def _marked(module_type: type[nnx.Module], remat: RematPolicy | None) -> type[nnx.Module]:
-    """A type like `module_type` whose call goes through the named equation."""
-    if hasattr(module_type, "_axon_original"):
-        return module_type
+@dataclasses.dataclass(frozen=True)
+class AsUnit:
+    """Runs the call of a module as one named equation.
 
-    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        graphdef, params, rest = nnx.split(self, nnx.Param, ...)
+    Args:
+        run: `axon_unit` jitted, which gives equal calls of one trace the same inner program.
+        remat: the policy of `jax.checkpoint`, or None.
+    """
+
+    run: Any
+    remat: RematPolicy | None
+
+    def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it, and leaves the state of module and arguments as the call did."""
+        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
         static = tuple(_static(leaf) for leaf in leaves)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        how = Call(structure, static, nodes_graph, remat)
-        output, rest, changed = axon_unit(graphdef, how, params, rest, (arrays, nodes_state))
-        nnx.update(self, rest)
+        how = Call(method, structure, static, nodes_graph, self.remat)
+        output, rest, changed = self.run(graphdef, how, params, rest, (arrays, nodes_state))
+        nnx.update(module, rest)
         nnx.update(nodes, changed)
         return output
-
-    members = {"__call__": call, "__doc__": module_type.__doc__, "_axon_original": module_type}
-    return type(module_type.__name__, (module_type,), members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,25 +127,29 @@ class Call:
     """All of a call that is no array, which is part of its program.
 
     Args:
+        method: what is called.
         structure: of `(args, kwargs)`.
         static: for each leaf, its `Static`, or the kind of what takes its place.
         nodes: the structure of the modules, variables and random streams among the leaves.
         remat: the policy, or None.
     """
 
+    method: Any
     structure: Any
     static: tuple[Any, ...]
     nodes: Any
     remat: RematPolicy | None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def axon_unit(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
-    """Runs a unit: gathers its parameters, calls the module, returns output and changed state."""
-    run = functools.partial(_run, graphdef, how)
-    return (run if how.remat is None else jax.checkpoint(run, policy=how.remat))(
-        params, rest, given
-    )
+def _named() -> Any:
+    """A jitted function whose equations have the name of units."""
+
+    def axon_unit(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
+        run = functools.partial(_run, graphdef, how)
+        protected = run if how.remat is None else jax.checkpoint(run, policy=how.remat)
+        return protected(params, rest, given)
+
+    return jax.jit(axon_unit, static_argnums=(0, 1))
 
 
 def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
@@ -149,9 +161,8 @@ def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
         flag.value if isinstance(flag, Static) else next(sources[flag]) for flag in how.static
     ]
     args, kwargs = jax.tree.unflatten(how.structure, leaves)
-    original = type(module)._axon_original
-    output = original.__call__(module, *args, **kwargs)
-    _check_unchanged(original, leaves, (args, kwargs))
+    output = how.method(module, *args, **kwargs)
+    _check_unchanged(type(module), leaves, (args, kwargs))
     # What never changes is not handed on from block to block.
     changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
     return output, nnx.state(module, nnx.Not(nnx.Param)), changed

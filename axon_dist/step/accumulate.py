@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from ..core.typing import Batch, PyTree
 from .objective import Sums
 
-GradientFn: TypeAlias = Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]
+SumsFn: TypeAlias = Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 """(params, buffers, microbatch) -> (sums, new buffers)."""
 
 
 def accumulate(
-    gradient: GradientFn,
+    gradient: SumsFn,
     params: PyTree,
     buffers: PyTree,
     batch: Batch,

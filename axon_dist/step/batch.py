@@ -15,6 +15,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Batch
 from .local_view import batch_spec
 from .padding import Padding
+from .spec import StepSpec
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +48,14 @@ class BatchLayout:
     num_microbatches: int
     num_processes: int = 1
     padding: Padding | None = None
+
+    @classmethod
+    def of(cls, spec: StepSpec) -> BatchLayout:
+        """The layout of the batches of a step."""
+        axes, pad = spec.strategy.batch_axes, spec.options.pad
+        padding = None if pad is None else Padding(pad, spec)
+        shares = spec.world.num_batch_shares(axes)
+        return cls(spec.mesh, axes, spec.num_microbatches, shares, padding)
 
     @property
     def sharding(self) -> NamedSharding:

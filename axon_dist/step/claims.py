@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Group
 
 from ..core.typing import PyTree
-from ..parallel import Strategy
 from ..sharding import Explanation, explain, explain_optimizer
+from .spec import StepSpec
 from .state import TrainState
 
 
@@ -60,8 +59,9 @@ class Claims:
         return Group(self.params.table(), self.grads.table(), self.opt_state.table())
 
 
-def claims_of(strategy: Strategy, mesh: Mesh, state: TrainState) -> Claims:
-    """The claims of a strategy about a state of given shapes."""
+def claims_of(spec: StepSpec, state: TrainState) -> Claims:
+    """The claims of a step's strategy about a state of given shapes."""
+    strategy, mesh = spec.storage.strategy, spec.mesh
     return Claims(
         explain(strategy.params, state.params, mesh, f"parameters under {strategy.name}"),
         explain(strategy.grads, state.params, mesh, f"gradients under {strategy.name}"),

@@ -12,8 +12,7 @@ from ..hlo.parse import Program, as_module
 from ..hlo.sources import origin
 from ..hlo.transfers import collective_kind
 from ..hlo.walk import below_branches
-from ..mesh import World
-from ..parallel import Strategy
+from .spec import StepSpec
 
 
 class WithoutDivergence:
@@ -52,12 +51,12 @@ class WithoutDivergence:
         return self._jitted.lower(*args)
 
 
-def jit_of(strategy: Strategy, world: World) -> Callable[..., Any]:
+def jit_of(spec: StepSpec) -> Callable[..., Any]:
     """`jax.jit`, guarded where the compiler partitions code that only one stage's devices run."""
-    if strategy.pipeline is None:
+    if spec.strategy.pipeline is None:
         return jax.jit
-    by_hand = {strategy.pipeline.axis, *strategy.batch_axes}
-    left = [axis for axis, size in world.mesh.shape.items() if size > 1 and axis not in by_hand]
+    by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
+    left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
     guarded = lambda *args, **options: WithoutDivergence(jax.jit(*args, **options))
     return guarded if left else jax.jit
 

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jax.sharding import Mesh
-
-from ..core.typing import LossFn
-from ..parallel import Reduction, Strategy
 from .global_view import global_gradients
 from .local_view import local_gradients
-from .parts import ModelParts
+from .objective import GradientFn
 from .pipeline_view import pipeline_gradients
-from .storage import Storage
+from .spec import StepSpec
 
 
-def gradient_function(
-    parts: ModelParts,
-    loss_fn: LossFn,
-    strategy: Strategy,
-    mesh: Mesh,
-    storage: Storage,
-    num_microbatches: int,
-) -> Any:
+def gradient_function(spec: StepSpec) -> GradientFn:
     """Builds the function that computes mean gradients, in the view that the strategy needs.
 
     Args:
-        parts: the model.
-        loss_fn: the user's loss.
-        strategy: the strategy, about the model's own leaves.
-        mesh: the mesh.
-        storage: how the state holds the parameters.
-        num_microbatches: how many microbatches the batch is cut into.
+        spec: the step.
 
     Returns:
-        A function (stored params, buffers, batch, scale) -> (mean gradients, metrics, new buffers).
+        The function; gradients leave it in stored form, where their moments lie.
     """
-    if strategy.pipeline is not None:
-        return pipeline_gradients(parts, loss_fn, strategy, mesh, storage)
-    compute = parts.dtype if strategy.precision is None else strategy.precision.compute
-    # Without batch axes no rank has gradients of its own to hold back.
-    has_ranks = bool(strategy.batch_axes)
-    reduction = strategy.reduction or Reduction()
-    is_local = has_ranks and reduction.is_local(num_microbatches, compute)
-    build = local_gradients if is_local else global_gradients
-    return build(parts, loss_fn, strategy, mesh, num_microbatches)
+    if spec.strategy.pipeline is not None:
+        return pipeline_gradients(spec)
+    return local_gradients(spec) if spec.is_local else global_gradients(spec)

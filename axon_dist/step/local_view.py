@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..collectives import plan_buckets, reduce_buckets
+from ..core.reduction import all_mean, all_sum
 from ..core.tree import is_key
-from ..core.typing import Array, Batch, LossFn, Path, PyTree
-from ..parallel import LocalGather, Reduction, Strategy, all_gather_by, only_axes, reduce_by
+from ..core.typing import Array, Batch, Path, PyTree, Shape
+from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
 from ..program.randomness import Rows, find_rows, with_rank, without_rank
 from ..sharding import Policy, specs
-from .accumulate import GradientFn, accumulate
+from .accumulate import SumsFn, accumulate
 from .normalization import synchronise_statistics
-from .objective import Forward, Sums, forward_of, gradient_sums
-from .parts import ModelParts
-from .view import MakeGather, View, layers_of, view_of
+from .objective import Forward, GradientFn, GradientResult, Sums, forward_of, gradient_sums
+from .spec import StepSpec
+from .view import MakeGather
 
 
-def local_gradients(
-    parts: ModelParts, loss_fn: LossFn, strategy: Strategy, mesh: Mesh, num_microbatches: int
-) -> Any:
+def local_gradients(spec: StepSpec) -> GradientFn:
     """Builds the gradient function that runs per rank and reduces by hand.
 
     Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
@@ -36,139 +36,109 @@ def local_gradients(
     stay local until we reduce them, and user modules need no casts in their scans.
 
     Args:
-        parts: the model.
-        loss_fn: the user's loss.
-        strategy: its `reduction` says how gradients become one.
-        mesh: the mesh.
-        num_microbatches: how many microbatches the batch is cut into.
+        spec: the step; the `reduction` of its strategy says how gradients become one.
 
     Returns:
-        A function (params, buffers, batch, scale) -> (mean gradients where their moments lie,
-        metrics, new buffers).
+        The function; gradients lie where their moments do.
     """
-    plan = LocalPlan(parts, loss_fn, strategy, mesh, num_microbatches)
+    plan = LocalPlan(spec)
 
-    def gradients(params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None) -> Any:
-        rows = plan.rows(batch, buffers)
-        buffer_specs = buffer_partition(buffers, plan.reduction, plan.axes)
+    def gradients(
+        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+    ) -> GradientResult:
+        rows = sample_rows(spec, batch, 0 if spec.num_microbatches == 1 else 1)
+        buffer_specs = buffer_partition(buffers, spec.reduction, plan.axes)
         mapped = jax.shard_map(
             lambda p, b, x, s: plan.run(p, b, x, s, rows),
-            mesh=mesh,
+            mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
             in_specs=(
-                plan.specs(strategy.params),
+                plan.param_specs,
                 buffer_specs,
-                batch_spec(plan.axes, num_microbatches),
+                batch_spec(plan.axes, spec.num_microbatches),
                 PartitionSpec(),
             ),
-            out_specs=(plan.specs(strategy.opt_state), PartitionSpec(), buffer_specs),
+            out_specs=(plan.owner_specs, PartitionSpec(), buffer_specs),
             check_vma=False,
         )
         grads, (loss, metrics), buffers = mapped(params, buffers, batch, scale)
-        grads, metrics = Sums(grads, loss, metrics).means()
-        return grads, metrics, buffers
+        return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
     return gradients
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LocalPlan:
     """What one rank does in the manual region.
 
     Args:
-        parts: the model.
-        loss_fn: the user's loss.
-        strategy: the strategy.
-        mesh: the mesh.
-        num_microbatches: how many microbatches the batch is cut into.
+        spec: the step.
     """
 
-    parts: ModelParts
-    loss_fn: LossFn
-    strategy: Strategy
-    mesh: Mesh
-    num_microbatches: int
+    spec: StepSpec
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are manual."""
-        return self.strategy.batch_axes
-
-    @property
-    def reduction(self) -> Reduction:
-        """How gradients become one."""
-        return self.strategy.reduction or Reduction()
-
-    @property
-    def view(self) -> View:
-        """How the rank sees the model."""
-        return view_of(self.strategy, self.parts)
+        return self.spec.strategy.batch_axes
 
     @property
     def gathers_once(self) -> bool:
         """Whether weights are whole for the whole step; else units gather and reduce theirs."""
-        return self.reduction.per == "step" or not self.strategy.params.split_axes
+        return self.spec.reduction.per == "step" or not self.spec.strategy.params.split_axes
 
-    def specs(self, policy: Policy) -> PyTree:
-        """What the policy says about the parameters, the manual axes alone."""
-        whole = specs(policy, self.parts.params, self.mesh)
+    @cached_property
+    def param_specs(self) -> PyTree:
+        """Where the parameters lie, the manual axes alone."""
+        return self._specs(self.spec.strategy.params)
+
+    @cached_property
+    def owner_specs(self) -> PyTree:
+        """Where the moments of the parameters lie, the manual axes alone."""
+        return self._specs(self.spec.strategy.opt_state)
+
+    def _specs(self, policy: Policy) -> PyTree:
+        whole = specs(policy, self.spec.parts.params, self.spec.mesh)
         return jax.tree.map(lambda spec: only_axes(spec, self.axes), whole)
 
     def run(self, params: PyTree, buffers: PyTree, batch: Batch, scale: Any, rows: Any) -> Any:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
-        own = _own_buffers(buffers, self.reduction)
+        reduction, count = self.spec.reduction, self.spec.num_microbatches
+        own = _own_buffers(buffers, reduction)
         drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
         if self.gathers_once:
-            whole = jax.tree.map(
-                all_gather_by, self.view.cast(params), self.specs(self.strategy.params)
-            )
+            whole = jax.tree.map(all_gather_by, self.spec.view.cast(params), self.param_specs)
             sums_of = gradient_sums(self._forward(None), scale=scale)
-            if self.reduction.per == "microbatch":
+            if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
-            sums, changed = accumulate(sums_of, whole, drawing, batch, self.num_microbatches)
-            if self.reduction.per == "step":
+            sums, changed = accumulate(sums_of, whole, drawing, batch, count)
+            if reduction.per == "step":
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
-            share = lambda weight: jax.lax.pmean(weight, self.axes)
+            share = lambda weight: all_mean(weight, self.axes)
             sums_of = gradient_sums(self._forward(self._gather), scale=scale, common=share)
-            sums, changed = accumulate(sums_of, params, drawing, batch, self.num_microbatches)
+            sums, changed = accumulate(sums_of, params, drawing, batch, count)
         changed = without_rank(changed, own)
-        scalars: Any = jax.lax.psum((sums.loss, sums.metrics), self.axes)
-        return sums.grads, scalars, stack_buffers(changed, self.reduction, 1)
-
-    def rows(self, batch: Batch, buffers: PyTree) -> dict[tuple[int, ...], Rows]:
-        """Which random draws of the model count samples."""
-        lead = 0 if self.num_microbatches == 1 else 1
-        ranks = math.prod(self.mesh.shape[axis] for axis in self.axes)
-        samples = jax.tree.leaves(batch)[0].shape[lead]
-        forward = forward_of(self.parts, self.loss_fn, self.view.prepare(None))
-
-        def trace(count: int) -> Any:
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((count, *x.shape[lead + 1 :]), x.dtype), batch
-            )
-            run = lambda p, b, x: forward(p, b, x).loss
-            return jax.make_jaxpr(run)(self.parts.params, self.parts.buffers, shapes)
-
-        return find_rows(trace, samples // ranks, ranks)
+        scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
+        return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
     def _forward(self, make_gather: MakeGather | None) -> Forward:
-        change_layers = layers_of(self.strategy, self.mesh)
+        spec = self.spec
 
         def also(model: nnx.Module) -> None:
-            change_layers(model)
-            if self.reduction.sync_buffers:
+            spec.change_layers(model)
+            if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        prepare = self.view.prepare(make_gather, also)
-        return self.view.rolled(forward_of(self.parts, self.loss_fn, prepare))
+        prepare = spec.view.prepare(make_gather, also)
+        return spec.view.rolled(forward_of(spec.parts, spec.loss_fn, prepare))
 
     def _gather(self, path: Path) -> LocalGather:
-        shape = self.parts.shape_of(path)
-        spec = only_axes(self.strategy.params(path, shape, self.mesh), self.axes)
-        return LocalGather(spec, self.axes, self.reduction.dtype, len(shape))
+        shape = self.spec.parts.shape_of(path)
+        own = only_axes(self.spec.strategy.params(path, shape, self.spec.mesh), self.axes)
+        return LocalGather(own, self.axes, self.spec.reduction.dtype, len(shape))
 
-    def _reduced(self, sums_of: GradientFn) -> GradientFn:
+    def _reduced(self, sums_of: SumsFn) -> SumsFn:
         def reduced(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             sums, buffers = sums_of(params, buffers, batch)
             return dataclasses.replace(sums, grads=self._reduce(sums.grads)), buffers
@@ -176,17 +146,37 @@ class LocalPlan:
         return reduced
 
     def _reduce(self, grads: PyTree) -> PyTree:
-        if self.reduction.bucket_capacity is None:
-            return jax.tree.map(
-                lambda g, spec: reduce_by(g, spec, self.axes, self.reduction.dtype),
-                grads,
-                self.specs(self.strategy.opt_state),
-            )
-        wire = jax.tree.map(lambda g: g.astype(self.reduction.dtype or g.dtype), grads)
-        buckets = plan_buckets(wire, self.reduction.bucket_capacity)
-        total = lambda x: jax.lax.psum(x, self.axes)
-        reduced = reduce_buckets(wire, buckets, total, strategy=self.reduction.sync)
+        reduction = self.spec.reduction
+        if reduction.bucket_capacity is None:
+            one = lambda g, spec: reduce_by(g, spec, self.axes, reduction.dtype)
+            return jax.tree.map(one, grads, self.owner_specs)
+        wire = jax.tree.map(lambda g: g.astype(reduction.dtype or g.dtype), grads)
+        buckets = plan_buckets(wire, reduction.bucket_capacity)
+        total = lambda x: all_sum(x, self.axes)
+        reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
         return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)
+
+
+def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]:
+    """Which random draws of the model count samples, and whose rows of them each rank owns.
+
+    Args:
+        spec: the step.
+        batch: placed leaves of shape [..., samples of all ranks, ...].
+        lead: the dim of the samples.
+    """
+    ranks = spec.num_ranks
+    samples = jax.tree.leaves(batch)[0].shape[lead]
+    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
+
+    def trace(count: int) -> Any:
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((count, *x.shape[lead + 1 :]), x.dtype), batch
+        )
+        run = lambda p, b, x: forward(p, b, x).loss
+        return jax.make_jaxpr(run)(spec.parts.params, spec.parts.buffers, shapes)
+
+    return find_rows(trace, samples // ranks, ranks)
 
 
 def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:

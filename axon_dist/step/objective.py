@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,37 @@ def evaluate(
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
+class GradientResult(NamedTuple):
+    """What a step learns from a batch.
+
+    Args:
+        grads: mean gradients, a tree like the parameters given.
+        metrics: `loss`, and what the loss function reports beside it.
+        buffers: the buffers after the batch.
+    """
+
+    grads: PyTree
+    metrics: dict[str, Array]
+    buffers: PyTree
+
+
+class GradientFn(Protocol):
+    """Computes the mean gradients of a batch."""
+
+    def __call__(
+        self, params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+    ) -> GradientResult:
+        """Differentiates.
+
+        Args:
+            params: the parameters as the state holds them.
+            buffers: statistics, random keys and their counts.
+            batch: placed leaves, `[B, ...]` or `[K, B/K, ...]`.
+            scale: what the loss is multiplied by on the way back, a scalar; None for 1.
+        """
+        ...
+
+
 def mean_loss(loss: Weighted) -> Array:
     """`total / weight`, and 0 for a shard that is all padding."""
     total = jnp.asarray(loss.total)
@@ -168,7 +199,9 @@ def gradient_sums(
     return sums
 
 
-def gradient_means(forward: Forward, scale: Array | None = None) -> Callable[..., Any]:
+def gradient_means(
+    forward: Forward, scale: Array | None = None
+) -> Callable[[PyTree, PyTree, Batch], GradientResult]:
     """Makes the function that differentiates the mean loss of a whole batch, unweighed.
 
     Args:
@@ -180,10 +213,10 @@ def gradient_means(forward: Forward, scale: Array | None = None) -> Callable[...
     """
     differentiate = _differentiated(forward, lambda loss: loss.weight, scale)
 
-    def means(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+    def means(params: PyTree, buffers: PyTree, batch: Batch) -> GradientResult:
         (_, outcome), grads = differentiate(params, buffers, batch)
         metrics = {"loss": mean_loss(outcome.loss), **outcome.metrics}
-        return jax.tree.map(_wide, grads), metrics, outcome.buffers
+        return GradientResult(jax.tree.map(_wide, grads), metrics, outcome.buffers)
 
     return means
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.compat import dce_jaxpr
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn
+from ..core.typing import Batch
+from ..program import sources_of
 from .objective import evaluate
-from .parts import ModelParts
+from .spec import StepSpec
 
 
 class Padding:
@@ -29,12 +29,11 @@ class Padding:
     Args:
         weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
             ones, [B] in float32.
-        parts: the model.
-        loss_fn: the user's loss.
+        spec: the step.
     """
 
-    def __init__(self, weight: str, parts: ModelParts, loss_fn: LossFn):
-        self._weight, self._parts, self._loss_fn = weight, parts, loss_fn
+    def __init__(self, weight: str, spec: StepSpec):
+        self._weight, self._spec = weight, spec
         self._checked: set[Any] = set()
 
     def fill(self, batch: Batch, multiple: int, num_microbatches: int = 1) -> Batch:
@@ -99,10 +98,10 @@ class Padding:
 
     def _dependencies(self, shapes: dict) -> Iterator[tuple[str, bool, set[str]]]:
         """What the loss function makes, whether it is a buffer, and which leaves it depends on."""
-        names = ["loss", "weight"]
+        names, parts = ["loss", "weight"], self._spec.parts
 
         def run(params: Any, buffers: Any, batch: Any) -> Any:
-            outcome = evaluate(self._parts, self._loss_fn, params, buffers, batch)
+            outcome = evaluate(parts, self._spec.loss_fn, params, buffers, batch)
             if isinstance(outcome.loss.weight, (int, float)):
                 raise ConfigError(
                     f"loss_fn returned a plain mean, which counts the samples that "
@@ -113,16 +112,13 @@ class Padding:
             loss = jnp.asarray(outcome.loss.total), jnp.asarray(outcome.loss.weight)
             return *loss, outcome.metrics, outcome.buffers
 
-        parts = self._parts
         jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, shapes).jaxpr
         outputs = [(name, False) for name in names]
         outputs += [(path, True) for path, _ in leaves_with_paths(parts.buffers)]
         tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
         inputs = [*[""] * (len(jaxpr.invars) - len(tops)), *tops]
-        for number, (name, is_buffer) in enumerate(outputs):
-            _, used = dce_jaxpr(jaxpr, [number == other for other in range(len(outputs))])
-            pairs = zip(inputs, used, strict=True)
-            yield name, is_buffer, {top for top, is_used in pairs if top and is_used}
+        for (name, is_buffer), sources in zip(outputs, sources_of(jaxpr), strict=True):
+            yield name, is_buffer, {inputs[source] for source in sources} - {""}
 
 
 def spread(rows: int, total: int, parts: int) -> tuple[np.ndarray, np.ndarray]:

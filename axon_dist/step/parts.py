@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -41,11 +42,15 @@ class ModelParts:
 
     def shape_of(self, path: Path) -> Shape:
         """The global shape of a parameter."""
-        return dict(leaves_with_paths(self.params))[path].shape
+        return self._shapes[path]
 
-    @property
+    @cached_property
+    def _shapes(self) -> dict[Path, Shape]:
+        return {path: leaf.shape for path, leaf in leaves_with_paths(self.params)}
+
+    @cached_property
     def abstract(self) -> nnx.Module:
-        """The model with shapes in place of arrays."""
+        """The model with shapes in place of arrays, to look at and not to change."""
         return nnx.merge(self.graphdef, self.params, self.buffers)
 
     def merge(self, params: PyTree, buffers: PyTree) -> nnx.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import StrategyConflictError
-from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.reduction import all_sum
+from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
 from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
 from ..pipeline import (
@@ -28,18 +31,14 @@ from ..pipeline import (
     with_joined_rows,
 )
 from ..pipeline import Sums as PipelineSums
-from ..program.randomness import with_rank, without_rank
-from ..sharding import shardings, specs
-from .local_view import LocalPlan
-from .objective import Sums, evaluate
-from .parts import ModelParts
-from .storage import Storage
-from .view import View, layers_of
+from ..program.randomness import Rows, with_rank, without_rank
+from .local_view import sample_rows
+from .objective import GradientFn, GradientResult, Sums, evaluate
+from .spec import StepSpec
+from .view import View
 
 
-def pipeline_gradients(
-    parts: ModelParts, loss_fn: LossFn, strategy: Strategy, mesh: Mesh, storage: Storage
-) -> Any:
+def pipeline_gradients(spec: StepSpec) -> GradientFn:
     """Builds the gradient function that runs a pipeline.
 
     The pipeline axis and the batch axes are manual: a rank holds its stages and its samples of
@@ -47,33 +46,30 @@ def pipeline_gradients(
     stay with the compiler.
 
     Args:
-        parts: the model.
-        loss_fn: the user's loss.
-        strategy: the strategy, about the model's own leaves.
-        mesh: the mesh.
-        storage: how the state holds the parameters.
+        spec: the step.
 
     Returns:
-        A function (stored params, buffers, batch, scale) -> (mean gradients in stored form, where
-        their moments lie; metrics; new buffers).
+        The function; gradients are in stored form, and lie where their moments do.
     """
-    plan = StagedPlan(parts, loss_fn, strategy, mesh, storage)
+    plan = StagedPlan(spec)
     plan.validate()
 
-    def gradients(params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None) -> Any:
+    def gradients(
+        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+    ) -> GradientResult:
         if plan.pipeline.num_microbatches == 1:
             batch = jax.tree.map(lambda x: x[None], batch)
         params = plan.view.cast(params)
         whole = PartitionSpec()
         mapped = jax.shard_map(
-            lambda rows, rest, b, x, s: plan.run(rows, rest, b, x, s, plan.samples(batch, buffers)),
-            mesh=mesh,
+            lambda rows, rest, b, x, s: plan.run(rows, rest, b, x, s, plan.samples(batch)),
+            mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
             in_specs=(
                 PartitionSpec(plan.pipeline.axis),
                 whole,
                 whole,
-                PartitionSpec(None, strategy.batch_axes),
+                PartitionSpec(None, spec.strategy.batch_axes),
                 whole,
             ),
             out_specs=(*plan.grad_specs, whole, whole, whole),
@@ -82,10 +78,10 @@ def pipeline_gradients(
         stored = plan.rows.rows_of(params), plan.rows.rest_of(params)
         rows, rest, unit, loss, buffers = mapped(*stored, buffers, batch, scale)
         reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
-        reduced = jax.lax.with_sharding_constraint(reduced, plan.owners)
+        reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
         total, weight, metrics = loss
         sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
-        return *sums.means(), buffers
+        return GradientResult(*sums.means(), buffers)
 
     return gradients
 
@@ -107,23 +103,25 @@ def microbatches_of(strategy: Strategy, accumulate: int) -> int:
     return count
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StagedPlan:
     """What one rank does in the manual region.
 
     Args:
-        parts: the model.
-        loss_fn: the user's loss.
-        strategy: the strategy, about the model's own leaves.
-        mesh: the mesh.
-        storage: how the state holds the parameters.
+        spec: the step.
     """
 
-    parts: ModelParts
-    loss_fn: LossFn
-    strategy: Strategy
-    mesh: Mesh
-    storage: Storage
+    spec: StepSpec
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, about the model's own leaves."""
+        return self.spec.strategy
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.spec.mesh
 
     @property
     def pipeline(self) -> PipelinePlan:
@@ -134,13 +132,13 @@ class StagedPlan:
     @property
     def rows(self) -> ModelStorage:
         """The stored form of the parameters."""
-        assert self.storage.rows is not None
-        return self.storage.rows
+        assert self.spec.storage.rows is not None
+        return self.spec.storage.rows
 
     @property
     def reduction(self) -> Reduction:
         """How gradients become one."""
-        return self.strategy.reduction or Reduction()
+        return self.spec.reduction
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -152,7 +150,7 @@ class StagedPlan:
         """Whether no axis is left to the compiler."""
         return all(axis in self.axes or size == 1 for axis, size in self.mesh.shape.items())
 
-    @property
+    @cached_property
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
         blocks = frozenset("/".join(map(str, keys)) for keys in self.rows.stages.blocks)
@@ -164,17 +162,7 @@ class StagedPlan:
             moves_activations=True,
         )
 
-    @property
-    def owners(self) -> PyTree:
-        """Where the gradients of the stored leaves lie in the end."""
-        return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
-
-    @property
-    def stored_shapes(self) -> PyTree:
-        """The shapes of the stored leaves."""
-        return jax.eval_shape(self.storage.from_model, self.parts.params)
-
-    @property
+    @cached_property
     def grad_specs(self) -> tuple[PyTree, PyTree]:
         """Where rows and rest lie when they leave the manual region.
 
@@ -184,9 +172,7 @@ class StagedPlan:
         if not self.is_whole_mesh:
             addends = PartitionSpec(self.pipeline.axis, self.strategy.batch_axes)
             return addends, addends
-        policy = self.storage.strategy.opt_state
-        found = specs(policy, self.stored_shapes, self.mesh)
-        kept = jax.tree.map(lambda spec: only_axes(spec, self.axes), found)
+        kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
         return self.rows.rows_of(kept), self.rows.rest_of(kept)
 
     def validate(self) -> None:
@@ -248,14 +234,13 @@ class StagedPlan:
     def trace(self, buffers: PyTree, batch: Batch) -> LossTrace:
         """The loss of one microbatch of this rank."""
         remat = self.strategy.remat
-        prepare = self.view.prepare(
-            None, layers_of(self.strategy, self.mesh), None if remat is None else remat.remat
-        )
-        params = jax.eval_shape(self.view.cast, self.parts.params)
+        spec, policy = self.spec, None if remat is None else remat.remat
+        prepare = self.view.prepare(None, spec.change_layers, policy)
+        params = jax.eval_shape(self.view.cast, spec.parts.params)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
         def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
-            outcome = evaluate(self.parts, self.loss_fn, params, buffers, batch, prepare)
+            outcome = evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
             wide = lambda x: jnp.asarray(x, jnp.float32)
             loss = outcome.loss
             return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
@@ -273,13 +258,9 @@ class StagedPlan:
         )
         return [join(program) for program in programs]
 
-    def samples(self, batch: Batch, buffers: PyTree) -> Any:
+    def samples(self, batch: Batch) -> Mapping[Shape, Rows]:
         """Which random draws of the model count samples."""
-        if not self.strategy.batch_axes:
-            return {}
-        count = max(self.pipeline.num_microbatches, 2)
-        plan = LocalPlan(self.parts, self.loss_fn, self.strategy, self.mesh, count)
-        return plan.rows(batch, buffers)
+        return sample_rows(self.spec, batch, 1) if self.strategy.batch_axes else {}
 
     def _reduce(self, sums: PipelineSums) -> tuple[Any, Any]:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
@@ -300,7 +281,7 @@ class StagedPlan:
         """The sums of addends that left the manual region side by side; others are sums already."""
         if self.is_whole_mesh:
             return rows, rest
-        found = jax.tree.map(lambda sharding: sharding.spec, self.owners)
+        found = jax.tree.map(lambda sharding: sharding.spec, self.spec.owners)
         own = self.rows.rows_of(found), self.rows.rest_of(found)
 
         stages = self.pipeline.axis
@@ -320,7 +301,7 @@ class StagedPlan:
         return jax.tree.map(row, rows, own[0]), jax.tree.map(over_all, rest, own[1])
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
-        total, weight, metrics = jax.lax.psum(sums.loss, self.axes)
+        total, weight, metrics = all_sum(sums.loss, self.axes)
         return total, weight, dict(zip(trace.metrics, metrics, strict=True))
 
 

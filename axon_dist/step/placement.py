@@ -6,35 +6,28 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..parallel import CPUOffload, Reduction, Strategy
+from ..parallel import CPUOffload
 from ..sharding import optimizer_shardings, shardings
 from .local_view import buffer_partition
-from .parts import ModelParts
+from .spec import StepSpec
 from .state import TrainState
-from .storage import Storage
 
 
-def state_shardings(
-    state: TrainState, parts: ModelParts, strategy: Strategy, storage: Storage, mesh: Mesh
-) -> Any:
+def state_shardings(spec: StepSpec, state: TrainState) -> Any:
     """Places a train state as a strategy says.
 
     Args:
+        spec: the step.
         state: of shapes.
-        parts: the model.
-        strategy: the strategy, about the model's own leaves.
-        storage: how the state holds the parameters, and what the strategy says about that.
-        mesh: the mesh.
 
     Returns:
         A `TrainState` of shardings.
     """
+    mesh, offload, stored = spec.mesh, spec.strategy.offload, spec.storage.strategy
     place = functools.partial(NamedSharding, mesh)
-    reduction = strategy.reduction or Reduction()
-    specs = buffer_partition(parts.buffers, reduction, strategy.batch_axes)
-    offload, stored = strategy.offload, storage.strategy
+    specs = buffer_partition(spec.parts.buffers, spec.reduction, spec.strategy.batch_axes)
     whole: Any = place(PartitionSpec())
     return TrainState(
         step=whole,

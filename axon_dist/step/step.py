@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError
 from ..core.typing import Array, Batch, LossFn, PyTree
-from ..mesh import World
+from ..mesh import World, agree, checksums, digest
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Reduction, Strategy, as_strategy, check_sums, overlay
-from ..pipeline.rowwise import check_rowwise
+from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
@@ -33,13 +31,14 @@ from .global_view import evaluation
 from .gradients import gradient_function
 from .local_view import mean_buffers, stack_buffers
 from .nonfinite import FLAG, Nonfinite, nonfinite_policy
+from .objective import GradientFn, GradientResult
 from .options import LOSS_SCALE, StepOptions, resolve
-from .padding import Padding
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of
 from .placement import on_device, state_shardings
+from .spec import StepSpec
 from .state import TrainState, check_usable
-from .storage import storage_of
+from .storage import Storage
 from .throttle import InFlight
 from .update import are_finite, clip, skip_overflow, undo_nonfinite
 
@@ -136,69 +135,76 @@ def build_train_step(
     options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
-    return TrainStep(parts, source, optimizer, loss_fn, chosen, world, options)
+    extended = optax.with_extra_args_support(optimizer)
+    return TrainStep(StepSpec(parts, loss_fn, extended, chosen, world, options), source)
 
 
 class TrainStep:
     """A jitted training step, and what belongs to it; made by `build_train_step`.
 
+    Args:
+        spec: what it is made of.
+        source: where the first values of its model come from.
+
     Attributes:
-        parts: the structure and shapes of the model.
-        strategy: the strategy it was built for.
-        world: the devices.
+        spec: what it is made of.
         layout: how batches are cut.
+        abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
         compiler_options: what its programs are compiled with.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        source: Source,
-        optimizer: optax.GradientTransformation,
-        loss_fn: LossFn,
-        strategy: Strategy,
-        world: World,
-        options: StepOptions,
-    ):
-        self.parts, self.strategy, self.world = parts, strategy, world
-        self.optimizer = optax.with_extra_args_support(optimizer)
-        self.loss_fn, self.options = loss_fn, options
-        self.reduction = strategy.reduction or Reduction()
-        self.storage = storage_of(parts, strategy)
-        if self.storage.rows is not None:
-            check_rowwise(self.optimizer, self.storage.rows)
-        self._source = source
-        self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
-        self.layout = BatchLayout(
-            world.mesh,
-            strategy.batch_axes,
-            options.accumulate,
-            world.num_batch_shares(strategy.batch_axes),
-            None if options.pad is None else Padding(options.pad, parts, loss_fn),
-        )
+    def __init__(self, spec: StepSpec, source: Source):
+        self.spec, self._source = spec, source
+        self._agreed: set[str] = set()
+        self.layout = BatchLayout.of(spec)
         self.abstract_state = self._abstract_state()
-        self.state_shardings = state_shardings(
-            self.abstract_state, parts, strategy, self.storage, world.mesh
-        )
-        self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
-        self._near = functools.partial(on_device, strategy.offload, self.state_shardings)
-        self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
+        self.state_shardings = state_shardings(spec, self.abstract_state)
+        self.claims = claims_of(spec, self.abstract_state)
+        self._gradient_fn: GradientFn = gradient_function(spec)
+        self._evaluation = evaluation(spec)
+        self._near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
+        self._in_flight = InFlight(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         self.compiler_options = chosen_options(
-            world, options.compiler_options, options.deterministic
+            spec.world, spec.options.compiler_options, spec.options.deterministic
         )
-        jit = functools.partial(jit_of(strategy, world), compiler_options=self.compiler_options)
+        jit = functools.partial(jit_of(spec), compiler_options=self.compiler_options)
         self._step = jit(
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
         self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
         grads = self.storage.strategy.grads
-        grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
+        grad_shardings = shardings(grads, self.abstract_state.params, spec.mesh)
         self._differentiate = jit(
             lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, self._whole),
         )
+
+    @property
+    def parts(self) -> ModelParts:
+        """The structure of the model and the shapes of its arrays."""
+        return self.spec.parts
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, with nothing left unsaid."""
+        return self.spec.strategy
+
+    @property
+    def world(self) -> World:
+        """The devices."""
+        return self.spec.world
+
+    @property
+    def options(self) -> StepOptions:
+        """What the step does besides the strategy."""
+        return self.spec.options
+
+    @property
+    def storage(self) -> Storage:
+        """How the state holds the parameters."""
+        return self.spec.storage
 
     def init(self) -> TrainState:
         """Makes the first state, every array born where it lives.
@@ -208,8 +214,11 @@ class TrainStep:
 
         Raises:
             ClaimError: when an array is not split as the strategy claims.
+            LaunchError: when the processes of the run start from different parameters.
         """
         state = self._born()
+        if self.world.num_processes > 1:
+            agree(self.world, "first parameters", checksums(state.params))
         self.claims.check(state)
         return state
 
@@ -241,6 +250,9 @@ class TrainStep:
     def _born(self) -> TrainState:
         """Parameters first, moments second: what drawing the former took is free again by then."""
         is_given = self._source.make is None
+        if self.world.num_processes > 1 and not is_given:
+            # Processes that hold different shards have none to compare.
+            agree(self.world, "factory of the model", {"program": digest(self.lower_init())})
         params, buffers = self._placed() if is_given else self._factory()()
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
         donated = () if is_given else (0,)
@@ -251,6 +263,8 @@ class TrainStep:
 
     def _placed(self) -> tuple[PyTree, PyTree]:
         params, buffers = self._source.arrays or ({}, {})
+        if self.world.num_processes > 1:
+            agree(self.world, "parameters of the model", checksums(params))
         stored = self.storage.from_model(params)
         return jax.device_put((stored, buffers), (self.state_shardings.params, self._whole))
 
@@ -276,9 +290,20 @@ class TrainStep:
         """
         check_usable(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
-        state, metrics = self._step(state, placed, self._held(held))
+        held = self._held(held)
+        self._agree_on_program(state, placed, held)
+        state, metrics = self._step(state, placed, held)
         self._in_flight.add(metrics["loss"])
         return state, metrics
+
+    def _agree_on_program(self, *args: Any) -> None:
+        """Before the first step on batches of a shape: whether all processes will run the same."""
+        if self.world.num_processes == 1:
+            return
+        shapes = str(jax.tree.map(jnp.shape, args[1:]))
+        if shapes not in self._agreed:
+            agree(self.world, "step", {"program": digest(self._step.lower(*args))})
+            self._agreed.add(shapes)
 
     @property
     def _whole(self) -> NamedSharding:
@@ -328,7 +353,7 @@ class TrainStep:
         """The model with the values of a state."""
         check_usable(state)
         params = self.storage.to_model(state.params)
-        return self.parts.merge(params, mean_buffers(state.buffers, self.reduction))
+        return self.parts.merge(params, mean_buffers(state.buffers, self.spec.reduction))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
@@ -359,21 +384,20 @@ class TrainStep:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(params),
-            buffers=stack_buffers(buffers, self.reduction, self._ranks),
+            opt_state=self.spec.stored_optimizer.init(params),
+            buffers=stack_buffers(buffers, self.spec.reduction, self.spec.num_ranks),
             scaler=None if self.options.scaler is None else self.options.scaler.init(),
         )
 
-    def _gradients(self, state: TrainState, batch: Batch) -> Any:
-        """Mean gradients, metrics and new buffers, whichever view the strategy needs."""
-        scaler, mesh = self.options.scaler, self.world.mesh
-        run = gradient_function(
-            self.parts, self.loss_fn, self.strategy, mesh, self.storage, self.options.accumulate
-        )
+    def _gradients(self, state: TrainState, batch: Batch) -> GradientResult:
+        """Mean gradients in the dtype of the parameters, metrics and new buffers."""
+        scaler = self.options.scaler
         scale = None if scaler is None else state.scaler.scale
-        grads, metrics, buffers = run(state.params, state.buffers, batch, scale)
-        grads = grads if scaler is None else scaler.unscale(grads, state.scaler)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics, buffers
+        found = self._gradient_fn(state.params, state.buffers, batch, scale)
+        grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
+        return found._replace(
+            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        )
 
     def _take_step(
         self, state: TrainState, placed: Placed, held: Array | None = None
@@ -382,7 +406,7 @@ class TrainStep:
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
-            updates, opt_state = self.optimizer.update(
+            updates, opt_state = self.spec.stored_optimizer.update(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
@@ -399,7 +423,5 @@ class TrainStep:
 
     def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
         state = self._near(state)
-        buffers = mean_buffers(state.buffers, self.reduction)
-        params = self.storage.to_model(state.params)
-        run = evaluation(self.parts, self.loss_fn, self.strategy, self.world.mesh)
-        return run(params, buffers, placed.arrays)
+        buffers = mean_buffers(state.buffers, self.spec.reduction)
+        return self._evaluation(self.storage.to_model(state.params), buffers, placed.arrays)

@@ -100,14 +100,16 @@ class View:
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
     """What a strategy changes about the calls of a model's layers."""
-    layout = Layout(mesh, strategy.batch_axes)
+    layout = Layout(mesh, strategy.batch_axes, may_ring=strategy.pipeline is None)
     for layers in strategy.layers:
         layout = layers.extend(layout)
 
     def adapt(model: nnx.Module) -> None:
+        # Kernels first: where a layer has mapped attention over all axes already, nothing is left
+        # for them to split.
+        map_kernels(model, layout)
         for layers in strategy.layers:
             layers(model, layout)
-        map_kernels(model, layout)
 
     return adapt
 

@@ -55,10 +55,15 @@ def mean_square_with_metrics(model: nnx.Module, batch: dict):
     return jnp.mean(error**2), {"absolute": jnp.mean(jnp.abs(error))}
 
 
-def weighted_square(model: nnx.Module, batch: dict) -> Weighted:
-    """A sum over weighted samples and the sum of their weights."""
-    error = jnp.mean((model(batch["x"]) - batch["y"]) ** 2, axis=-1)
-    return Weighted(jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]))
+def weighted_square(model: nnx.Module, batch: dict):
+    """A sum over weighted samples and the sum of their weights, with a weighted mean beside it.
+
+    Samples that all weigh nothing have a mean that is not a number.
+    """
+    error, weight = model(batch["x"]) - batch["y"], batch["weight"]
+    absolute = jnp.sum(jnp.mean(jnp.abs(error), axis=-1) * weight) / jnp.sum(weight)
+    square = jnp.sum(jnp.mean(error**2, axis=-1) * weight)
+    return Weighted(square, jnp.sum(weight)), {"absolute": absolute}
 
 
 class BatchNormNet(nnx.Module):

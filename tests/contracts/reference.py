@@ -10,15 +10,23 @@ from flax import nnx
 
 from axon_dist.core.weighted import Weighted
 
+METRICS = ("loss", "grad_norm", "param_norm")
+"""Every number that a step can be asked to report."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """What a training run did: numbers per step, and the arrays at its end."""
 
-    losses: list
+    metrics: list
     grads: list
     params: dict
     buffers: dict
+
+    @property
+    def losses(self) -> list:
+        """The loss of every step."""
+        return [metrics["loss"] for metrics in self.metrics]
 
 
 def split(leaf, count: int) -> list:
@@ -35,34 +43,60 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
     def total_of(params, buffers, batch):
         model = nnx.merge(graphdef, params, buffers, copy=True)
         value = case.loss_fn(model, batch)
-        loss = value[0] if isinstance(value, tuple) else value
+        loss, extra = value if isinstance(value, tuple) else (value, {})
         loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
         buffers = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-        return loss.total, (loss.weight, buffers)
+        return loss.total, (loss.weight, extra, buffers)
 
     gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True))
-    losses, all_grads = [], []
+    all_metrics, all_grads = [], []
     for step in range(num_steps):
         pieces = {name: split(leaf, accumulate) for name, leaf in case.batch(step).items()}
-        total = weight = 0.0
+        totals, weights, extras = [], [], []
         grads = jax.tree.map(jnp.zeros_like, params)
         for index in range(accumulate):
             piece = {name: leaf[index] for name, leaf in pieces.items()}
-            (value, (size, buffers)), grad = gradient(params, buffers, piece)
-            total, weight = total + value, weight + size
+            (total, (weight, extra, buffers)), grad = gradient(params, buffers, piece)
             grads = jax.tree.map(jnp.add, grads, grad)
-        grads = jax.tree.map(lambda g, weight=weight: g / weight, grads)
+            totals.append(float(total)), weights.append(float(weight)), extras.append(extra)
+        total_weight = sum(weights)
+        grads = jax.tree.map(lambda g, weight=total_weight: g / weight, grads)
+        all_grads.append(grads)
+        grad_norm = norm_of(grads)
         if clip_norm is not None:
-            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-            factor = jnp.minimum(1.0, clip_norm / (norm + 1e-6))
-            all_grads.append(grads)
+            factor = min(1.0, clip_norm / (grad_norm + 1e-6))
             grads = jax.tree.map(lambda g, factor=factor: g * factor, grads)
-        else:
-            all_grads.append(grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        losses.append(float(total / weight))
-    return Trace(losses, all_grads, params, buffers)
+        metrics = {name: weighted_mean([e[name] for e in extras], weights) for name in extras[0]}
+        metrics |= {"loss": sum(totals) / total_weight, "grad_norm": grad_norm}
+        all_metrics.append(metrics | {"param_norm": norm_of(params)})
+    return Trace(all_metrics, all_grads, params, buffers)
+
+
+def norm_of(tree) -> float:
+    """The root of the sum of all squares, in float64."""
+    squares = [np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in jax.tree.leaves(tree)]
+    return float(np.sqrt(sum(squares)))
+
+
+def weighted_mean(values: list, weights: list) -> float:
+    """The mean of what microbatches report; one that weighs nothing has nothing to report."""
+    counted = [(float(v), w) for v, w in zip(values, weights, strict=True) if w]
+    return sum(value * weight for value, weight in counted) / sum(weights)
+
+
+def of_loss(metrics: dict) -> dict:
+    """Those that the loss function makes; norms are measured by the whole step."""
+    return {name: value for name, value in metrics.items() if not name.endswith("_norm")}
+
+
+def assert_metrics(actual: dict, expected: dict, what: str, tolerance: float = 1e-5) -> None:
+    """Compares every metric of a step, and that there is none more and none less."""
+    assert sorted(actual) == sorted(expected), f"{what} has other metrics than one device"
+    for name, want in expected.items():
+        got = float(actual[name])
+        assert abs(got - want) <= tolerance * abs(want), f"{name} of {what} is {got}, not {want}"
 
 
 def assert_close(actual, expected, tolerance: float, what: str) -> None:

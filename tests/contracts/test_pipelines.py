@@ -23,6 +23,7 @@ from axon_dist.core.errors import (
 from axon_dist.core.weighted import Weighted
 from axon_dist.inspect import collectives
 from axon_dist.models import MLP, next_token_loss
+from axon_dist.models.loss import cross_entropy
 from axon_dist.parallel import (
     PipelineStage,
     StageChain,
@@ -35,6 +36,7 @@ from axon_dist.step.storage import block_keys
 
 from .models import (
     CASES,
+    SAMPLES,
     Case,
     mean_square,
     mean_square_with_metrics,
@@ -44,7 +46,7 @@ from .models import (
     transformer,
     weighted_square,
 )
-from .reference import assert_close, train
+from .reference import METRICS, assert_close, assert_metrics, of_loss, train
 
 NUM_STEPS = 5
 TINY = {"width": 16, "ffn_width": 16, "vocab_size": 32, "max_length": 16}
@@ -114,6 +116,21 @@ def auxiliary_loss(model, batch):
     return jnp.mean((y - batch["y"]) ** 2) + 0.1 * extra, {"extra": extra}
 
 
+def masked_tokens(step: int) -> dict:
+    """Sequences of very uneven lengths, every fourth of them left out altogether."""
+    rng = np.random.default_rng(300 + step)
+    lengths = rng.integers(1, 9, size=SAMPLES) * (np.arange(SAMPLES) % 4 > 0)
+    return token_batch(step) | {"mask": (np.arange(8) < lengths[:, None]).astype(np.float32)}
+
+
+def masked_loss(model, batch):
+    """A sum over the tokens that count, with the mean of their probabilities beside it."""
+    losses = cross_entropy(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+    mask, weight = batch["mask"], jnp.sum(batch["mask"])
+    sure = jnp.sum(jnp.exp(-losses) * mask) / weight
+    return Weighted(jnp.sum(losses * mask), weight), {"sure": sure}
+
+
 def mlp(*sizes: int, **options) -> Case:
     """Layers of different widths, activations between them."""
     make = lambda: MLP(sizes, rngs=nnx.Rngs(0, dropout=1), **options)
@@ -131,6 +148,7 @@ MODELS = {
     "decoder16": decoder(num_layers=16),
     "uneven": decoder(num_layers=5),
     "dropout": decoder(num_layers=4, dropout=0.2),
+    "masked": dataclasses.replace(decoder(num_layers=4), loss_fn=masked_loss, batch=masked_tokens),
     "untied": decoder(num_layers=2, tied_head=False),
     "tied": decoder(num_layers=2, tied_head=True),
     "mlp": mlp(16, 8, 24, 12, 4),
@@ -199,6 +217,8 @@ ROWS = [
     Row("zero_bubble_v", "pp=2", 4, "decoder4"),
     Row("1f1b", "pp=2", 2, "uneven"),
     Row("1f1b", "pp=2", 4, "weighted"),
+    Row("zero_bubble_h1", "pp=2,dp=2", 4, "weighted", "ddp"),
+    Row("1f1b", "pp=2,dp=2", 8, "masked", "zero1"),
     Row("1f1b", "pp=2", 4, "auxiliary"),
     Row("zero_bubble_h1", "pp=2", 4, "modules"),
     Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero1"),
@@ -211,6 +231,8 @@ ROWS = [
     Row("1f1b", "pp=2", 4, "decoder4", backward="dots"),
     Row("zero_bubble_v", "pp=2", 4, "mlp", backward="residuals"),
 ]
+UNEVEN = ("weighted", "masked")
+"""Models whose microbatches weigh differently."""
 FULL = [
     *(Row("zero_bubble_h1", "pp=3", 4, name) for name in ("phases", "phases_apart")),
     *(Row("1f1b", "pp=2", 4, name, backward="residuals") for name in ("phases", "phases_apart")),
@@ -255,6 +277,7 @@ FULL = [
     *(Row("1f1b", "pp=2,dp=2", 4, "modules", other) for other in ("zero1", "zero3")),
     *(Row(name, "pp=2,dp=2,tp=2", 4, "decoder4", "ddp+tensor") for name in SCHEDULES),
     *(Row(name, "pp=2,dp=4", 4, "dropout", "ddp") for name in SCHEDULES),
+    *(Row(name, "pp=2,dp=2", 8, model, "ddp") for name in SCHEDULES for model in UNEVEN),
     *(Row(name, "pp=2", 4, "modules") for name, row in SCHEDULES.items() if row.chunks == 1),
 ]
 
@@ -278,17 +301,17 @@ def check(row: Row) -> None:
         backward=row.backward,
     )
     strategy = compose(pipe, *WITH[row.other])
-    step = build_train_step(
-        case.make(), optax.sgd(0.05, momentum=0.9), case.loss_fn, strategy, world
-    )
+    optimizer = optax.sgd(0.05, momentum=0.9)
+    step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, metrics=METRICS)
     state = step.init()
     for number in range(NUM_STEPS):
         if number == NUM_STEPS - 1:
-            grads, _ = step.gradients(state, case.batch(number))
+            grads, metrics = step.gradients(state, case.batch(number))
             grads = step.storage.to_model(grads)
             assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")
+            assert_metrics(metrics, of_loss(want.metrics[number]), f"gradients of step {number}")
         state, metrics = step(state, case.batch(number))
-        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+        assert_metrics(metrics, want.metrics[number], f"step {number}")
     assert_close(step.storage.to_model(state.params), want.params, 1e-5, "parameter")
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")
 

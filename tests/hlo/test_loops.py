@@ -73,6 +73,38 @@ def test_a_loop_without_end_is_unknown():
     assert trips(0, 24, 0, "LT") == (1, True)
 
 
+CALL = """
+%outlined (c: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
+  %c = (s32[], f32[8]{0}, s32[]) parameter(0)
+  ROOT %w = (s32[], f32[8]{0}, s32[]) while(%c), condition=%cond, body=%body
+}
+
+ENTRY"""
+
+
+def outlined(bounds):
+    """The loop in a computation of its own, called once for each bound."""
+    text = LOOP.format(start=0, bound=bounds[0], step=1, direction="LT", bound_name="%bound")
+    calls = "".join(
+        f"""  %bound.{number} = s32[] constant({bound})
+  %init.{number} = (s32[], f32[8]{{0}}, s32[]) tuple(%start, %x, %bound.{number})
+  %call.{number} = (s32[], f32[8]{{0}}, s32[]) call(%init.{number}), to_apply=%outlined
+"""
+        for number, bound in enumerate(bounds)
+    )
+    head, loop = text.replace("\nENTRY", CALL).rsplit("  ROOT %w", 1)
+    assert loop.count("\n") == 2
+    return parse(f"{head}{calls}  ROOT %t = (f32[8]{{0}}) tuple(%x)\n}}")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [([24], (24, False)), ([7, 7], (7, False)), ([7, 8], (1, True))]
+)
+def test_a_loop_that_is_called_starts_from_what_its_calls_agree_on(bounds, expected):
+    found = [v for v in visits(outlined(bounds)) if v.computation.name == "body"]
+    assert [(v.count, v.unknown_trip) for v in found] == [expected] * len(bounds)
+
+
 def test_what_the_compiler_states_is_what_the_simulation_finds():
     def body(x):
         return lax.fori_loop(3, 17, lambda i, y: y * jnp.sin(y + i), x)

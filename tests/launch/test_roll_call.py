@@ -9,6 +9,8 @@ from axon_dist.core.errors import LaunchError
 from axon_dist.launch.local import free_port
 from axon_dist.launch.roll_call import Attendee, call_roll
 
+LATE_OPTAX = {**Attendee.here(0, 1).versions, "optax": "0.0"}
+
 
 def call(attendees, timeout=5.0):
     """The answer that each gets, or its error."""
@@ -52,7 +54,8 @@ def test_no_process_0():
     [
         ({"process": 1, "pid": 7}, "have the same rank; give each process a RANK of its own"),
         ({"num_processes": 4}, "expects 4; give all the same WORLD_SIZE"),
-        ({"jax": "0.1"}, "runs JAX 0.1; install one version everywhere"),
+        ({"versions": {"jax": "0.1"}}, "runs jax 0.1; install one version everywhere"),
+        ({"versions": LATE_OPTAX}, "runs optax 0.0; install one version everywhere"),
     ],
 )
 def test_processes_that_do_not_fit(fields, words):

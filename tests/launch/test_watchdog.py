@@ -7,7 +7,7 @@ from axon_dist.launch import watchdog
 from axon_dist.launch.roll_call import Attendee
 from axon_dist.launch.watchdog import EXIT_PEER_LOST, Silences, Watchdog, post_failure
 
-PRESENT = [Attendee(process=p, num_processes=3, host=f"h{p}", pid=p, jax="1") for p in range(3)]
+PRESENT = [Attendee(process=p, num_processes=3, host=f"h{p}", pid=p, versions={}) for p in range(3)]
 
 
 class Shelf(dict):

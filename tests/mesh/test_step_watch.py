@@ -7,7 +7,7 @@ from axon_dist.launch import Timeouts
 from axon_dist.launch.roll_call import Attendee
 from axon_dist.mesh.step_watch import StepWatch, find_culprit
 
-ME = [Attendee(process=p, num_processes=3, host="h", pid=p, jax="1") for p in range(3)]
+ME = [Attendee(process=p, num_processes=3, host="h", pid=p, versions={}) for p in range(3)]
 
 
 class Shelf(dict):

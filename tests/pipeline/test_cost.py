@@ -19,7 +19,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.schedule import Phase, peak_live
 
 ROWS, TOKENS, WIDTH = 2, 8, 16
-LANE = re.compile(r"/body/closed_call/([FBIW])/cond$")
+LANE = re.compile(r"/body/\w+/([FBIW])/cond$")
 
 
 def make(num_layers):

@@ -1,5 +1,7 @@
 """Optimizers that would notice the stacking of blocks are refused; others are not."""
 
+import functools
+
 import jax
 import optax
 import pytest
@@ -24,6 +26,12 @@ def each(update):
     return optax.stateless_with_tree_map(lambda g, p: update(g))
 
 
+@functools.partial(jax.jit, inline=True)
+def halved(tree):
+    """One call over all leaves, as optax.tree.bias_correction is one."""
+    return jax.tree.map(lambda g: g / 2, tree)
+
+
 def matrices_only(params):
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
@@ -37,6 +45,8 @@ def matrices_only(params):
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
         each(lambda g: jax.numpy.sign(g) * 0.1),
+        each(jax.jit(lambda g: g / 3)),
+        optax.stateless(lambda updates, params: halved(updates)),
     ],
 )
 def test_element_by_element_is_allowed(optimizer, rows):
@@ -51,6 +61,7 @@ def test_element_by_element_is_allowed(optimizer, rows):
         optax.adamw(1e-3, mask=matrices_only),
         optax.add_noise(0.1, 0.55, 0),
         each(lambda g: g / g.shape[0]),
+        each(jax.jit(lambda g: g / g.shape[0])),
         each(lambda g: jax.numpy.cumsum(g, axis=0)),
         each(lambda g: jax.numpy.flip(g, axis=0)),
     ],

@@ -45,6 +45,11 @@ def steep(model, batch):
     return jnp.mean(jnp.sqrt(errors * batch["factor"]))
 
 
+def shifted(model, batch):
+    """A sample with a factor that is not finite poisons the loss, and no gradient."""
+    return loss_fn(model, batch | {"factor": jnp.ones(())}) + jnp.mean(batch["factor"])
+
+
 def batch_of(number, factor=1.0):
     rng = np.random.default_rng(number)
     x = rng.normal(size=(SAMPLES, WIDTH)).astype(np.float32)
@@ -121,6 +126,21 @@ def test_a_gradient_alone_is_enough():
     assert np.isfinite(metrics["loss"])
     assert bool(metrics["nonfinite"])
     assert all(np.isfinite(leaf).all() for leaf in params_of(step, state))
+
+
+@pytest.mark.parametrize("name", ["ddp", "pipeline"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_loss_alone_is_enough(name, value):
+    step = build(**STRATEGIES[name], loss=shifted)
+    state = step.init()
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+    grads, _ = step.gradients(state, batch_of(0, value))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    state, metrics = step(state, batch_of(0, value))
+    assert not np.isfinite(metrics["loss"])
+    assert bool(metrics["nonfinite"])
+    after = jax.tree.leaves((state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_an_overflow_is_the_business_of_the_scale_until_it_cannot_fall():

@@ -1,0 +1,187 @@
+"""Before anything is trained: processes that were started with different things say so.
+
+Every process of a run executes the same program on its own part of the data. One that was given
+another learning rate, other files or other first parameters would train on without a word, for
+nothing that is exchanged afterwards tells the difference. So each says what it was given, as named
+facts in the store that they share, and all compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..core.compat import SharedStore
+from ..core.errors import LaunchError
+from ..core.tree import is_key, leaves_with_paths
+from ..core.typing import PyTree
+from .world import World
+
+_PREFIX = "axon/agree/"
+_PAUSE_SECONDS = 0.05
+_MOST_LINES = 8
+
+
+def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 300.0) -> None:
+    """Returns when all processes were given the same; every one of them must call it.
+
+    Args:
+        world: whose processes; a single one agrees with itself.
+        topic: what the facts are about, such as `"config"`.
+        facts: by name, what JSON can hold. A fact that another process does not have is no
+            difference: each may hold other shards.
+        timeout: seconds to wait for the last one.
+
+    Raises:
+        LaunchError: on every process: which differ from the first in which facts, or who did not
+            come.
+
+    Example:
+        >>> agree(World.emulate(2), "config", {"seed": 0})
+    """
+    if world.num_processes == 1:
+        return
+    found = _exchange(world, topic, json.dumps(dict(facts)), timeout)
+    if lines := differences({process: json.loads(text) for process, text in found.items()}):
+        shown = lines[:_MOST_LINES]
+        more = f", and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+        raise LaunchError(
+            f"the processes were started with different things ({topic}): "
+            f"{'; '.join(shown)}{more}. They would train on without noticing: give all the same "
+            "config, data, seed and code"
+        )
+
+
+def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """What each process has otherwise than the first one that has it too.
+
+    Args:
+        facts: by process, facts by name.
+
+    Returns:
+        A line for every difference, by process.
+
+    Example:
+        >>> differences({0: {"seed": 0}, 1: {"seed": 1}})
+        ['process 1 has seed=1 where process 0 has seed=0']
+    """
+    first: dict[str, tuple[int, Any]] = {}
+    lines = []
+    for process, own in sorted(facts.items()):
+        for name, value in own.items():
+            holder, expected = first.setdefault(name, (process, value))
+            if value != expected:
+                lines.append(
+                    f"process {process} has {name}={_brief(value)} where process {holder} has "
+                    f"{name}={_brief(expected)}"
+                )
+    return lines
+
+
+def from_main(tree: PyTree) -> PyTree:
+    """The values that process 0 has of a tree; every process must call it with the same shapes.
+
+    Args:
+        tree: of arrays that each process holds whole.
+
+    Returns:
+        The tree of process 0, on every process.
+
+    Example:
+        >>> from_main({"w": 1.0})
+        {'w': 1.0}
+    """
+    if jax.process_count() == 1:
+        return tree
+    # Random keys do not travel; their words do.
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    sent = multihost_utils.broadcast_one_to_all(words)
+    wrap = lambda new, old: jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
+    return jax.tree.map(lambda new, old: wrap(new, old) if is_key(old) else new, sent, tree)
+
+
+def checksums(tree: PyTree) -> dict[str, str]:
+    """A checksum of every shard that this process holds, by the path and the place of the shard.
+
+    Args:
+        tree: of arrays, on one device or many.
+
+    Returns:
+        CRC-32 by `path` for whole arrays, by `path[start:stop, ...]` for shards.
+
+    Example:
+        >>> checksums({"b": np.zeros(2, np.float32)})
+        {'b': '6522df69'}
+    """
+    found: dict[str, str] = {}
+    for path, leaf in leaves_with_paths(tree):
+        array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        for place, data in _shards(array):
+            name = f"{path}{place}"
+            if name not in found:
+                found[name] = f"{zlib.crc32(np.ascontiguousarray(data).tobytes()):08x}"
+    return found
+
+
+def digest(lowered: jax.stages.Lowered) -> str:
+    """A few letters that stand for a lowered program, its constants included.
+
+    Example:
+        >>> len(digest(jax.jit(lambda x: x + 1).lower(1.0)))
+        16
+    """
+    return hashlib.blake2b(lowered.as_text().encode(), digest_size=8).hexdigest()
+
+
+def _shards(array: Any) -> list[tuple[str, Any]]:
+    if not isinstance(array, jax.Array):
+        return [("", np.asarray(array))]
+    return [(_place(shard.index, array.shape), shard.data) for shard in array.addressable_shards]
+
+
+def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Example: rows 0 to 3 of an array [8, 2] lie at `[0:4, 0:2]`; a whole array has no place."""
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    if all(bound == (0, size) for bound, size in zip(bounds, shape, strict=True)):
+        return ""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
+
+
+def _exchange(world: World, topic: str, mine: str, timeout: float) -> dict[int, str]:
+    """What every process says about a topic for the same time as this one."""
+    store, me = SharedStore(), world.process_index
+    own = f"{_PREFIX}{topic}/{me}/"
+    # The store knows how often this process has spoken; the others must have as often.
+    turn = len(store.items(own))
+    store.set(f"{own}{turn}", mine)
+    deadline = time.monotonic() + timeout
+    while True:
+        said = store.items(f"{_PREFIX}{topic}/")
+        found = {
+            int(key.split("/")[0]): text
+            for key, text in said.items()
+            if key.split("/")[1] == str(turn)
+        }
+        if len(found) == world.num_processes:
+            return found
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(world.num_processes)) - set(found))
+            raise LaunchError(
+                f"processes {', '.join(map(str, missing))} of {world.num_processes} did not say "
+                f"what they were given ({topic}) within {timeout:g} s; all must run the same "
+                "program in the same order"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _brief(value: Any, most: int = 80) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,114 @@
+"""An optimizer of the model's own tree, working on the parameters that a pipeline stores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from ..core.tree import leaves_with_paths
+from ..core.typing import Array, Path, PyTree
+from ..program.owners import owned
+from .form import Place, StoredForm
+from .rowwise import RowProgram
+from .storage import ModelStorage
+
+
+class StagedOptimizer:
+    """What an optimizer does to a model, done to the model's stored form.
+
+    `init` and `update` of the optimizer are traced on the model's own tree, so that masks, norms
+    of leaves, factored moments and the like are what they are on one device, and are run where
+    the blocks live. Everything that cannot be is refused here, before a state exists.
+
+    Args:
+        optimizer: any optax transformation.
+        storage: the stored form of the parameters.
+        mesh: the mesh.
+
+    Raises:
+        UnsupportedError: naming the leaf and the operation that would need whole blocks of several
+            stages in one place.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, storage: ModelStorage, mesh: Mesh):
+        self._optimizer = optax.with_extra_args_support(optimizer)
+        self._storage, self._mesh = storage, mesh
+        params = StoredForm(storage, storage.shapes)
+        self.state_form = StoredForm(storage, jax.eval_shape(self._optimizer.init, params.shapes))
+        self._init = self._staged(self._optimizer.init, {"params": params}, ("opt_state",))
+        arguments = {
+            "grads": params,
+            "opt_state": self.state_form,
+            "params": params,
+            "value": StoredForm(storage, jax.ShapeDtypeStruct((), jnp.float32)),
+        }
+        self._update = self._staged(self._updates, arguments, ("updates", "opt_state"))
+
+    def init(self, params: PyTree) -> PyTree:
+        """The first state, in stored form, of parameters in stored form."""
+        return self._init(params)[0]
+
+    def update(
+        self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
+    ) -> tuple[PyTree, PyTree]:
+        """The updates and the next state, all in stored form.
+
+        Args:
+            grads: the gradients.
+            state: from `init` or the update before.
+            params: the parameters.
+            value: the loss.
+        """
+        updates, state = self._update(grads, state, params, value.astype(jnp.float32))
+        return updates, state
+
+    def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
+        return self._optimizer.update(grads, state, params, value=value)
+
+    def _staged(
+        self, function: Callable[..., Any], arguments: dict[str, StoredForm], results: Sequence[str]
+    ) -> Callable[..., list[PyTree]]:
+        """A function of trees in the model's form, made one of trees in stored form."""
+        shapes = [form.shapes for form in arguments.values()]
+        closed, found = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        found = found if len(results) > 1 else (found,)
+        targets = {
+            name: StoredForm(self._storage, tree) for name, tree in zip(results, found, strict=True)
+        }
+        sources, names = _places(arguments)
+        ends, named = _places(targets)
+        cells = lambda places: [place.cell for _, place in places]
+        program = owned(closed, cells(sources), names, cells(ends), named)
+        run = RowProgram(program, sources, ends, self._mesh, self._storage.stages.num_devices).run
+        return functools.partial(_run, run, list(arguments.values()), list(targets.values()))
+
+
+def _run(
+    run: Callable[..., Any], sources: list[StoredForm], targets: list[StoredForm], *trees: PyTree
+) -> list[PyTree]:
+    stored = {
+        (number, *slot): leaf
+        for number, (form, tree) in enumerate(zip(sources, trees, strict=True))
+        for slot, leaf in form.slots(tree).items()
+    }
+    results: list[Any] = [{} for _ in targets]
+    for (number, part, keys), leaf in run(stored).items():
+        results[number][part, keys] = leaf
+    return [form.of_slots(found) for form, found in zip(targets, results, strict=True)]
+
+
+def _places(forms: dict[str, StoredForm]) -> tuple[list[tuple[int, Place]], list[Path]]:
+    """The places of all leaves of several trees, with the number of the tree; and their paths."""
+    places = [(number, p) for number, form in enumerate(forms.values()) for p in form.places]
+    names = [
+        f"{name}/{path}" if path else name
+        for name, form in forms.items()
+        for path, _ in leaves_with_paths(form.shapes)
+    ]
+    return places, names

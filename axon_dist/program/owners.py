@@ -1,0 +1,330 @@
+"""Whose values a traced program computes.
+
+The leaves that a program is given belong to owners, such as the blocks of a pipeline, or to all.
+What is made of one owner's values is that owner's; what is made of several owners' values, such as
+a norm over all gradients, is everybody's again, and has to be small, for it needs the values of
+all of them in one place. So a program falls into the parts of its owners, each of which is run
+where the owner's values live, and into what all share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from ..core.errors import UnsupportedError
+from ..core.typing import Path
+
+Owner: TypeAlias = Hashable
+"""Whoever has values of its own; None stands for all."""
+
+SMALL = 1024
+"""The most elements of a value that one owner hands to the others."""
+
+CALLS = MappingProxyType(
+    dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"))
+    | dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
+)
+"""Equations that run an inner program once, and are looked into; any other stays one operation."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A value that is part of the program.
+
+    Args:
+        value: the array or number.
+        aval: its shape and dtype.
+    """
+
+    value: Any
+    aval: Any
+
+
+Atom: TypeAlias = "int | Constant"
+"""The number of a value, or a constant."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """One equation of the flat program.
+
+    Args:
+        equation: of a jaxpr, for its primitive and parameters.
+        inputs: what it reads.
+        outputs: the numbers of the values that it makes.
+        owner: whose they are.
+        level: how many times values have gone from owners to all before it can run.
+    """
+
+    equation: Any
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    owner: Owner = None
+    level: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnedProgram:
+    """A program whose operations are each one owner's, or everybody's.
+
+    Args:
+        operations: in order.
+        inputs: the numbers of its inputs.
+        outputs: what it returns.
+        homes: whose each output shall be.
+        owners: of every value, by its number.
+        avals: of every value, by its number.
+        levels: of every value, by its number.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Atom, ...]
+    homes: tuple[Owner, ...]
+    owners: tuple[Owner, ...]
+    avals: tuple[Any, ...]
+    levels: tuple[int, ...]
+
+    @property
+    def num_levels(self) -> int:
+        """Rounds in which owners run their parts, everybody's operations before each."""
+        handed = [self.levels[v] + 1 for v in self.handed]
+        return 1 + max([0, *(op.level for op in self.operations), *handed])
+
+    @property
+    def handed(self) -> tuple[int, ...]:
+        """The values that owners hand to all, in order."""
+        read = [atom for op in self.operations if op.owner is None for atom in op.inputs]
+        pairs = zip(self.outputs, self.homes, strict=True)
+        read += [atom for atom, home in pairs if self.owner_of(atom) != home]
+        return tuple(dict.fromkeys(a for a in read if self.owner_of(a) is not None))  # type: ignore[misc]
+
+    def owner_of(self, atom: Atom) -> Owner:
+        """Whose an atom is; constants are everybody's."""
+        return None if isinstance(atom, Constant) else self.owners[atom]
+
+    def aval_of(self, atom: Atom) -> Any:
+        """The shape and dtype of an atom."""
+        return atom.aval if isinstance(atom, Constant) else self.avals[atom]
+
+    def of(self, owner: Owner, level: int | None = None) -> tuple[Operation, ...]:
+        """The operations of an owner, or of all, of one level or of every level."""
+        return tuple(
+            op for op in self.operations if op.owner == owner and level in (None, op.level)
+        )
+
+
+def owned(
+    closed: Any,
+    owners: Sequence[Owner],
+    names: Sequence[Path],
+    homes: Sequence[Owner],
+    results: Sequence[Path],
+) -> OwnedProgram:
+    """Finds out whose the values of a program are.
+
+    Args:
+        closed: a closed jaxpr.
+        owners: whose each input is; None for everybody's.
+        names: what messages call each input.
+        homes: whose each output shall be.
+        results: what messages call each output.
+
+    Returns:
+        The program.
+
+    Raises:
+        UnsupportedError: naming the value and the operation, where one that is too large to be
+            handed around would have to be.
+
+    Example:
+        >>> closed = jax.make_jaxpr(lambda x, y: (x / (x.sum() + y.sum()), y * 2))(
+        ...     jnp.ones(2), jnp.ones(3)
+        ... )
+        >>> program = owned(closed, ["x", "y"], ["x", "y"], ["x", "y"], ["x", "y"])
+        >>> [(op.equation.primitive.name, op.owner, op.level) for op in program.operations]
+        [('reduce_sum', 'x', 0), ('reduce_sum', 'y', 0), ('add', None, 1), ('div', 'x', 1), \
+('mul', 'y', 0)]
+    """
+    flat = _Flat()
+    pairs = zip(closed.jaxpr.invars, owners, names, strict=True)
+    inputs = [flat.new(v.aval, owner, name) for v, owner, name in pairs]
+    outputs = flat.follow(closed.jaxpr, closed.consts, inputs)
+    return flat.finish(inputs, outputs, tuple(homes), results)
+
+
+class _Flat:
+    """A program on its way to being flat."""
+
+    def __init__(self):
+        self.avals: list[Any] = []
+        self.owners: list[Owner] = []
+        self.names: list[Path] = []
+        self.operations: list[Operation] = []
+
+    def new(self, aval: Any, owner: Owner, name: Path) -> int:
+        self.avals.append(aval)
+        self.owners.append(owner)
+        self.names.append(name)
+        return len(self.avals) - 1
+
+    def owner(self, atom: Atom) -> Owner:
+        return None if isinstance(atom, Constant) else self.owners[atom]
+
+    def follow(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Atom]) -> list[Atom]:
+        env: dict[Any, Atom] = {
+            v: Constant(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)
+        }
+        env.update(zip(jaxpr.invars, values, strict=True))
+        read = lambda v: Constant(v.val, v.aval) if isinstance(v, Literal) else env[v]
+        for equation in jaxpr.eqns:
+            operands = [read(v) for v in equation.invars]
+            made = self._equation(equation, operands)
+            env.update(zip(equation.outvars, made, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, equation: Any, operands: list[Atom]) -> Sequence[Atom]:
+        if (inner := _called(equation)) is not None:
+            return self.follow(
+                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands
+            )
+        if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):
+            return self._choose(equation, operands)
+        mine = {self.owner(atom) for atom in operands} - {None}
+        owner = next(iter(mine)) if len(mine) == 1 else None
+        named = [self.names[a] for a in operands if self.owner(a) is not None]  # type: ignore[index]
+        name = named[0] if named else ""
+        outputs = tuple(self.new(v.aval, owner, name) for v in equation.outvars)
+        self.operations.append(Operation(equation, tuple(operands), outputs, owner))
+        return outputs
+
+    def _is_shared_choice(self, equation: Any, operands: list[Atom]) -> bool:
+        """Whether a branch is taken for several owners at once, by a number that all know."""
+        which, *rest = operands
+        whose = {self.owner(atom) for atom in rest if not isinstance(atom, Constant)}
+        return self.owner(which) is None and not equation.effects and len(whose) > 1
+
+    def _choose(self, equation: Any, operands: list[Atom]) -> list[Atom]:
+        """Runs all branches, and selects: owner by owner, which one equation could not."""
+        which, *rest = operands
+        found = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
+        results: list[Atom] = []
+        for variable, *cases in zip(equation.outvars, *found, strict=True):
+            if all(case is cases[0] for case in cases):
+                results.append(cases[0])
+                continue
+            select = _selection(equation.invars[0].aval, variable.aval, len(cases))
+            results += self.follow(select.jaxpr, select.consts, [which, *cases])
+        return results
+
+    def finish(
+        self, inputs: list[int], outputs: list[Atom], homes: tuple[Owner, ...], results: Any
+    ) -> OwnedProgram:
+        self._drop_unused(outputs)
+        self._hand_down(outputs, homes)
+        self._check(outputs, homes, results)
+        levels = self._levels()
+        return OwnedProgram(
+            tuple(self.operations),
+            tuple(inputs),
+            tuple(outputs),
+            homes,
+            tuple(self.owners),
+            tuple(self.avals),
+            levels,
+        )
+
+    def _drop_unused(self, outputs: list[Atom]) -> None:
+        wanted = {atom for atom in outputs if not isinstance(atom, Constant)}
+        kept = []
+        for op in reversed(self.operations):
+            if op.equation.effects or not wanted.isdisjoint(op.outputs):
+                kept.append(op)
+                wanted.update(a for a in op.inputs if not isinstance(a, Constant))
+        self.operations = kept[::-1]
+
+    def _hand_down(self, outputs: list[Atom], homes: tuple[Owner, ...]) -> None:
+        """Large values that one owner alone reads are its own, such as zeros of a leaf's shape."""
+        readers: dict[Atom, set[Owner]] = {}
+        for atom, home in zip(outputs, homes, strict=True):
+            readers.setdefault(atom, set()).add(home)
+        for index in reversed(range(len(self.operations))):
+            op = self.operations[index]
+            shared = op.owner is None and all(self.owner(a) is None for a in op.inputs)
+            by = set().union(*(readers.get(v, set()) for v in op.outputs))
+            large = any(_size(self.avals[v]) > SMALL for v in op.outputs)
+            if shared and large and len(by) == 1 and not op.equation.effects:
+                (owner,) = by
+                op = self.operations[index] = dataclasses.replace(op, owner=owner)
+                for value in op.outputs:
+                    self.owners[value] = owner
+            for atom in op.inputs:
+                readers.setdefault(atom, set()).add(op.owner)
+
+    def _check(self, outputs: list[Atom], homes: tuple[Owner, ...], results: Any) -> None:
+        for op in self.operations:
+            if op.owner is None:
+                for atom in op.inputs:
+                    self._check_small(atom, f"the operation {op.equation.primitive.name!r}")
+        for atom, home, result in zip(outputs, homes, results, strict=True):
+            if self.owner(atom) != home:
+                self._check_small(atom, repr(result))
+
+    def _check_small(self, atom: Atom, reader: str) -> None:
+        if isinstance(atom, Constant) or self.owners[atom] is None:
+            return
+        if _size(self.avals[atom]) > SMALL:
+            raise UnsupportedError(
+                f"the optimizer makes {self.avals[atom].str_short()} of {self.names[atom]!r}, and "
+                f"{reader} needs it together with what belongs to other blocks. A pipeline keeps "
+                "every block on the ranks of its stage, and hands no more than "
+                f"{SMALL} elements of each value around, such as norms. Use an optimizer that "
+                "works leaf by leaf, or by numbers over all leaves"
+            )
+
+    def _levels(self) -> tuple[int, ...]:
+        levels = [0] * len(self.avals)
+        for index, op in enumerate(self.operations):
+            known = [a for a in op.inputs if not isinstance(a, Constant)]
+            is_handed = lambda a: op.owner is None and self.owners[a] is not None
+            level = max([0, *(levels[a] + is_handed(a) for a in known)])
+            self.operations[index] = dataclasses.replace(op, level=level)
+            for value in op.outputs:
+                levels[value] = level
+        return tuple(levels)
+
+
+def _called(equation: Any) -> Any | None:
+    """The program that an equation runs once, and is not more than."""
+    if equation.primitive.name not in CALLS:
+        return None
+    found = (equation.params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    inner = next((program for program in found if program is not None), None)
+    jaxpr = getattr(inner, "jaxpr", inner)
+    if jaxpr is None or len(jaxpr.invars) != len(equation.invars):
+        return None
+    return inner
+
+
+def _selection(which: Any, case: Any, count: int) -> Any:
+    """The program of `lax.select_n` of some cases, by a number or a boolean."""
+
+    def select(which: Any, *cases: Any) -> Any:
+        if which.dtype != bool:
+            which = jnp.clip(which, 0, count - 1).astype(jnp.int32)
+        return jax.lax.select_n(which, *cases)
+
+    shape = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return jax.make_jaxpr(select)(shape(which), *[shape(case)] * count)
+
+
+def _size(aval: Any) -> int:
+    return math.prod(aval.shape)

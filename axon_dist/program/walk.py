@@ -1,0 +1,191 @@
+"""The few ways in which everything here reads a jaxpr.
+
+A jaxpr is a list of equations over *atoms*: variables, or literals that hold their value. Some
+equations run programs of their own (calls, loops, branches). Whoever reads one needs the same few
+things: the values of atoms, the programs within, what depends on what, and to run it with one
+equation done in another way. They stand here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ..core.compat import (
+    CALLS,
+    REMATS,
+    called_program,
+    dce_jaxpr,
+    eval_equation,
+    inner_programs,
+)
+
+Run: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""(equation, what is known of its operands) -> what is known of its results."""
+
+OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
+"""Calls that `opened` writes out."""
+
+LOOPS = frozenset({"scan", "while"})
+"""Equations that run a program more often than once."""
+
+
+class Known(dict):
+    """What is known of the variables of a jaxpr; a literal is known by itself.
+
+    Example:
+        >>> import jax
+        >>> jaxpr = jax.make_jaxpr(lambda x: x * 2.0)(1.0).jaxpr
+        >>> known = Known(zip(jaxpr.invars, [5.0]))
+        >>> [float(value) for value in known.read(jaxpr.eqns[0].invars)]
+        [5.0, 2.0]
+    """
+
+    def read(self, atoms: Iterable[Any]) -> list[Any]:
+        """What is known of atoms."""
+        return [atom.val if isinstance(atom, Literal) else self[atom] for atom in atoms]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Notes what variables are."""
+        self.update(zip(variables, values, strict=True))
+
+
+def variables(atoms: Iterable[Any]) -> set[Any]:
+    """The atoms that are variables, not literals."""
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
+def made_by(equations: Iterable[Any]) -> set[Any]:
+    """The variables that equations make."""
+    return {variable for equation in equations for variable in equation.outvars}
+
+
+def called(equation: Any) -> ClosedJaxpr | None:
+    """The program that an equation runs once, as `jit`, `checkpoint` and `custom_vjp` do.
+
+    Its inputs are the last operands of the equation. Loops and branches are no calls.
+    """
+    return None if equation.primitive.name in LOOPS else called_program(equation)
+
+
+def opened(closed: Any, values: Sequence[Any]) -> ClosedJaxpr:
+    """The same program with its calls written out, so that each operation is an equation.
+
+    Args:
+        closed: a closed jaxpr that will not be differentiated any more.
+        values: what it is traced with, arrays or shapes.
+
+    Returns:
+        A closed jaxpr.
+
+    Example:
+        >>> program = jax.make_jaxpr(jax.jit(lambda x: 2 * x))(1.0)
+        >>> [equation.primitive.name for equation in opened(program, [1.0]).eqns]
+        ['mul']
+    """
+    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, _open))(*values)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, each followed by those of the programs that it runs.
+
+    Example:
+        >>> import jax
+        >>> program = jax.make_jaxpr(lambda x: jax.jit(jax.numpy.sin)(x) + 1)(1.0)
+        >>> [equation.primitive.name for equation in equations(program.jaxpr)]
+        ['jit', 'sin', 'add']
+    """
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_programs(equation):
+            yield from equations(inner)
+
+
+def interpret(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    run: Run,
+    literal: Callable[[Any], Any] | None = None,
+) -> list[Any]:
+    """Goes through a jaxpr, each equation as `run` does it.
+
+    Values may be arrays, and the program is computed; or anything else that follows its flow.
+
+    Args:
+        jaxpr: an open jaxpr.
+        consts: what is known of its constants.
+        values: what is known of its inputs.
+        run: what an equation does.
+        literal: what is known of a literal; its value where this is left out.
+
+    Returns:
+        What is known of its outputs.
+
+    Example:
+        >>> import jax
+        >>> program = jax.make_jaxpr(lambda x, y: (x * 2.0, y))(1.0, 1.0)
+        >>> tainted = lambda equation, operands: [any(operands)] * len(equation.outvars)
+        >>> interpret(program.jaxpr, (), [True, False], tainted, lambda _: False)
+        [True, False]
+    """
+    known = Known(zip(jaxpr.constvars, consts, strict=True))
+    known.write(jaxpr.invars, values)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        if literal is None:
+            return known.read(atoms)
+        return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        known.write(equation.outvars, run(equation, read(equation.invars)))
+    return read(jaxpr.outvars)
+
+
+def depends_on(jaxpr: Any, sources: Iterable[Any], stop: int | None = None) -> set[Any]:
+    """The variables that depend on any of the sources, these included.
+
+    Args:
+        jaxpr: an open jaxpr.
+        sources: variables of it.
+        stop: only equations before this one are looked at.
+
+    Returns:
+        The variables.
+    """
+    tainted = set(sources)
+    for equation in jaxpr.eqns[:stop]:
+        if not tainted.isdisjoint(variables(equation.invars)):
+            tainted.update(equation.outvars)
+    return tainted
+
+
+def needed_for(jaxpr: Any, positions: Iterable[int]) -> tuple[Any, list[int]]:
+    """The part of a jaxpr that some of its outputs need, inside calls and loops too.
+
+    Args:
+        jaxpr: an open jaxpr.
+        positions: of the outputs.
+
+    Returns:
+        The smaller jaxpr, and the positions of the inputs that it still has.
+    """
+    wanted = set(positions)
+    part, used = dce_jaxpr(jaxpr, [number in wanted for number in range(len(jaxpr.outvars))])
+    return part, [number for number, is_used in enumerate(used) if is_used]
+
+
+def sources_of(jaxpr: Any) -> list[set[int]]:
+    """For every output of a jaxpr, the positions of the inputs that it depends on."""
+    return [set(needed_for(jaxpr, [number])[1]) for number in range(len(jaxpr.outvars))]
+
+
+def _open(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation; calls are run equation by equation."""
+    inner = called(equation) if equation.primitive.name in OPENED else None
+    if inner is None:
+        return eval_equation(equation, operands)
+    return interpret(inner.jaxpr, inner.consts, operands, _open)

@@ -1,0 +1,107 @@
+"""`StepSpec`: all that a training step is made of, as one value that its parts read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from ..core.typing import LossFn, PyTree
+from ..mesh import World
+from ..parallel import Reduction, Strategy
+from ..sharding import shardings
+from .objective import Prepare
+from .optimizer import optimizer_for
+from .options import StepOptions
+from .parts import ModelParts
+from .storage import Storage, storage_of
+from .view import View, layers_of, view_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepSpec:
+    """A step as `build_train_step` was asked for it, with nothing left unsaid.
+
+    What follows from it is derived when it is first asked for, and once.
+
+    Args:
+        parts: the model.
+        loss_fn: the user's loss.
+        optimizer: the transformation.
+        strategy: about the model's own leaves.
+        world: the devices.
+        options: what the step does besides; `accumulate` is its number of microbatches, a
+            pipeline's too.
+    """
+
+    parts: ModelParts
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformationExtraArgs
+    strategy: Strategy
+    world: World
+    options: StepOptions
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.world.mesh
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many microbatches a batch is cut."""
+        return self.options.accumulate
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks split the samples of a microbatch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients become one."""
+        return self.strategy.reduction or Reduction()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank differentiates its own samples; else the compiler divides the work."""
+        if self.strategy.pipeline is not None or not self.strategy.batch_axes:
+            # Without batch axes no rank has gradients of its own to hold back.
+            return False
+        precision = self.strategy.precision
+        compute = self.parts.dtype if precision is None else precision.compute
+        return self.reduction.is_local(self.num_microbatches, compute)
+
+    @cached_property
+    def storage(self) -> Storage:
+        """How the state holds the parameters."""
+        return storage_of(self.parts, self.strategy)
+
+    @cached_property
+    def stored_shapes(self) -> PyTree:
+        """The shapes of the parameters as the state holds them."""
+        return jax.eval_shape(self.storage.from_model, self.parts.params)
+
+    @cached_property
+    def stored_optimizer(self) -> Any:
+        """The transformation as it runs on the parameters as the state holds them."""
+        return optimizer_for(self.optimizer, self.parts, self.storage, self.mesh)
+
+    @cached_property
+    def owners(self) -> PyTree:
+        """Where the gradients of the stored parameters lie in the end: with their moments."""
+        return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
+
+    @cached_property
+    def view(self) -> View:
+        """How the model is seen where the compiler or each rank runs all of it."""
+        return view_of(self.strategy, self.parts)
+
+    @cached_property
+    def change_layers(self) -> Prepare:
+        """What the strategy changes about the calls of the model's layers."""
+        return layers_of(self.strategy, self.mesh)

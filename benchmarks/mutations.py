@@ -1,0 +1,312 @@
+"""Whether the tests notice: one small fault at a time, in a copy of the tree.
+
+    python -m benchmarks.mutations [--jobs 2] [--only TEXT]
+
+A row names a file, an exact text in it, the fault that takes its place, and the quick tests that
+should fail then. The tests run on the copy without a fault first. A fault counts as killed where
+tests fail; where they cannot be collected, crash or hang, nobody has noticed anything.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+ROOT = pathlib.Path(__file__).parents[1]
+COPIED = ("axon_dist", "tests", "conftest.py", "pyproject.toml")
+LIMIT = 600
+"""Seconds; far more than any row takes."""
+PASSED, FAILED = 0, 1
+"""What pytest returns where tests have run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A fault, and who should notice it.
+
+    Args:
+        file: within `axon_dist`.
+        text: what it says now, exactly once.
+        fault: what it says then.
+        tests: what to run, within `tests`: files or single tests.
+    """
+
+    file: str
+    text: str
+    fault: str
+    tests: tuple[str, ...]
+
+    def applied(self, source: str) -> str:
+        """The source with the fault.
+
+        Raises:
+            ValueError: when the text is not there exactly once.
+        """
+        count = source.count(self.text)
+        if count != 1:
+            raise ValueError(
+                f"axon_dist/{self.file} has {self.text!r} {count} times; a row needs it once: "
+                "write down what the line says now, or a longer text"
+            )
+        return source.replace(self.text, self.fault)
+
+
+def row(file: str, text: str, fault: str, *tests: str) -> Mutation:
+    """A row of the table."""
+    return Mutation(file, text, fault, tests)
+
+
+MUTATIONS = (
+    # A step: weights, microbatches, clipping, what is not finite.
+    row(
+        "step/update.py", "lost |= ~jnp.isfinite(loss)", "pass",
+        "step/test_update.py::test_a_loss_or_a_gradient_alone_undoes_a_step",
+    ),
+    row(
+        "step/update.py", "limit / (norm + 1e-6)", "limit / (norm**2 + 1e-6)",
+        "step/test_update.py::test_long_gradients_are_scaled_down_to_the_limit",
+    ),
+    row(
+        "step/objective.py", "jnp.where(as_array(own) == 0, 0, x * as_array(own))",
+        "x * as_array(own)",
+        "step/test_objective.py",
+    ),
+    row(
+        "step/objective.py", "scaled(_wide(g), grad_weight)", "_wide(g)",
+        "step/test_objective.py",
+    ),
+    row(
+        "step/accumulate.py", "scan(body, (zeros, buffers), batch)",
+        "scan(body, (zeros, buffers), batch, reverse=True)",
+        "step/test_accumulate.py",
+    ),
+    row(
+        "step/batch.py", "leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])",
+        "leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:]).swapaxes(0, 1)",
+        "step/test_batch.py",
+    ),
+    row(
+        "step/padding.py", "return taken * kept.astype(leaf.dtype)", "return taken",
+        "step/test_padding.py::test_own_weights_stay_and_fillings_weigh_nothing",
+    ),
+    row(
+        "precision/scaler.py", "wide(g) / state.scale", "wide(g) * state.scale",
+        "precision/test_scaler.py::test_scale_and_unscale",
+    ),
+    row(
+        "precision/scaler.py", "state.good_steps + 1 >= self", "state.good_steps >= self",
+        "precision/test_scaler.py",
+    ),
+    # Collectives: the scale of a mean, slices, buckets.
+    row(
+        "collectives/reduce.py", "group), group) / group.size", "group), group)",
+        "collectives/test_reduce.py::test_mean_of_vectors",
+    ),
+    row(
+        "collectives/move.py", "position(group) * size, size, dim", "position(group), size, dim",
+        "collectives/test_move.py::test_scatter_numbers",
+    ),
+    row(
+        "collectives/plan.py", "+ sizes[index] > capacity", "+ sizes[index] >= capacity",
+        "collectives/test_plan.py",
+    ),
+    row(
+        "collectives/point.py", "if wrap or 0 <= dst < size", "if wrap or 0 <= dst <= size",
+        "collectives/test_point.py::test_shift",
+    ),
+    row(
+        "mesh/group.py", "transpose(rest + kept)", "transpose(kept + rest)",
+        "mesh/test_group.py::test_parallel_groups_of_three_axes",
+    ),
+    row(
+        "mesh/shares.py", "rows * mesh.shape[axis] +", "rows +",
+        "mesh/test_shares.py",
+    ),
+    # Shards: which dim, how many, whose rows.
+    row(
+        "sharding/policy.py", "key=lambda d: (shape[d], -d)", "key=lambda d: (-shape[d], -d)",
+        "sharding/test_policy.py",
+    ),
+    row(
+        "sharding/geometry.py", "-(-self.numel // self.num_shards)",
+        "self.numel // self.num_shards + 1",
+        "sharding/test_geometry.py",
+    ),
+    row(
+        "nn/linear.py", "axis_index(axis) * size, size, axis=-1", "axis_index(axis), size, axis=-1",
+        "nn/test_linear.py::test_both_views_equal_the_dense_product",
+    ),
+    row(
+        "nn/cross_entropy.py", "axis_index(vocab) * kernel.shape[-1]", "axis_index(vocab)",
+        "nn/test_vocabulary.py::test_linear_cross_entropy_equals_the_dense_loss",
+    ),
+    # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
+    row(
+        "pipeline/executor.py", "0, m * loss.weight)", "0, m)",
+        "pipeline/test_executor.py::test_sums_are_those_of_microbatches_one_after_another",
+    ),
+    row(
+        "pipeline/executor.py", "else loss.total * self.scale", "else loss.total",
+        "pipeline/test_executor.py::test_the_scale_acts_on_gradients_alone",
+    ),
+    row(
+        "pipeline/uniform.py", "starts[stage] + row", "starts[stage]",
+        "pipeline/test_uniform.py::test_stages_one_after_another_are_the_loss[mixed-two_ranks]",
+    ),
+    row(
+        "pipeline/switch.py", "level < stage <= read_at", "level < stage < read_at",
+        "pipeline/test_switch.py::test_stages_one_after_another_are_the_loss[busy-v]",
+    ),
+    row(
+        "pipeline/loss_trace.py", "advance(now), [now[i]", "advance(now), [advance(now)[i]",
+        "pipeline/test_loss_trace.py::test_buffers_before_every_microbatch_and_after_the_last",
+    ),
+    # Schedules: what must come first, how long a slot is taken, how far ahead forwards run.
+    row(
+        "schedule/validate.py", "user.tick <= made.tick", "user.tick < made.tick",
+        "schedule/test_validate.py::test_what_is_wrong_is_said_and_marked",
+    ),
+    row(
+        "schedule/slots.py", "made = where[source[0]]\n", "made = user\n",
+        "schedule/test_slots.py::test_no_value_is_overwritten",
+    ),
+    row(
+        "schedule/one_f_one_b.py", "min(num_stages - 1 - stage, num", "min(num_stages - stage, num",
+        "schedule/test_builders.py::test_the_order_of_1f1b",
+    ),
+    # Random draws and the order of the data.
+    row(
+        "program/randomness.py", ".astype(jnp.int32) * shape[found.dim]", ".astype(jnp.int32)",
+        "program/test_randomness.py::test_rows_of_the_global_draw",
+    ),
+    row(
+        "data/sampling.py", ".seed(seed)", ".seed(0)",
+        "data/test_sampling.py::test_epochs_and_seeds_have_orders_of_their_own",
+    ),
+    row(
+        "data/loader.py", "self._samples_seen += self.global_batch", "self._samples_seen += 1",
+        "data/test_loader.py::test_resuming_repeats_none_and_skips_none",
+    ),
+    # Checkpoints: what is checked before anything is restored, and what may go.
+    row(
+        "checkpoint/seal.py", "if crc != record.crc32", "if False",
+        "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
+    ),
+    row(
+        "checkpoint/seal.py", "if marker != _marker_of(text)", "if not marker",
+        "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
+    ),
+    row(
+        "checkpoint/checksum.py", "shape[dim + 1 :]", "shape[dim:]",
+        "checkpoint/test_checksum.py::test_the_formula",
+    ),
+    row(
+        "checkpoint/retention.py", "by_age[-self.last :]", "by_age[: self.last]",
+        "checkpoint/test_retention.py",
+    ),
+    # Starting processes.
+    row(
+        "launch/environment.py", "str(port + is_taken)", "str(port)",
+        "launch/test_environment.py::test_the_port_of_torchruns_own_store_is_left_to_it",
+    ),
+    row(
+        "launch/environment.py", "return sorted(hosts)", "return hosts",
+        "launch/test_environment.py",
+    ),
+    # What the witness reads off a program, and what the planner says of one.
+    row(
+        "hlo/loops.py", "return iteration\n", "return iteration + 1\n",
+        "hlo/test_loops.py",
+    ),
+    row(
+        "hlo/groups.py", "iota.transpose(order or range(len(dims)))", "iota",
+        "hlo/test_groups.py::test_every_notation_becomes_lists_of_devices",
+    ),
+    row(
+        "inspect/collective.py", "2 if kind == \"all-reduce\" else 1", "1",
+        "inspect/test_ledger.py::test_ring_costs",
+    ),
+    row(
+        "planner/traffic.py", "2 * around(num_replicas) * size / num_ranks",
+        "2 * around(num_replicas) * size",
+        "planner/test_traffic.py::test_hybrid_adds_an_all_reduce_of_the_shards",
+    ),
+)  # fmt: skip
+
+
+def copy_of(root: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies what tests need."""
+    for name in COPIED:
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target / name)
+
+
+def run_tests(tree: pathlib.Path, tests: Sequence[str]) -> tuple[int | None, str]:
+    """Runs tests of a tree on its own code; returns pytest's code, None for a hang, and its end."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+    names = [f"tests/{name}" for name in tests]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *names], cwd=tree, env=environment, capture_output=True, text=True,
+            timeout=LIMIT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, f"no end after {LIMIT} seconds"
+    return done.returncode, done.stdout[-2000:] + done.stderr[-1000:]
+
+
+def outcome_of(mutation: Mutation, root: pathlib.Path = ROOT) -> tuple[str, str]:
+    """Puts the fault into a copy and runs the tests; returns what came of it, and the output."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = pathlib.Path(folder)
+        copy_of(root, tree)
+        file = tree / "axon_dist" / mutation.file
+        file.write_text(mutation.applied(file.read_text()))
+        code, output = run_tests(tree, mutation.tests)
+    return {PASSED: "SURVIVED", FAILED: "killed", None: "HUNG"}.get(
+        code, f"BROKEN ({code})"
+    ), output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; returns 1 where a fault was not noticed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="rows at the same time")
+    parser.add_argument("--only", default="", help="rows whose file or text has this in it")
+    options = parser.parse_args(argv)
+    rows = [m for m in MUTATIONS if options.only in m.file or options.only in m.text]
+    for mutation in rows:
+        mutation.applied((ROOT / "axon_dist" / mutation.file).read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of(ROOT, pathlib.Path(folder))
+        tests = sorted({name for mutation in rows for name in mutation.tests})
+        code, output = run_tests(pathlib.Path(folder), tests)
+    if code != PASSED:
+        print(f"without any fault the tests end with {code}:\n{output}")
+        return 1
+    started, survivors = time.perf_counter(), 0
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for mutation, (outcome, output) in zip(rows, pool.map(outcome_of, rows), strict=True):
+            fault = " ".join(mutation.fault.split())
+            print(f"{outcome:9} {mutation.file:24} {fault}", flush=True)
+            if outcome != "killed":
+                survivors += 1
+                print(output)
+    seconds = time.perf_counter() - started
+    print(f"{len(rows) - survivors} of {len(rows)} killed, in {seconds:.0f} s")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Two processes that were given different things end soon, and say who has what."""
+
+import pathlib
+
+import pytest
+
+from axon_dist.mesh.agreement import differences
+
+WORKER = str(pathlib.Path(__file__).with_name("agreement_worker.py"))
+
+API = {
+    "factory": "factory of the model",
+    "module": "process 1 has kernel=",
+    "rate": "(step): process 1 has program=",
+    "options": "process 1 has num_steps=3 where process 0 has num_steps=2",
+}
+CONFIG = {
+    "optimizer.learning_rate": ("optimizer.learning_rate=0.5", "=0.5 where"),
+    "train.steps": ("train.steps=7", "train.steps="),
+    "seed": ("seed=1", "seed="),
+    "data.contents": ("data.files=[{folder}/1/*.txt]", "data.contents="),
+}
+FULL = {"module", "options", "train.steps", "seed"}
+
+
+def marked(cases):
+    return [
+        pytest.param(case, marks=[pytest.mark.slow] if case in FULL else [], id=case)
+        for case in cases
+    ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", marked(API))
+def test_programs(start, kind):
+    processes = start(2, WORKER, kind)
+    assert all(processes.wait((0, 1), timeout=120))
+    for rank in (0, 1):
+        assert "the processes were started with different things" in processes.text(rank)
+        assert API[kind] in processes.text(rank)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("key", marked(CONFIG))
+def test_configs(start, tmp_path, key):
+    for number, letters in enumerate("ab"):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in range(20):
+            (folder / f"{name}.txt").write_text(letters * 500)
+    option, words = CONFIG[key]
+    option = option.format(folder=tmp_path)
+    processes = start(2, WORKER, "config", option, str(tmp_path))
+    assert all(processes.wait((0, 1), timeout=120))
+    for rank in (0, 1):
+        assert "process 1 has" in processes.text(rank)
+        assert key in processes.text(rank)
+        assert words in processes.text(rank)
+
+
+@pytest.mark.multiprocess
+def test_parameters_are_those_of_process_0_after_they_were_synchronised(start):
+    processes = start(2, WORKER, "sync")
+    assert processes.wait((0, 1), timeout=120) == [0, 0]
+    assert "kernel is that of process 0" in processes.text(1)
+
+
+def test_shards_that_only_one_process_has_are_no_difference():
+    facts = {0: {"w[0:2]": "a", "b": "c"}, 1: {"w[2:4]": "d", "b": "c"}}
+    assert differences(facts) == []
+    facts[1]["b"] = "e"
+    assert differences(facts) == ['process 1 has b="e" where process 0 has b="c"']

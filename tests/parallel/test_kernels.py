@@ -1,0 +1,69 @@
+"""A kernel that the compiler cannot split sees the samples and heads of its rank alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from axon_dist import World
+from axon_dist.nn import Layout
+from axon_dist.parallel.kernels import map_kernels
+
+WORLD = World.emulate(8, "dp=2,tp=4")
+
+
+class Attention(nnx.Module):
+    """Attention in one of the forms, which notes the shapes that it sees."""
+
+    def __init__(self, form):
+        self.form, self.seen = form, nnx.static([])
+
+    def attend(self, query, key, value):
+        """Mixes positions within each sample and head."""
+        self.seen.append((query.shape, key.shape))
+        repeated = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        key, value = repeated
+        scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", query, key))
+        return jnp.einsum("bhts,bshk->bthk", scores, value)
+
+
+def arrays(kv_heads):
+    make = lambda seed, heads: jax.random.normal(jax.random.key(seed), (4, 3, heads, 2))
+    return make(0, 8), make(1, kv_heads), make(2, kv_heads)
+
+
+def run(form, kv_heads, inside=()):
+    """The result on the mesh, that without one, and the shapes seen."""
+    module, plain = Attention(form), Attention(form)
+    map_kernels(module, Layout(WORLD.mesh, ("dp",)))
+    function = lambda *qkv: module.attend(*qkv)
+    if inside:
+        spec = PartitionSpec(inside)
+        function = jax.shard_map(
+            function, mesh=WORLD.mesh, axis_names=frozenset(inside), in_specs=spec, out_specs=spec,
+            check_vma=False,
+        )  # fmt: skip
+    with jax.set_mesh(WORLD.mesh):
+        got = jax.jit(function)(*arrays(kv_heads))
+    np.testing.assert_allclose(got, plain.attend(*arrays(kv_heads)), rtol=1e-5, atol=1e-6)
+    return module.seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("form", "kv_heads", "inside", "query", "key"),
+    [
+        ("flash", 4, (), (2, 3, 2, 2), (2, 3, 1, 2)),
+        # Two heads of keys do not divide over four ranks: heads stay whole.
+        ("flash", 2, (), (2, 3, 8, 2), (2, 3, 2, 2)),
+        ("flash", 4, ("dp",), (2, 3, 2, 2), (2, 3, 1, 2)),
+        # A fused kernel splits itself, but for a region where an axis is manual already.
+        ("auto", 4, (), (4, 3, 8, 2), (4, 3, 4, 2)),
+        ("cudnn", 4, ("dp",), (2, 3, 2, 2), (2, 3, 1, 2)),
+        ("einsum", 4, (), (4, 3, 8, 2), (4, 3, 4, 2)),
+        ("einsum", 4, ("dp",), (2, 3, 8, 2), (2, 3, 4, 2)),
+    ],
+)
+def test_what_a_kernel_sees(form, kv_heads, inside, query, key):
+    assert run(form, kv_heads, inside) == (query, key)

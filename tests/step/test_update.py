@@ -1,0 +1,119 @@
+"""Clipping, and what a step keeps of an update that is not finite."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist import GradScaler
+from axon_dist.step.nonfinite import Nonfinite
+from axon_dist.step.options import StepOptions
+from axon_dist.step.state import TrainState
+from axon_dist.step.update import are_finite, clip, skip_overflow, undo_nonfinite
+
+GRADS = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0]])}
+SCALER = GradScaler(init_scale=8.0, min_scale=2.0, growth_interval=2)
+YES, NO = jnp.asarray(True), jnp.asarray(False)
+
+
+def state(value: float, scale: float | None = None) -> TrainState:
+    """A state whose every array tells by its value where it comes from."""
+    scaler = None
+    if scale is not None:
+        scaler = dataclasses.replace(SCALER.init(), scale=jnp.float32(scale))
+    return TrainState(
+        step=jnp.int32(value),
+        params={"w": jnp.full(2, float(value))},
+        opt_state={"moment": jnp.full(2, float(value)), "count": jnp.int32(value)},
+        buffers={"mean": jnp.full(2, float(value)), "draws": jnp.int32(value)},
+        scaler=scaler,
+    )
+
+
+def numbers(state: TrainState) -> list:
+    """One number per leaf: step, params, moment count and moment, draws and mean."""
+    trees = [state.step, state.params, state.opt_state, state.buffers]
+    return [float(np.ravel(leaf)[0]) for leaf in jax.tree.leaves(trees)]
+
+
+NEW, OLD = [2.0] * 6, [1.0] * 6
+UNDONE = [2.0, 1.0, 1.0, 1.0, 2.0, 1.0]
+"""The step and the draws count on; parameters, moments and statistics stay."""
+
+
+@pytest.mark.parametrize(("limit", "factor"), [(None, 1), (10.0, 1), (5.0, 1), (2.5, 0.5)])
+def test_long_gradients_are_scaled_down_to_the_limit(limit, factor):
+    clipped, measured = clip(GRADS, StepOptions(clip_norm=limit, metrics=("loss", "grad_norm")))
+    assert float(measured["grad_norm"]) == 5
+    for name, leaf in GRADS.items():
+        np.testing.assert_allclose(clipped[name], leaf * factor, rtol=1e-6)
+
+
+def test_norms_are_measured_where_they_are_needed_alone():
+    assert clip(GRADS, StepOptions())[1] == {}
+    assert list(clip(GRADS, StepOptions(clip_norm=1.0))[1]) == ["grad_norm"]
+
+
+def test_squares_of_half_precision_are_added_up_in_float32():
+    many = {"a": jnp.full(4096, 1 / 16, jnp.bfloat16), "b": jnp.full(1, 300.0, jnp.float16)}
+    clipped, measured = clip(many, StepOptions(clip_norm=1.0))
+    assert float(measured["grad_norm"]) == pytest.approx(np.sqrt(16 + 90000), rel=1e-6)
+    assert [leaf.dtype for leaf in jax.tree.leaves(clipped)] == [jnp.bfloat16, jnp.float16]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("metrics", [("loss",), ("loss", "grad_norm")])
+def test_a_gradient_that_is_not_finite_is_seen_with_and_without_the_norm(value, metrics):
+    options = StepOptions(metrics=metrics)
+    assert bool(are_finite(GRADS, clip(GRADS, options)[1]))
+    bad = GRADS | {"b": jnp.asarray([[value]])}
+    assert not bool(are_finite(bad, clip(bad, options)[1]))
+
+
+def test_an_overflow_keeps_the_state_and_lowers_the_scale():
+    kept = skip_overflow(SCALER, NO, state(2, 8), state(1, 8))
+    assert numbers(kept) == UNDONE
+    assert (float(kept.scaler.scale), int(kept.scaler.skipped)) == (4, 1)
+    taken = skip_overflow(SCALER, YES, state(2, 8), state(1, 8))
+    assert numbers(taken) == NEW
+    assert (float(taken.scaler.scale), int(taken.scaler.good_steps)) == (8, 1)
+
+
+def undo(policy, loss, finite, held=None, scale=None):
+    options = StepOptions(nonfinite=policy, scaler=None if scale is None else SCALER)
+    new, lost = undo_nonfinite(
+        options, jnp.float32(loss), finite, state(2, scale), state(1, scale), held
+    )
+    return numbers(new), bool(lost)
+
+
+@pytest.mark.parametrize("policy", Nonfinite)
+@pytest.mark.parametrize(
+    ("loss", "finite"), [(1.0, NO), (np.nan, YES), (np.inf, YES), (-np.inf, YES), (np.nan, NO)]
+)
+def test_a_loss_or_a_gradient_alone_undoes_a_step(policy, loss, finite):
+    kept = UNDONE if policy is Nonfinite.SKIP else OLD
+    assert undo(policy, loss, finite) == (kept, True)
+
+
+@pytest.mark.parametrize("policy", Nonfinite)
+def test_a_finite_step_stays(policy):
+    assert undo(policy, 1.0, YES) == (NEW, False)
+    assert undo(policy, 1.0, YES, held=NO) == (NEW, False)
+
+
+def test_what_is_held_stays_held():
+    assert undo(Nonfinite.STOP, 1.0, YES, held=YES) == (OLD, True)
+    assert undo(Nonfinite.ROLLBACK, 1.0, YES, held=YES) == (OLD, True)
+    assert undo(Nonfinite.STOP, np.nan, YES, held=NO) == (OLD, True)
+
+
+@pytest.mark.parametrize("policy", [Nonfinite.SKIP, Nonfinite.STOP])
+def test_an_overflow_counts_once_the_scale_is_at_its_lowest(policy):
+    kept = UNDONE if policy is Nonfinite.SKIP else OLD
+    assert undo(policy, 1.0, NO, scale=4.0) == (NEW, False)
+    assert undo(policy, 1.0, NO, scale=2.0) == (kept, True)
+    assert undo(policy, np.inf, NO, scale=4.0) == (kept, True)
+    assert undo(policy, np.inf, YES, scale=4.0) == (kept, True)
