@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step
-from axon_dist.hardware import prepare_environment, target_options
+from axon_dist.hardware import prepare_environment
 from axon_dist.inspect import report, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 from axon_dist.parallel import STRATEGIES
@@ -67,7 +67,7 @@ def main() -> None:
     start = time.perf_counter()
     lowered = step.lower(batch)
     middle = time.perf_counter()
-    compiled = lowered.compile(compiler_options=target_options(args.target))
+    compiled = lowered.compile()
     seconds = {"lower": middle - start, "compile": time.perf_counter() - middle}
 
     found = report(compiled, world.mesh)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from axon_dist.core.errors import MeshError
-from axon_dist.hardware import Target, parse_target, prepare_environment, target_options
+from axon_dist.hardware import Target, parse_target, prepare_environment
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 
@@ -52,9 +52,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     machine = None if target is None else parse_target(target)
     world = build_world(config) if machine is None else _target_world(config, machine)
     step = build_step(config, world)
-    lowered = step.lower(_abstract_batch(config))
-    options = {} if machine is None else target_options(machine)
-    compiled = lowered.compile(compiler_options=options)
+    compiled = step.lower(_abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
     return Examination(found, world.spec, step.strategy.name, machine)
 

@@ -1,20 +1,58 @@
-"""`Hardware`: the peak rates of one accelerator and of the wires around it, with sources."""
+"""The one table of chips: rates, memory, links, wiring, and what to compile with, with sources."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
 
 from ..core.errors import ConfigError, did_you_mean
+from ..hlo.groups import Groups
+from .options import ASYNC_GATHERS, PIPELINED, SPARSE_CORE
+
+Platform: TypeAlias = Literal["cpu", "cuda", "tpu"]
+"""Which compiler a chip needs."""
+
+Options: TypeAlias = tuple[tuple[str, str | bool], ...]
+"""Names and values that a compiler takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """How devices of one kind are put together, and under which names compilers know that.
+
+    Args:
+        platform: whose compiler.
+        examples: shapes that exist, the last one of several nodes or closed rings.
+        num_dims: how many sizes a shape may have.
+        max_last_dim: the most devices along the last one.
+        full_ring: a torus axis of a multiple of it closes into a ring; 0 without a torus.
+        topology: what else `jax.experimental.topologies.get_topology_desc` has to be told.
+    """
+
+    platform: Platform
+    examples: tuple[str, ...]
+    num_dims: tuple[int, ...]
+    max_last_dim: int
+    full_ring: int = 0
+    topology: Options = ()
+
+
+EMULATED = Wiring("cpu", ("8",), (1,), 4096)
+"""Devices that the CPU makes up; they have no rates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What one device holds and how fast it computes and talks; any machine can be described.
+    """All that is known of one chip; any machine can be described.
 
     Args:
-        name: what targets call it.
+        name: what targets and reports call it.
         memory_bytes: device memory, bytes.
         flops: dense bfloat16 matrix operations, FLOP/s.
         memory_bandwidth: device memory, bytes/s.
@@ -23,9 +61,14 @@ class Hardware:
         node_size: devices per node; 0 where there are no nodes.
         float32_rate: the rate of XLA's default float32 products over that of bfloat16: TF32 runs
             at half, a TPU multiplies in bfloat16.
+        float8_rate: the same of float8, which is widened to bfloat16 where there is no unit for it.
         link_latency: of one hop inside a node, seconds.
         network_latency: of one hop between nodes, seconds.
         source: where the numbers are from.
+        kinds: the values of `device.device_kind` that mean this chip.
+        aliases: other names that targets may call it.
+        wiring: how it is put together; None for a machine that cannot be compiled for.
+        options: what a step is compiled with for it, as names and values.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -44,16 +87,24 @@ class Hardware:
     network: float
     node_size: int = 0
     float32_rate: float = 1.0
+    float8_rate: float = 1.0
     link_latency: float = 1e-6
     network_latency: float = 1e-6
     source: str = ""
+    kinds: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    wiring: Wiring | None = None
+    options: Options = ()
 
     def __post_init__(self):
         self.validate()
 
     def validate(self) -> None:
         """Raises `ConfigError` unless sizes and rates are positive."""
-        for field in ("memory_bytes", "flops", "memory_bandwidth", "link", "network"):
+        for field in (
+            *("memory_bytes", "flops", "memory_bandwidth", "link", "network"),
+            *("float32_rate", "float8_rate"),
+        ):
             if not getattr(self, field) > 0:
                 raise ConfigError(
                     f"hardware {self.name!r} has {field}={getattr(self, field)!r}; it must be a "
@@ -72,8 +123,6 @@ class Hardware:
     def bandwidth(self, num_ranks: int, stride: int = 1) -> float:
         """What each member of a ring sends per second, bytes/s.
 
-        A ring that leaves its nodes is bound by what its members inside one node send together.
-
         Args:
             num_ranks: members of the group.
             stride: how many devices apart neighbours are; 1 for the innermost mesh axis.
@@ -85,8 +134,7 @@ class Hardware:
         """
         if self.num_nodes(num_ranks, stride) == 1:
             return self.link
-        members = max(1, min(num_ranks, self.node_size // stride))
-        return min(self.link, members * self.network)
+        return self._out_of_nodes(max(1, min(num_ranks, self.node_size // stride)))
 
     def ring_latency(self, num_ranks: int, stride: int = 1) -> float:
         """The seconds that `num_ranks - 1` hops around a ring take, apart from the bytes."""
@@ -95,26 +143,79 @@ class Hardware:
         inside = num_ranks - 1 - crossings
         return crossings * self.network_latency + inside * self.link_latency
 
+    def rate(self, dtype: Any) -> float:
+        """Dense matrix operations per second on operands of a dtype, as XLA multiplies by default.
+
+        Example:
+            >>> h100 = hardware("h100")
+            >>> [h100.rate(dtype) / h100.flops for dtype in ("float32", "float16", "float8_e5m2")]
+            [0.5, 1.0, 2.0]
+        """
+        share = {4: self.float32_rate, 1: self.float8_rate}
+        return self.flops * share.get(jnp.dtype(dtype).itemsize, 1.0)
+
+    def wire_seconds(self, wire_bytes: int, groups: Groups) -> float:
+        """The time that a transfer takes alone on the wire, latency left out.
+
+        Args:
+            wire_bytes: bytes that each device sends.
+            groups: who takes part, as device positions; consecutive ones share a node.
+        """
+        if not self.node_size:
+            return wire_bytes / self.link
+        slowest = self.link
+        for group in groups:
+            members = Counter(device // self.node_size for device in group)
+            if len(members) > 1:
+                slowest = min(slowest, self._out_of_nodes(min(members.values())))
+        return wire_bytes / slowest
+
+    def _out_of_nodes(self, members: int) -> float:
+        """A ring that leaves its nodes is bound by what its members inside one send together."""
+        return min(self.link, members * self.network)
+
 
 _GB = 10**9
 # NCCL's own model, src/graph/tuning.cc, ring with the Simple protocol.
 _NVLINK_HOP, _NETWORK_HOP = 3.4e-6, 14e-6
+_SHEET = "NVIDIA data sheet and DGX user guide"
+_DRIVER = "memory as its driver reports it (openxla/xla, xla/backends/gpu/target_config/specs)"
+_TPU_DOCS = "cloud.google.com/tpu/docs; jax-ml.github.io/scaling-book"
+
+_NODES = Wiring("cuda", ("8", "8x8"), (1, 2), 8)
+_TORUS_2D = Wiring("tpu", ("4x4", "16x16"), (2,), 16, 16)
+_TORUS_3D = Wiring("tpu", ("2x2x2", "4x4x4"), (3,), 16, 4)
+# The two cores of a v4 chip are one device, as JAX finds them there.
+_TORUS_V4 = dataclasses.replace(_TORUS_3D, topology=(("chip_config_name", "megacore"),))
+
+_ON_GPU = tuple(PIPELINED.items())
+_ON_TPU = tuple(ASYNC_GATHERS.items())
+_ON_SPARSE_CORE = tuple({**ASYNC_GATHERS, **SPARSE_CORE}.items())
+
+# All SXM cards with the same chip have the same dense bfloat16 rate.
+_AMPERE, _HOPPER = 312e12, 989e12
 
 
 def _gpu(
-    name: str, memory: int, flops: float, hbm: float, link: float, network: float, source: str
-) -> Hardware:
+    name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
+    kind: str, float8_rate: float = 2.0,
+) -> Hardware:  # fmt: skip
+    source = f"{_SHEET}, {sheet}; {_DRIVER}"
     return Hardware(
-        name, memory, flops, hbm, link, network, 8, 0.5, _NVLINK_HOP, _NETWORK_HOP, source
-    )
+        name, memory, flops, hbm, link, network, 8, 0.5, float8_rate, _NVLINK_HOP, _NETWORK_HOP,
+        source, (kind,), wiring=_NODES, options=_ON_GPU,
+    )  # fmt: skip
 
 
-def _tpu(name: str, memory: int, flops: float, hbm: float, link: float, source: str) -> Hardware:
-    return Hardware(name, memory, flops, hbm, link, link, source=source)
+def _tpu(
+    name: str, memory: int, flops: float, hbm: float, link: float, wiring: Wiring,
+    *kinds: str, aliases: tuple[str, ...] = (), options: Options = _ON_SPARSE_CORE,
+) -> Hardware:  # fmt: skip
+    return Hardware(
+        name, memory, flops, hbm, link, link, source=_TPU_DOCS, kinds=kinds, aliases=aliases,
+        wiring=wiring, options=options,
+    )  # fmt: skip
 
-
-_SHEET = "NVIDIA data sheet and DGX user guide"
-_TPU_DOCS = "cloud.google.com/tpu/docs; jax-ml.github.io/scaling-book"
 
 HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
     {
@@ -122,28 +223,47 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
         for row in (
             # NVLink: half of the bidirectional number. Network: one port per GPU; HDR is
             # 200 Gb/s, NDR 400 Gb/s.
-            _gpu("a100-40", 40 * _GB, 312e12, 1555e9, 300e9, 25e9, f"{_SHEET}, A100 SXM 40 GB"),
-            _gpu("a100-80", 80 * _GB, 312e12, 2039e9, 300e9, 25e9, f"{_SHEET}, A100 SXM 80 GB"),
-            # The driver leaves 84.978 GB of the H100's 80 GiB to programs.
-            _gpu("h100", 84_978_434_048, 989e12, 3.35e12, 450e9, 50e9, f"{_SHEET}, H100 SXM"),
-            _gpu("h200", 141 * _GB, 989e12, 4.8e12, 450e9, 50e9, f"{_SHEET}, H200 SXM"),
-            _gpu("b200", 180 * _GB, 2.25e15, 8e12, 900e9, 50e9, f"{_SHEET}, DGX B200"),
+            _gpu("a100-40", 42_331_013_120, _AMPERE, 1555e9, 300e9, 25e9, "A100 SXM 40 GB",
+                 "NVIDIA A100-SXM4-40GB", float8_rate=1.0),
+            _gpu("a100-80", 85_100_068_864, _AMPERE, 2039e9, 300e9, 25e9, "A100 SXM 80 GB",
+                 "NVIDIA A100-SXM4-80GB", float8_rate=1.0),
+            _gpu("h100", 84_978_434_048, _HOPPER, 3.35e12, 450e9, 50e9, "H100 SXM",
+                 "NVIDIA H100 80GB HBM3"),
+            _gpu("h200", 151_397_597_184, _HOPPER, 4.8e12, 450e9, 50e9, "H200 SXM", "NVIDIA H200"),
+            _gpu("b200", 191_514_411_008, 2.25e15, 8e12, 900e9, 50e9, "DGX B200", "NVIDIA B200"),
             # A ring over one torus axis uses both directions of a link.
-            _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TPU_DOCS),
-            _tpu("v5e", 16 * _GB, 197e12, 819e9, 90e9, _TPU_DOCS),
-            _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TPU_DOCS),
-            _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TPU_DOCS),
+            _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TORUS_V4, "TPU v4"),
+            # Without a sparse core.
+            _tpu("v5e", 16 * _GB, 197e12, 819e9, 90e9, _TORUS_2D, "TPU v5 lite", "TPU v5e",
+                 aliases=("v5litepod",), options=_ON_TPU),
+            _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TORUS_3D, "TPU v5", "TPU v5p"),
+            _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TORUS_2D, "TPU v6 lite", "TPU v6e",
+                 aliases=("trillium",)),
         )
     }
-)
-"""The machines whose rates are known, by name."""
+)  # fmt: skip
+"""The chips that are known, by name."""
+
+MACHINES: tuple[Hardware, ...] = tuple(HARDWARE.values())
+"""The same as a tuple."""
+
+Machine = Hardware
+"""What `inspect` calls a row whose rates judge transfers."""
+
+
+def machine_of(mesh: jax.sharding.Mesh | None) -> Hardware | None:
+    """Looks up the chip whose devices form a mesh; None for one that is not in the table."""
+    if mesh is None:
+        return None
+    kind = getattr(mesh.devices.flat[0], "device_kind", None)
+    return next((row for row in HARDWARE.values() if kind in row.kinds), None)
 
 
 def hardware(name: str) -> Hardware:
     """Looks up a machine.
 
     Args:
-        name: a key of `HARDWARE`.
+        name: a key of `HARDWARE`, or an alias of one.
 
     Returns:
         Its row.
@@ -155,9 +275,15 @@ def hardware(name: str) -> Hardware:
         >>> hardware("v5p").memory_bytes // 10**9
         95
     """
-    if name not in HARDWARE:
-        raise ConfigError(f"no rates are known of {name!r}.{did_you_mean(name, HARDWARE)}")
-    return HARDWARE[name]
+    known = chip_names()
+    if name not in known:
+        raise ConfigError(f"no rates are known of {name!r}.{did_you_mean(name, known)}")
+    return HARDWARE[known[name]]
+
+
+def chip_names() -> dict[str, str]:
+    """The name of every chip that is known, by the names and aliases that it may be called."""
+    return {alias: row.name for row in MACHINES for alias in (row.name, *row.aliases)}
 
 
 def parse_cluster(text: str) -> tuple[Hardware, int]:

@@ -1,36 +1,17 @@
-"""Names of machines to compile for: `h100:8x8`, `v5p:4x4x4`, `v5e:16x16`, `cpu:8`."""
+"""Machines to compile for, by names such as `h100:8x8`, `v5p:4x4x4`, `v5e:16x16` and `cpu:8`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, TypeAlias
+from importlib import resources
+from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
-from .machine import MACHINES, Machine
+from .chips import EMULATED, HARDWARE, Hardware, Platform, Wiring, chip_names
+from .options import CompilerOptions
 
-Platform: TypeAlias = Literal["cpu", "cuda", "tpu"]
-"""Which compiler a target needs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chip:
-    """`full_ring`: a torus axis of a multiple of it closes into a ring; 0 without a torus."""
-
-    platform: Platform
-    examples: tuple[str, ...]
-    num_dims: tuple[int, ...]
-    max_last_dim: int
-    full_ring: int
-
-
-_CHIPS = {
-    "cpu": _Chip("cpu", ("cpu:8",), (1,), 4096, 0),
-    "h100": _Chip("cuda", ("h100:8", "h100:8x8"), (1, 2), 8, 0),
-    "v5e": _Chip("tpu", ("v5e:4x4", "v5e:16x16"), (2,), 16, 16),
-    "v5p": _Chip("tpu", ("v5p:2x2x2", "v5p:4x4x4"), (3,), 16, 4),
-    "v6e": _Chip("tpu", ("v6e:4x4", "v6e:16x16"), (2,), 16, 16),
-}
+_EMULATED = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +21,7 @@ class Target:
     Args:
         name: what `parse_target` reads, such as `"v5p:4x4x4"`.
         platform: `cpu`, `cuda` or `tpu`.
-        chip: `cpu`, `h100`, `v5e`, `v5p` or `v6e`.
+        chip: `cpu`, or a name of `HARDWARE`.
         shape: nodes and devices per node of a GPU cluster, or the dims of a TPU slice.
     """
 
@@ -52,7 +33,7 @@ class Target:
     @property
     def examples(self) -> tuple[str, ...]:
         """Names of targets with the same chip."""
-        return _CHIPS[self.chip].examples
+        return tuple(f"{self.chip}:{shape}" for shape in _wiring(self.chip).examples)
 
     @property
     def num_devices(self) -> int:
@@ -62,12 +43,12 @@ class Target:
     @property
     def hbm_bytes(self) -> int | None:
         """Bytes of memory of one device; None for the CPU."""
-        return self.machine.hbm_bytes if self.machine else None
+        return self.machine.memory_bytes if self.machine else None
 
     @property
-    def machine(self) -> Machine | None:
-        """The peak rates of one device; None for the CPU."""
-        return next((machine for machine in MACHINES if machine.name == self.chip), None)
+    def machine(self) -> Hardware | None:
+        """The row of the chip; None for the CPU."""
+        return HARDWARE.get(self.chip)
 
     @property
     def wrap(self) -> tuple[bool, bool, bool] | None:
@@ -77,13 +58,31 @@ class Target:
         an axis of 16. The compiler has to be told: without rings it replaces all-gathers over the
         whole slice by all-reduces.
         """
-        full = _CHIPS[self.chip].full_ring
+        full = _wiring(self.chip).full_ring
         if not full:
             return None
         closed = [size % full == 0 for size in self.shape]
         if len(self.shape) == 3:
             return (True, True, True) if all(closed) else None
         return (closed[0], closed[1], False) if any(closed) else None
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        """What `jax.experimental.topologies.get_topology_desc` has to be told of it."""
+        sizes = "x".join(map(str, self.shape))
+        if self.platform == "cuda":
+            nodes, per_node = (1, *self.shape)[-2:]
+            description = resources.files("axon_dist.hardware") / f"{self.chip}.textproto"
+            return {
+                "topology_name": self.chip,
+                "platform": self.platform,
+                "target_config": description.read_text(),
+                "topology": f"{nodes}x{per_node}x1",
+            }
+        more = dict(_wiring(self.chip).topology)
+        wrap = {"wrap": self.wrap} if self.wrap else {}
+        name = f"{self.chip}:{sizes}"
+        return {"topology_name": name, "platform": self.platform, **more, **wrap}
 
 
 def parse_target(name: str) -> Target:
@@ -107,25 +106,58 @@ def parse_target(name: str) -> Target:
         >>> parse_target("v5p:2x2x2").shape
         (2, 2, 2)
     """
-    chip, _, text = name.partition(":")
-    if chip not in _CHIPS:
-        raise ConfigError(f"no target chip {chip!r} in {name!r}.{did_you_mean(chip, _CHIPS)}")
-    row = _CHIPS[chip]
+    called, _, text = name.partition(":")
+    chip = _chip(called, name)
+    row = _wiring(chip)
     parts = text.split("x")
     shape = tuple(int(part) for part in parts if part.isdigit())
+    target = Target(name, row.platform, chip, shape)
     if len(shape) != len(parts) or len(shape) not in row.num_dims or 0 in shape:
         raise ConfigError(
             f"cannot read the shape {text!r} of target {name!r}; "
-            f"write it as in {' or '.join(row.examples)}"
+            f"write it as in {' or '.join(target.examples)}"
         )
     if shape[-1] > row.max_last_dim:
         raise ConfigError(
             f"target {name!r} asks for {shape[-1]} {chip} where at most {row.max_last_dim} are "
-            f"wired together; write more of them as in {row.examples[-1]}"
+            f"wired together; write more of them as in {target.examples[-1]}"
         )
-    return Target(name, row.platform, chip, shape)
+    return target
 
 
 def as_target(target: Target | str) -> Target:
     """Reads a target unless it has been read already."""
     return parse_target(target) if isinstance(target, str) else target
+
+
+def target_options(target: Target | str) -> CompilerOptions:
+    """Returns what a step is compiled with for a target, unless the step is told otherwise.
+
+    `build_train_step` looks them up by its devices: a step that is compiled for the devices of a
+    target has them already.
+
+    Args:
+        target: a target or its name.
+
+    Returns:
+        Option names and values; empty for the CPU.
+
+    Example:
+        >>> target_options("h100:8")["xla_gpu_enable_pipelined_all_gather"]
+        True
+    """
+    machine = as_target(target).machine
+    return dict(machine.options) if machine else {}
+
+
+def _chip(called: str, name: str) -> str:
+    known = {_EMULATED: _EMULATED, **chip_names()}
+    if called not in known:
+        raise ConfigError(f"no target chip {called!r} in {name!r}.{did_you_mean(called, known)}")
+    return known[called]
+
+
+def _wiring(chip: str) -> Wiring:
+    wiring = EMULATED if chip == _EMULATED else HARDWARE[chip].wiring
+    assert wiring is not None, f"the table says nothing about how {chip} is wired"
+    return wiring

@@ -49,13 +49,20 @@ class Transfer:
     @property
     def kind(self) -> str:
         """One of `KINDS`."""
-        opcode = self.instruction.opcode
-        return "collective-permute" if opcode == "send" else opcode.removesuffix("-start")
+        return collective_kind(self.instruction) or self.instruction.opcode
 
     @property
     def is_async(self) -> bool:
         """Whether other instructions may run while it is under way."""
         return self.done > self.start
+
+
+def collective_kind(instruction: Instruction) -> str | None:
+    """Which of `KINDS` an instruction is or starts; None for anything else, `-done` too."""
+    if _is_send(instruction):
+        return "collective-permute"
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
 
 
 def transfers(module: Module, computation: Computation) -> list[Transfer]:
@@ -88,7 +95,7 @@ def transfers(module: Module, computation: Computation) -> list[Transfer]:
 def _launched(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    if instruction.opcode.removesuffix("-start") in KINDS or _is_send(instruction):
+    if collective_kind(instruction):
         yield computation, instruction
     elif instruction.opcode not in _STOPS:
         for callee in module.called(instruction):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from .loops import trip_count
-from .parse import Computation, Module
+from .parse import Computation, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +60,31 @@ def _descend(module: Module, visit: Visit) -> Iterator[Visit]:
             continue
         for computation in module.called(instruction):
             yield from _descend(module, dataclasses.replace(inner, computation=computation))
+
+
+def below_branches(module: Module) -> Iterator[Computation]:
+    """Finds what only some devices may run: all that a branch of a conditional leads to.
+
+    Unlike `visits` it enters everything that is named on the way, fusions and asynchronous
+    wrappers too, and each computation once.
+
+    Args:
+        module: the program.
+
+    Yields:
+        The computations.
+    """
+    every = (i for computation in module.computations.values() for i in computation.instructions)
+    waiting = [name for i in every if i.opcode == "conditional" for name in _named(i)]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in module.computations:
+            continue
+        seen.add(name)
+        yield module.computations[name]
+        waiting += [name for i in module.computations[name].instructions for name in _named(i)]
+
+
+def _named(instruction: Instruction) -> Iterator[str]:
+    return itertools.chain.from_iterable(instruction.called.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from ..hardware.machine import Machine
+from ..hardware import Hardware
 from ..hlo.loops import trip_count
 from ..hlo.parse import Computation, Instruction, Module
 from .matmuls import matmul_flops
@@ -35,9 +35,9 @@ class Cost:
         """The cost of so many executions."""
         return Cost(self.low * count, self.high * count, self.traffic * count)
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, machine: Hardware) -> float:
         """The least time that a machine needs, at its peak rates and on the cheapest branches."""
-        return max(self.low / machine.flops, self.traffic / machine.memory)
+        return max(self.low / machine.flops, self.traffic / machine.memory_bandwidth)
 
 
 class CostModel:

@@ -6,8 +6,7 @@ very step that would train there tells its memory, its collectives and its FLOPs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,26 +42,12 @@ def target_devices(target: Target | str) -> Sequence[Any]:
         return list(world.mesh.devices.flat)
     prepare_environment(target)
     try:
-        return topologies.get_topology_desc(**_topology(target)).devices
+        return topologies.get_topology_desc(**target.topology).devices
     except RuntimeError as error:
         raise UnsupportedError(
             f"the {target.platform} compiler cannot describe target {target.name!r} ({error}); "
             f"use a shape that exists, such as {' or '.join(target.examples)}"
         ) from error
-
-
-def _topology(target: Target) -> Mapping[str, Any]:
-    if target.platform == "cuda":
-        nodes, per_node = (1, *target.shape)[-2:]
-        description = resources.files("axon_dist.hardware") / f"{target.chip}.textproto"
-        return {
-            "topology_name": target.chip,
-            "platform": "cuda",
-            "target_config": description.read_text(),
-            "topology": f"{nodes}x{per_node}x1",
-        }
-    wrap = {"wrap": target.wrap} if target.wrap else {}
-    return {"topology_name": target.name, "platform": "tpu", **wrap}
 
 
 def target_mesh(target: Target | str, axes: AxesLike) -> jax.sharding.Mesh:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import jax
 
-from ..hardware.machine import Machine, machine_of
+from ..hardware import Hardware, machine_of
 from ..hlo.groups import Groups, permuted_axes, replica_groups, source_target_pairs, spanned_axes
 from ..hlo.parse import Module, Program, as_module
 from ..hlo.shapes import Shape, total_bytes
@@ -23,7 +23,7 @@ from .overlap import Wire, exposures
 def collectives(
     program: Program,
     mesh: jax.sharding.Mesh | None = None,
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
 ) -> Ledger:
     """Lists the collectives that one step of a compiled program executes.
 
@@ -61,7 +61,7 @@ def _rows(
     module: Module,
     visit: Visit,
     mesh: jax.sharding.Mesh | None,
-    machine: Machine | None,
+    machine: Hardware | None,
 ) -> Iterator[Collective]:
     wires, rows = [], []
     for transfer in transfers(module, visit.computation):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ..hardware.machine import Machine
+from ..hardware import Hardware
 from ..hlo.parse import Computation
 from ..hlo.transfers import Transfer
 from .collective import Exposure
@@ -27,7 +27,7 @@ class Wire:
 
 
 def exposures(
-    costs: CostModel, computation: Computation, wires: Sequence[Wire], machine: Machine | None
+    costs: CostModel, computation: Computation, wires: Sequence[Wire], machine: Hardware | None
 ) -> list[Exposure]:
     """Judges every transfer that a computation launches.
 

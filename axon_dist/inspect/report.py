@@ -10,7 +10,7 @@ import jax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ..hardware.machine import Machine, machine_of
+from ..hardware import Hardware, machine_of
 from ..hlo.parse import as_module
 from .flops import Flops, flops
 from .hlo import collectives
@@ -34,12 +34,12 @@ class Report:
     collectives: Ledger
     flops: Flops
     num_devices: int
-    machine: Machine | None
+    machine: Hardware | None
 
     @property
     def fits(self) -> bool | None:
         """Whether the peak fits the memory of the machine; None where that is not known."""
-        return None if self.machine is None else self.memory.peak <= self.machine.hbm_bytes
+        return None if self.machine is None else self.memory.peak <= self.machine.memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -81,7 +81,7 @@ class Report:
         table.add_row("MB exposed", f"{self.collectives.exposed_bytes() / 1e6:,.3f}")
         table.add_row("peak GiB", f"{self.memory.peak / 2**30:,.3f}")
         if self.machine:
-            capacity = f"{self.machine.hbm_bytes / 2**30:,.1f} GiB of {self.machine.name}"
+            capacity = f"{self.machine.memory_bytes / 2**30:,.1f} GiB of {self.machine.name}"
             table.add_row("fits" if self.fits else "does NOT fit", capacity)
         return table
 
@@ -89,7 +89,7 @@ class Report:
 def report(
     compiled: jax.stages.Compiled,
     mesh: jax.sharding.Mesh,
-    machine: Machine | None = None,
+    machine: Hardware | None = None,
 ) -> Report:
     """Joins what `memory`, `collectives` and `flops` say about one compiled step.
 

@@ -91,8 +91,7 @@ def estimate_step_time(
     Source: Hockney's alpha-beta model; Narayanan et al., arXiv:2104.04473, section 3.
     """
     recomputed = int(arrangement.remat) + int(arrangement.pp > 1)
-    half = work.policy.compute.itemsize == 2
-    rate = hardware.flops * (1 if half else hardware.float32_rate) * efficiency
+    rate = hardware.rate(work.policy.compute) * efficiency
     flops = work.tokens * work.shape.flops_per_token(recomputed) / arrangement.num_devices
     compute = flops / rate
     moved = transfers(arrangement, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from ..core.errors import ConfigError
+from ..hardware import HARDWARE
 
 FAST = 100e9
 """Bytes/s per device from which layers can be gathered while others compute."""
@@ -19,7 +20,9 @@ class Direction(StrEnum):
     TENSOR = "tensor"
 
 
-def decide(fits: bool, sequential: bool = False, interconnect: float = 450e9) -> Direction:
+def decide(
+    fits: bool, sequential: bool = False, interconnect: float = HARDWARE["h100"].link
+) -> Direction:
     """Says which parallelism to start from.
 
     A model that fits is replicated. One that does not is cut into stages if it is a sequence of
@@ -31,7 +34,7 @@ def decide(fits: bool, sequential: bool = False, interconnect: float = 450e9) ->
         fits: whether the training state (16 bytes per parameter with Adam in float32) and the
             activations fit on one device.
         sequential: whether the model is a chain of similar layers.
-        interconnect: bytes/s that a device sends to others.
+        interconnect: bytes/s that a device sends to others; an H100's inside its node by default.
 
     Returns:
         The direction.

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from ..core.errors import UnsupportedError
+from ..hlo.parse import Program, as_module
+from ..hlo.sources import origin
+from ..hlo.transfers import collective_kind
+from ..hlo.walk import below_branches
 from .spec import StepSpec
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(
-    r"\bbranch_computations=\{([^}]*)\}|\b(?:true|false)_computation=%?([\w.\-]+)"
-)
-_PERMUTE = re.compile(r" collective-permute(?:-start)?\(")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 class WithoutDivergence:
@@ -47,7 +42,7 @@ class WithoutDivergence:
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._compiled:
             compiled = self._jitted.lower(state, *others).compile()
-            check_branches(compiled.as_text())
+            check_branches(compiled)
             self._compiled[key] = compiled
         return self._compiled[key](state, *others)
 
@@ -66,19 +61,28 @@ def jit_of(spec: StepSpec) -> Callable[..., Any]:
     return guarded if left else jax.jit
 
 
-def check_branches(text: str) -> None:
+def check_branches(program: Program) -> None:
     """Looks for permutations in the branches of a compiled program.
 
     Args:
-        text: the program as HLO.
+        program: a `jax.stages.Compiled`, its text, or a `Module`.
 
     Raises:
         UnsupportedError: naming the operations that they come from.
 
     Example:
-        >>> check_branches("ENTRY %main (x: f32[]) -> f32[] {\\n}")
+        >>> import jax.numpy as jnp
+        >>> check_branches(jax.jit(jnp.sin).lower(1.0).compile())
     """
-    found = sorted(set(_permutes_in_branches(text)))
+    module = as_module(program)
+    found = sorted(
+        {
+            origin(instruction.attributes, module.sources)[0] or instruction.name
+            for computation in below_branches(module)
+            for instruction in computation.instructions
+            if collective_kind(instruction) == "collective-permute"
+        }
+    )
     if found:
         raise UnsupportedError(
             "stages of this pipeline would permute values between devices in a branch that the "
@@ -87,37 +91,3 @@ def check_branches(text: str) -> None:
             "along a dim that a strategy splits, such as the positions under sequence=True. Leave "
             "that strategy out, or compute such a slice before the model, in the batch"
         )
-
-
-def _permutes_in_branches(text: str) -> Iterator[str]:
-    bodies = _bodies(text)
-    waiting = [name for lines in bodies.values() for line in lines for name in _branches(line)]
-    seen: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in bodies:
-            continue
-        seen.add(name)
-        for line in bodies[name]:
-            waiting += _CALLED.findall(line)
-            if _PERMUTE.search(line):
-                origin = _OP_NAME.search(line)
-                yield origin.group(1) if origin else line.strip().split(" ")[0]
-
-
-def _branches(line: str) -> list[str]:
-    found = []
-    for names, name in _BRANCHES.findall(line):
-        found += [part.strip().lstrip("%") for part in names.split(",")] if names else [name]
-    return found
-
-
-def _bodies(text: str) -> dict[str, list[str]]:
-    bodies: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            lines = bodies.setdefault(header.group(1), [])
-        else:
-            lines.append(line)
-    return bodies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
@@ -31,6 +32,7 @@ class StepOptions:
         nonfinite: what to do after a loss or gradient that is not finite; None does not look.
         deterministic: whether every run has to give the same bits.
         pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
+        compiler_options: what the compiler is told beside what the chip has.
     """
 
     accumulate: int = 1
@@ -40,6 +42,7 @@ class StepOptions:
     nonfinite: Nonfinite | None = None
     deterministic: bool = False
     pad: str | None = None
+    compiler_options: Mapping[str, Any] | None = None
 
     @property
     def holds(self) -> bool:

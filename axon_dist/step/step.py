@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
 from .batch import BatchLayout, Placed
 from .claims import claims_of
-from .determinism import deterministic_options
+from .compiling import Value
+from .compiling import compiler_options as chosen_options
 from .divergence import jit_of
 from .global_view import evaluation
 from .gradients import gradient_function
@@ -61,6 +63,7 @@ def build_train_step(
     nonfinite: Nonfinite | str | None = None,
     deterministic: bool = False,
     pad: str | None = None,
+    compiler_options: Mapping[str, Value | None] | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -92,6 +95,10 @@ def build_train_step(
             `deterministic_options`.
         pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
             with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
+        compiler_options: what XLA is told beside and over the options of the chip, which
+            `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
+            takes one of them away. Every program of the step is compiled with them, and what
+            `lower(batch).compile()` shows is what runs.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -124,7 +131,9 @@ def build_train_step(
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
-    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic, pad)
+    options = StepOptions(
+        count, clip_norm, metrics, scaler, policy, deterministic, pad, compiler_options
+    )
     options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
@@ -145,6 +154,7 @@ class TrainStep:
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
+        compiler_options: what its programs are compiled with.
     """
 
     def __init__(self, spec: StepSpec, source: Source):
@@ -158,8 +168,10 @@ class TrainStep:
         self._evaluation = evaluation(spec)
         self._near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
-        chosen = deterministic_options(spec.world) if spec.options.deterministic else None
-        jit = functools.partial(jit_of(spec), compiler_options=chosen)
+        self.compiler_options = chosen_options(
+            spec.world, spec.options.compiler_options, spec.options.deterministic
+        )
+        jit = functools.partial(jit_of(spec), compiler_options=self.compiler_options)
         self._step = jit(
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
@@ -353,7 +365,8 @@ class TrainStep:
                 `jax.ShapeDtypeStruct` will do.
 
         Returns:
-            The lowered step; `.compile()` it to read its memory and collectives.
+            The lowered step; `.compile()` it to read its memory and collectives. It compiles as it
+            runs, with `compiler_options`.
         """
         state = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

@@ -1,28 +1,61 @@
+import ast
 import dataclasses
 import math
+import pathlib
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import axon_dist
+from axon_dist import inspect, planner
 from axon_dist.core.errors import ConfigError
-from axon_dist.hardware import HARDWARE, MACHINES, hardware, parse_cluster
+from axon_dist.hardware import HARDWARE, hardware, parse_cluster, parse_target
 from axon_dist.planner import parse_bytes, parse_count
 
+PACKAGE = pathlib.Path(axon_dist.__file__).parent
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_rates_agree_with_those_of_the_witness(machine):
-    row = hardware(machine.name)
-    mine = (row.flops, row.memory_bandwidth, row.link, row.network, row.node_size, row.memory_bytes)
-    theirs = (
-        machine.flops,
-        machine.memory,
-        machine.link,
-        machine.network,
-        machine.node_size,
-        machine.hbm_bytes,
-    )
-    assert mine == theirs
+
+def test_the_rate_of_an_h100_is_stated_once():
+    """Read as numbers, so that no spelling hides one: every literal of every file."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    stated = [
+        (path.name, node.value)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, float | int)
+    ]
+    for row in HARDWARE.values():
+        assert [where for where, number in stated if number == row.flops] == ["chips.py"], row.name
+    assert not any(number == 989 for _, number in stated)
+
+
+def test_planner_and_witness_read_the_same_rows():
+    assert inspect.MACHINES == tuple(planner.HARDWARE.values()) == tuple(HARDWARE.values())
+    assert inspect.Machine is planner.Hardware
+    assert all(parse_target(f"{name}:{shape}").machine is row for name, row, shape in SHAPES)
+
+
+SHAPES = [(name, row, shape) for name, row in HARDWARE.items() for shape in row.wiring.examples]
+
+
+@pytest.mark.parametrize("name", [name for name, row in HARDWARE.items() if row.node_size])
+def test_descriptions_for_the_compiler_are_those_of_the_rows(name):
+    """A field that XLA reads beside the table: the memory it may fill, and who it is."""
+    row, text = HARDWARE[name], parse_target(f"{name}:8").topology["target_config"]
+    field = lambda key: re.search(rf"\b{key}: (\S+)", text).group(1)
+    assert int(field("device_memory_size")) == row.memory_bytes
+    assert int(field("memory_bandwidth")) == pytest.approx(row.memory_bandwidth, rel=0.05)
+    assert re.search(r'device_description_str: "(.*)"', text).group(1) in row.kinds
+
+
+def test_every_chip_has_its_own_names():
+    called = [word for row in HARDWARE.values() for word in (row.name, *row.aliases)]
+    kinds = [kind for row in HARDWARE.values() for kind in row.kinds]
+    assert len(set(called)) == len(called)
+    assert len(set(kinds)) == len(kinds) >= len(HARDWARE)
+    assert hardware("trillium") is hardware("v6e")
 
 
 def test_every_row_has_a_source():
@@ -47,6 +80,18 @@ def test_rings_between_nodes():
     assert h100.bandwidth(2, stride=8) == 50e9  # one port
     assert h100.bandwidth(4, stride=4) == 2 * 50e9
     assert h100.ring_latency(16) == pytest.approx(14 * 3.4e-6 + 14e-6)
+
+
+@given(
+    name=st.sampled_from(sorted(HARDWARE)),
+    ranks=st.sampled_from([2, 4, 8, 16, 64]),
+    stride=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_the_planner_and_the_witness_judge_a_ring_alike(name, ranks, stride):
+    """One counts nodes from a stride, the other from the members of every group."""
+    row = hardware(name)
+    groups = tuple(tuple(start + stride * rank for rank in range(ranks)) for start in range(stride))
+    assert row.wire_seconds(10**9, groups) == pytest.approx(10**9 / row.bandwidth(ranks, stride))
 
 
 @pytest.mark.parametrize(

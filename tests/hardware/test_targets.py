@@ -15,6 +15,10 @@ from axon_dist.inspect import target_devices, target_mesh
         ("cpu:8", "cpu", (8,), 8),
         ("h100:8", "cuda", (8,), 8),
         ("h100:8x8", "cuda", (8, 8), 64),
+        ("a100-40:8", "cuda", (8,), 8),
+        ("b200:2x4", "cuda", (2, 4), 8),
+        ("v4:2x2x4", "tpu", (2, 2, 4), 16),
+        ("v5litepod:4x4", "tpu", (4, 4), 16),
         ("v5p:2x2x2", "tpu", (2, 2, 2), 8),
         ("v5p:4x4x4", "tpu", (4, 4, 4), 64),
         ("v5e:16x16", "tpu", (16, 16), 256),
@@ -50,6 +54,8 @@ def test_wrong_targets_name_a_right_one(name, message):
         ("h100:8", None),
         ("v5p:2x2x2", None),
         ("v5p:4x4x4", (True, True, True)),
+        ("v4:4x4x4", (True, True, True)),
+        ("v4:2x2x4", None),
         ("v5p:4x4x8", (True, True, True)),
         ("v5p:2x2x4", None),
         ("v5e:4x4", None),
@@ -59,6 +65,15 @@ def test_wrong_targets_name_a_right_one(name, message):
 )
 def test_full_torus_axes_close_into_rings(name, wrap):
     assert parse_target(name).wrap == wrap
+
+
+def test_a_target_says_how_its_compiler_calls_it():
+    assert parse_target("v5litepod:4x4").topology == {"topology_name": "v5e:4x4", "platform": "tpu"}
+    # By default a v4 chip is two devices with half of its memory each, as JAX never runs it.
+    assert parse_target("v4:2x2x2").topology["chip_config_name"] == "megacore"
+    assert parse_target("v5p:4x4x4").topology["wrap"] == (True, True, True)
+    assert parse_target("h200:8").topology["topology"] == "1x8x1"
+    assert parse_target("b200:2x4").topology["topology"] == "2x4x1"
 
 
 def test_memory_sizes():

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.hardware import missing_compiler, target_options
+from axon_dist.hardware import MACHINES, missing_compiler, target_options
 from axon_dist.inspect import report, target_mesh
 
 pytestmark = pytest.mark.aot
@@ -188,8 +188,8 @@ def test_tpu_sends_what_theory_says(v5p):
     assert set(ledger.by_axis()) == {"fsdp"}
 
 
-@pytest.mark.parametrize("target", ["h100:8x8", "v5e:4x4", "v6e:4x4", "v5p:4x4x4"])
-def test_other_targets_compile(target):
+@pytest.mark.parametrize("target", [f"{row.name}:{row.wiring.examples[-1]}" for row in MACHINES])
+def test_every_chip_that_can_be_planned_can_be_compiled_for(target):
     shape = Shape(1024, 512, 2, 4, 1024, 256, attention=None)
     compiled, mesh = compile_fsdp(target, shape)
     found = report(compiled, mesh)

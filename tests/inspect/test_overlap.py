@@ -10,11 +10,11 @@ MACHINE = Machine(
     name="toy",
     kinds=("toy",),
     flops=1e6,
-    memory=1e12,
+    memory_bandwidth=1e12,
     link=1e3,
     network=1e3,
     node_size=0,
-    hbm_bytes=1,
+    memory_bytes=1,
 )
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose
-from axon_dist.hardware import missing_compiler, target_options
+from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import collectives, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 from axon_dist.nn import ActivationCheckpointing
@@ -42,7 +42,7 @@ def compiled(target, mesh, config, *strategies, length=LENGTH, batch=None, polic
         world,
     )
     tokens = jax.ShapeDtypeStruct((batch or world.size, length + 1), jnp.int32)
-    program = step.lower({"tokens": tokens}).compile(compiler_options=target_options(target))
+    program = step.lower({"tokens": tokens}).compile()
     return world, program
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, pipelined
 from axon_dist.hlo import as_module
+from axon_dist.hlo.sources import origin
 from axon_dist.hlo.walk import visits
 from axon_dist.inspect import flops
 from axon_dist.inspect.cost import CostModel
@@ -47,8 +48,8 @@ def lanes(compiled):
     costs = CostModel(module)
     for visit in visits(module):
         for instruction in visit.computation.instructions:
-            name = re.search(r'op_name="([^"]*)"', instruction.attributes)
-            lane = instruction.opcode == "conditional" and LANE.search(name.group(1))
+            name, _ = origin(instruction.attributes, module.sources)
+            lane = instruction.opcode == "conditional" and LANE.search(name)
             if lane and not visit.in_conditional:
                 assert lane.group(1) not in found
                 found[lane.group(1)] = [costs.computation(c) for c in module.called(instruction)]

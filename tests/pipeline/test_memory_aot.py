@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, pipelined
-from axon_dist.hardware import missing_compiler, target_options
+from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import tensor_parallel
@@ -37,7 +37,7 @@ def temp(target, mesh, count, *strategies):
     )
     ranks = 8 // world.mesh.shape["pp"]
     tokens = jax.ShapeDtypeStruct((2 * ranks * count, 129), jnp.int32)
-    program = step.lower({"tokens": tokens}).compile(compiler_options=target_options(target))
+    program = step.lower({"tokens": tokens}).compile()
     return program.memory_analysis().temp_size_in_bytes
 
 

@@ -45,6 +45,26 @@ def test_a_permutation_below_a_branch_is_found():
             check_branches(TEXT.replace("WHERE", spelling))
 
 
+@pytest.mark.parametrize(
+    "permute",
+    [
+        "f32[4] collective-permute(%p), source_target_pairs={{0,1}}",
+        "(f32[4], f32[4]) collective-permute-start(%p), source_target_pairs={{0,1}}",
+        # As a GPU takes one apart.
+        'f32[4] send(%p), frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1}}"}',
+    ],
+)
+@pytest.mark.parametrize(
+    "way", ["fusion(%p), kind=kLoop, calls", "async-start(%p), calls", "while(%p), body"]
+)
+def test_a_permutation_is_found_however_it_is_spelled_and_reached(permute, way):
+    text = TEXT.replace("f32[4]{0} collective-permute(%p)", permute)
+    text = text.replace("call(%p), to_apply=%helper.1", f"{way}=%helper.1")
+    text = text.replace("WHERE", "conditional(%i, %x, %x), branch_computations={%no, %yes}")
+    with pytest.raises(UnsupportedError, match=r"wait for them forever: a/b\. "):
+        check_branches(text)
+
+
 def test_a_permutation_that_all_devices_take_is_fine():
     check_branches(TEXT.replace("WHERE", "call(%x), to_apply=%yes"))
 
