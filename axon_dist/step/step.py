@@ -155,8 +155,8 @@ class TrainStep:
         self.parts, self.strategy, self.world = parts, strategy, world
         self.loss_fn, self.options = loss_fn, options
         self.reduction = strategy.reduction or Reduction()
-        self.storage = storage_of(parts, strategy)
-        self.optimizer = optimizer_for(optimizer, parts, self.storage, world.mesh)
+        storage = storage_of(parts, strategy)
+        self.optimizer, self.storage = optimizer_for(optimizer, parts, storage, world.mesh)
         self._source = source
         self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
         self.layout = BatchLayout(
