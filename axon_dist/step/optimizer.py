@@ -51,7 +51,8 @@ def optimizer_for(
     fitting = _fitting(optax.with_extra_args_support(optimizer), parts)
     if storage.rows is None:
         return fitting, storage
-    staged = StagedOptimizer(fitting, storage.rows, mesh)
+    pipeline: Any = storage.strategy.pipeline
+    staged = StagedOptimizer(fitting, storage.rows, mesh, pipeline.axis)
     return staged, storage.with_state_rows(staged.state_form.row_paths)
 
 
