@@ -77,19 +77,24 @@ class StepSpec:
         return self.reduction.is_local(self.num_microbatches, compute)
 
     @cached_property
+    def _stored(self) -> tuple[Any, Storage]:
+        storage = storage_of(self.parts, self.strategy)
+        return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
+
+    @property
     def storage(self) -> Storage:
         """How the state holds the parameters."""
-        return storage_of(self.parts, self.strategy)
+        return self._stored[1]
+
+    @property
+    def stored_optimizer(self) -> Any:
+        """The transformation as it runs on the parameters as the state holds them."""
+        return self._stored[0]
 
     @cached_property
     def stored_shapes(self) -> PyTree:
         """The shapes of the parameters as the state holds them."""
         return jax.eval_shape(self.storage.from_model, self.parts.params)
-
-    @cached_property
-    def stored_optimizer(self) -> Any:
-        """The transformation as it runs on the parameters as the state holds them."""
-        return optimizer_for(self.optimizer, self.parts, self.storage, self.mesh)
 
     @cached_property
     def owners(self) -> PyTree:
