@@ -15,7 +15,7 @@ from ..sharding import shardings
 from .accumulate import accumulate
 from .objective import Forward, Prepare, forward_of, gradient_means, gradient_sums, mean_loss
 from .parts import ModelParts
-from .view import MakeGather, layers_of, view_of
+from .view import MakeGather, layers_of, spelled, view_of
 
 
 def global_gradients(
@@ -70,7 +70,8 @@ def global_forward(
     view = view_of(strategy, parts)
     splits = strategy.params.split_axes or strategy.opt_state.split_axes
     gather = gather_of(strategy, parts, mesh) if splits else None
-    return view.rolled(forward_of(parts, loss_fn, view.prepare(gather, also)))
+    forward = forward_of(parts, loss_fn, view.prepare(gather, also))
+    return view.rolled(spelled(forward, strategy, mesh))
 
 
 def evaluation(

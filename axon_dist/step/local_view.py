@@ -22,7 +22,7 @@ from .accumulate import GradientFn, accumulate
 from .normalization import synchronise_statistics
 from .objective import Forward, Sums, forward_of, gradient_sums
 from .parts import ModelParts
-from .view import MakeGather, View, layers_of, view_of
+from .view import MakeGather, View, layers_of, spelled, view_of
 
 
 def local_gradients(
@@ -162,7 +162,8 @@ class LocalPlan:
                 synchronise_statistics(model, self.axes)
 
         prepare = self.view.prepare(make_gather, also)
-        return self.view.rolled(forward_of(self.parts, self.loss_fn, prepare))
+        forward = forward_of(self.parts, self.loss_fn, prepare)
+        return self.view.rolled(spelled(forward, self.strategy, self.mesh))
 
     def _gather(self, path: Path) -> LocalGather:
         shape = self.parts.shape_of(path)

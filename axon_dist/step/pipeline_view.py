@@ -35,7 +35,7 @@ from .local_view import LocalPlan
 from .objective import Sums, evaluate
 from .parts import ModelParts
 from .storage import Storage
-from .view import View, layers_of
+from .view import View, layers_of, spelled
 
 
 def pipeline_gradients(
@@ -261,7 +261,7 @@ class StagedPlan:
             loss = outcome.loss
             return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
 
-        return trace_loss(forward, params, buffers, one)
+        return trace_loss(spelled(forward, self.strategy, self.mesh), params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
