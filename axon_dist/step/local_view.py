@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..collectives import plan_buckets, reduce_buckets
-from ..core.reduction import all_mean, all_sum
+from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import is_key
 from ..core.typing import Array, Batch, LossFn, Path, PyTree
 from ..parallel import LocalGather, Reduction, Strategy, all_gather_by, only_axes, reduce_by
@@ -184,7 +184,7 @@ class LocalPlan:
                 grads,
                 self.specs(self.strategy.opt_state),
             )
-        wire = jax.tree.map(lambda g: g.astype(self.reduction.dtype or g.dtype), grads)
+        wire = jax.tree.map(lambda g: on_wire(g, self.reduction.dtype), grads)
         buckets = plan_buckets(wire, self.reduction.bucket_capacity)
         total = lambda x: all_sum(x, self.axes)
         reduced = reduce_buckets(wire, buckets, total, strategy=self.reduction.sync)
@@ -219,7 +219,7 @@ def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
 
 
 def _per_rank(leaf: Any) -> bool:
-    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:

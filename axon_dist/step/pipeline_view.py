@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import StrategyConflictError
-from ..core.reduction import all_sum
+from ..core.reduction import all_sum, on_wire
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
@@ -309,7 +309,7 @@ class StagedPlan:
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add, and send, bfloat16 as float32.
-            summed = jax.lax.reduce_sum(x.astype(self.reduction.dtype), (dim,))
+            summed = jax.lax.reduce_sum(on_wire(x, self.reduction.dtype), (dim,))
             return jax.lax.with_sharding_constraint(summed, NamedSharding(self.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:
