@@ -27,7 +27,8 @@ class Reduction:
 
     Args:
         per: `"step"` accumulates microbatches locally and reduces once; `"microbatch"` reduces
-            each, which moves K times the bytes and keeps only shards.
+            each, which moves K times the bytes and keeps only shards. None has not said: another
+            part of the strategy may, or else `chosen` decides.
         sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype on the wire; None is the gradients' own.
@@ -40,7 +41,7 @@ class Reduction:
             floating-point.
     """
 
-    per: str = "step"
+    per: str | None = None
     sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS
     bucket_capacity: int | None = None
     dtype: Any = None
@@ -55,16 +56,28 @@ class Reduction:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every field has a possible value."""
-        if self.per not in ("step", "microbatch"):
+        if self.per not in (None, "step", "microbatch"):
             raise ConfigError(
                 f"reduction per {self.per!r} is unknown."
-                f"{did_you_mean(self.per, ['step', 'microbatch'])}"
+                f"{did_you_mean(str(self.per), ['step', 'microbatch'])}"
             )
         if self.bucket_capacity is not None and self.bucket_capacity < 1:
             raise ConfigError(
                 f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "
                 "None to leave the grouping to the compiler"
             )
+
+    def chosen(self, splits_grads: bool) -> Reduction:
+        """The reduction with `per` said: once per step, unless gradients are kept split.
+
+        Split gradients, as those of ZeRO-2, ZeRO-3 and FSDP, are reduced once per microbatch, so
+        that no rank ever holds a whole one.
+
+        Args:
+            splits_grads: whether the strategy keeps gradients split.
+        """
+        per = self.per or ("microbatch" if splits_grads else "step")
+        return dataclasses.replace(self, per=per)
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be held per rank before they are reduced.
@@ -78,7 +91,7 @@ class Reduction:
             num_microbatches: how many microbatches a step has.
             compute: the compute dtype; None where it does not differ from the parameters'.
         """
-        held_back = self.per == "step" and num_microbatches > 1
+        held_back = self.per != "microbatch" and num_microbatches > 1
         grouped = self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
         recast = None not in (self.dtype, compute) and self.dtype != compute
         return self.by_hand or held_back or grouped or recast or not self.sync_buffers
@@ -239,7 +252,9 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         *strategies: in any order; the order of the axes comes from the mesh.
 
     Returns:
-        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim.
+        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
+        the reduction each part says what is not a default: `compose(ddp(), fsdp())` reduces every
+        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or say
@@ -260,7 +275,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         params=_merged([part.params for part in parts]),
         grads=_merged([part.grads for part in parts]),
         opt_state=_merged([part.opt_state for part in parts]),
-        reduction=_only(parts, "reduction", None),
+        reduction=_joined_reduction(parts),
         wrap=_only(parts, "wrap", None),
         precision=_only(parts, "precision", None),
         remat=_only(parts, "remat", None),
@@ -322,6 +337,27 @@ def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                 )
             axes[axis] = part.name
     return tuple(axes)
+
+
+def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
+    """Field by field what the parts say about the reduction; a default says nothing."""
+    saying = [part for part in parts if part.reduction is not None]
+    if not saying:
+        return None
+    said: dict[str, tuple[Any, str]] = {}
+    for part in saying:
+        for field in dataclasses.fields(Reduction):
+            value = getattr(part.reduction, field.name)
+            if value == field.default:
+                continue
+            first, owner = said.setdefault(field.name, (value, part.name))
+            if first != value:
+                raise StrategyConflictError(
+                    f"reduction is {field.name}={_named(first)} in {owner!r} and "
+                    f"{field.name}={_named(value)} in {part.name!r}; say it in one of them, or the "
+                    "same in both"
+                )
+    return Reduction(**{name: value for name, (value, _) in said.items()})
 
 
 def _only(parts: Sequence[Strategy], field: str, silent: Any) -> Any:

@@ -5,9 +5,11 @@ then `units.py`, `rolling.py` and `piece.py`.
 """
 
 from .calls import wrap_calls as wrap_calls
+from .convolution import ByRank as ByRank
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
+from .rewrite import Rewriting as Rewriting
 from .rolling import SHARED as SHARED
 from .rolling import Chain as Chain
 from .rolling import find_chains as find_chains
@@ -34,3 +36,4 @@ from .walk import needed_for as needed_for
 from .walk import opened as opened
 from .walk import sources_of as sources_of
 from .walk import variables as variables
+from .whole_slices import whole_slices as whole_slices

@@ -72,7 +72,7 @@ class StepOptions:
 def resolve(
     strategy: Strategy, precision: Any, remat: ActivationCheckpointing | None, dtype: Any
 ) -> Strategy:
-    """The strategy with everything said: precision, remat, and the dtype of the reduction.
+    """The strategy with everything said: precision, remat, and the reduction.
 
     Without a precision the gradients have the dtype of the parameters, on the wire too.
 
@@ -94,7 +94,7 @@ def resolve(
         remat=remat,
     )
     merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
-    reduction = merged.reduction or Reduction()
+    reduction = (merged.reduction or Reduction()).chosen(bool(merged.grads.split_axes))
     own = dtype if merged.precision is None else merged.precision.reduce_dtype
     wire = reduction.dtype or own
     return dataclasses.replace(merged, reduction=dataclasses.replace(reduction, dtype=wire))

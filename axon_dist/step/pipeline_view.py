@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import StrategyConflictError
-from ..core.reduction import all_sum
+from ..core.reduction import all_sum, on_wire
 from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
 from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
@@ -35,7 +35,7 @@ from ..program.randomness import Rows, with_rank, without_rank
 from .local_view import sample_rows
 from .objective import GradientFn, GradientResult, Sums, evaluate
 from .spec import StepSpec
-from .view import View
+from .view import View, spelled
 
 
 def pipeline_gradients(spec: StepSpec) -> GradientFn:
@@ -245,7 +245,7 @@ class StagedPlan:
             loss = outcome.loss
             return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
 
-        return trace_loss(forward, params, buffers, one)
+        return trace_loss(spelled(forward, self.strategy, self.mesh), params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -289,7 +289,7 @@ class StagedPlan:
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add, and send, bfloat16 as float32.
-            summed = jax.lax.reduce_sum(x.astype(self.reduction.dtype), (dim,))
+            summed = jax.lax.reduce_sum(on_wire(x, self.reduction.dtype), (dim,))
             return jax.lax.with_sharding_constraint(summed, NamedSharding(self.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:

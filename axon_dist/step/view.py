@@ -15,7 +15,16 @@ from ..core.typing import Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
 from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
 from ..precision import MixedPrecision, autocast, cast_floating
-from ..program import GATHER, RematPolicy, check_some, is_inside, mark_units, roll
+from ..program import (
+    GATHER,
+    ByRank,
+    RematPolicy,
+    check_some,
+    is_inside,
+    mark_units,
+    roll,
+    whole_slices,
+)
 from .objective import Forward, Prepare
 from .parts import ModelParts
 
@@ -92,6 +101,24 @@ class View:
         remat = self.remat.remat if self.remat else regather
         group = self.remat.group_size if self.remat else 1
         return roll(forward, group, remat, prefetch=not self.moves_activations)
+
+
+def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:
+    """A forward pass with its operations spelled so that the compiler gets them right on a mesh.
+
+    Args:
+        forward: of arrays.
+        strategy: its batch axes say which ranks have which samples; in stages of a pipeline
+            slices are spelled too.
+        mesh: the mesh.
+
+    Returns:
+        A function of the same arguments and results.
+    """
+    convolutions = ByRank.rewriting(mesh, strategy.batch_axes)
+    if convolutions is not None:
+        forward = convolutions.of(forward)
+    return forward if strategy.pipeline is None else whole_slices().of(forward)
 
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
