@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
+import jax
 import optax
 
 from axon_dist.core.errors import ConfigError
@@ -73,6 +74,15 @@ def build_step(
     )
     _check_batch(config, step)
     return step
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a run's global batch, known before any data is read."""
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }
 
 
 def build_loader(
@@ -192,7 +202,9 @@ def build_run(config: RunConfig) -> Run:
         logger.check()
     world = build_world(config)
     step = build_step(config, world)
-    return Run(config, world, step, build_loader(config, world, step.strategy.batch_axes))
+    loader = build_loader(config, world, step.strategy.batch_axes)
+    step.check(abstract_batch(config))
+    return Run(config, world, step, loader)
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:

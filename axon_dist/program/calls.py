@@ -37,7 +37,10 @@ def wrap_calls(module: nnx.Module, around: Mapping[str, Around]) -> None:
 def _wrapped(module_type: type, around: tuple[tuple[str, Around], ...]) -> type:
     def member(name: str, function: Around) -> Callable[..., Any]:
         method = getattr(module_type, name)
-        return lambda self, *args, **kwargs: function(method, self, *args, **kwargs)
+        # With the signature of the method, which others who wrap it may ask for.
+        return functools.wraps(method)(
+            lambda self, *args, **kwargs: function(method, self, *args, **kwargs)
+        )
 
     members = {name: member(name, function) for name, function in around}
     return type(module_type.__name__, (module_type,), {**members, "__doc__": module_type.__doc__})

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from .spec import StepSpec
 
@@ -46,14 +47,28 @@ class WithoutDivergence:
         leaves, structure = jax.tree.flatten(others)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._compiled:
-            compiled = self._jitted.lower(state, *others).compile()
-            check_branches(compiled.as_text())
+            compiled = self.lower(state, *others).compile()
+            check_branches(compiled.as_text() or "")
             self._compiled[key] = compiled
         return self._compiled[key](state, *others)
 
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the function.
+
+        Raises:
+            UnsupportedError: when a branch of the traced program has a permutation.
+        """
+        traced = self._jitted.trace(*args)
+        _refuse(sorted(set(_permutes_of(traced.jaxpr.jaxpr, False))))
+        return traced
+
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function."""
-        return self._jitted.lower(*args)
+        """Lowers the function.
+
+        Raises:
+            UnsupportedError: as `trace`.
+        """
+        return self.trace(*args).lower()
 
 
 def jit_of(spec: StepSpec) -> Callable[..., Any]:
@@ -78,7 +93,20 @@ def check_branches(text: str) -> None:
     Example:
         >>> check_branches("ENTRY %main (x: f32[]) -> f32[] {\\n}")
     """
-    found = sorted(set(_permutes_in_branches(text)))
+    _refuse(sorted(set(_permutes_in_branches(text))))
+
+
+def _permutes_of(jaxpr: Any, in_branch: bool) -> Iterator[str]:
+    """The permutations that a model itself asks for in a branch."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if in_branch and name == "ppermute":
+            yield f"ppermute over {equation.params['axis_name']}"
+        for inner in inner_programs(equation):
+            yield from _permutes_of(inner, in_branch or name == "cond")
+
+
+def _refuse(found: list[str]) -> None:
     if found:
         raise UnsupportedError(
             "stages of this pipeline would permute values between devices in a branch that the "

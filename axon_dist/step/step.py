@@ -13,12 +13,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay
-from ..pipeline.rowwise import check_rowwise
+from ..parallel import HasStrategy, Strategy, as_strategy, overlay
 from ..precision import GradScaler, MixedPrecision
 from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
@@ -33,8 +32,8 @@ from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .objective import GradientFn, GradientResult
 from .options import LOSS_SCALE, StepOptions, resolve
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
-from .pipeline_view import microbatches_of
 from .placement import on_device, state_shardings
+from .rules import check_rules
 from .spec import StepSpec
 from .state import TrainState, check_usable
 from .storage import Storage
@@ -61,6 +60,7 @@ def build_train_step(
     nonfinite: Nonfinite | str | None = None,
     deterministic: bool = False,
     pad: str | None = None,
+    batch: Batch | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -92,13 +92,14 @@ def build_train_step(
             `deterministic_options`.
         pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
             with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
+        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
+            then also what only a batch can show is refused here, rather than by the first call.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        ConfigError: for an option out of range.
-        MeshError: when the strategy names an axis that the mesh lacks.
+        AxonDistError: what the first broken rule of `RULES` says, or `TrainStep.check(batch)`.
         StrategyConflictError: when precision or remat contradict the strategy's.
 
     Example:
@@ -116,19 +117,21 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat)
     parts, source = take_apart(model)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
-    chosen.validate(world)
-    check_sums(chosen, parts.abstract)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
-    count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
-    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic, pad)
-    options.validate()
+    policy = nonfinite_policy(nonfinite)
+    options = StepOptions(accumulate, clip_norm, metrics, scaler, policy, deterministic, pad)
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
     extended = optax.with_extra_args_support(optimizer)
-    return TrainStep(StepSpec(parts, loss_fn, extended, chosen, world, options), source)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
+    check_rules(spec)
+    step = TrainStep(spec, source)
+    if batch is not None:
+        step.check(batch)
+    return step
 
 
 class TrainStep:
@@ -148,8 +151,6 @@ class TrainStep:
 
     def __init__(self, spec: StepSpec, source: Source):
         self.spec, self._source = spec, source
-        if spec.storage.rows is not None:
-            check_rowwise(spec.optimizer, spec.storage.rows)
         self.layout = BatchLayout.of(spec)
         self.abstract_state = self._abstract_state()
         self.state_shardings = state_shardings(spec, self.abstract_state)
@@ -336,13 +337,42 @@ class TrainStep:
         Returns:
             The lowered step; `.compile()` it to read its memory and collectives.
         """
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            self.abstract_state,
-            self.state_shardings,
-        )
+        return self._lower(batch, 1)
+
+    def check(self, batch: Batch) -> None:
+        """Traces and lowers the step for a batch, without compiling or storing anything.
+
+        What it learns is kept: a step for such a batch then only has to be compiled.
+
+        Args:
+            batch: as for `lower`.
+
+        Raises:
+            AxonDistError: about what the step cannot do with such a batch.
+        """
+        self._lower(batch, 1)
+
+    def check_rows(self, batch: Batch) -> None:
+        """As `check`, for the rows of this process, which are what a step takes."""
+        self._lower(batch, self.layout.num_processes)
+
+    def _lower(self, batch: Batch, num_processes: int) -> jax.stages.Lowered:
+        traced = self._step.trace(*self._arguments(batch, num_processes))
+        try:
+            return traced.lower()
+        except Exception as error:
+            raise UnsupportedError(
+                f"the traced step cannot be lowered for {self.world.backend} devices: {error}. "
+                "Trace the model alone for them, jax.jit(loss).lower(...), to find the operation, "
+                "and use another one or another precision"
+            ) from error
+
+    def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
+        """The arguments of the step as shapes."""
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        state = jax.tree.map(placed, self.abstract_state, self.state_shardings)
         held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self.options.holds else None
-        return self._step.lower(state, self.layout.abstract(batch), held)
+        return state, self.layout.abstract(batch, num_processes), held
 
     def _abstract_state(self) -> TrainState:
         return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)

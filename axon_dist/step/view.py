@@ -98,11 +98,17 @@ class View:
         return roll(forward, self.group, remat, prefetch=not self.moves_activations)
 
 
-def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
-    """What a strategy changes about the calls of a model's layers."""
+def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
+    """Where a strategy has the activations of all layers lie."""
     layout = Layout(mesh, strategy.batch_axes)
     for layers in strategy.layers:
         layout = layers.extend(layout)
+    return layout
+
+
+def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
+    """What a strategy changes about the calls of a model's layers."""
+    layout = layout_of(strategy, mesh)
 
     def adapt(model: nnx.Module) -> None:
         for layers in strategy.layers:
