@@ -37,6 +37,8 @@ from .plan import Rule as Rule
 from .plan import plan_of as plan_of
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
+from .rules import STRATEGY_RULES as STRATEGY_RULES
+from .rules import Placed as Placed
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
 from .strategy import Reduction as Reduction

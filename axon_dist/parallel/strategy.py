@@ -9,15 +9,17 @@ from typing import Any, Protocol
 from flax import nnx
 
 from ..collectives import GradSyncStrategy
-from ..core.errors import ConfigError, MeshError, StrategyConflictError, did_you_mean
+from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
+from ..core.requirement import check_all
 from ..core.typing import Path
 from ..mesh import World
 from ..nn import ActivationCheckpointing, Layout
 from ..precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, rows_alike
-from .offload import CPUOffload, check_offload
+from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
+from .rules import STRATEGY_RULES, Placed
 from .wrap import AutoWrapPolicy
 
 
@@ -110,6 +112,15 @@ class AdaptLayers(Protocol):
         """Whether it passes values around a ring of ranks, which all ranks must do together."""
         ...
 
+    def check(self, model: nnx.Module, layout: Layout) -> None:
+        """Raises where a model has no layers that it could change, or layers that it cannot.
+
+        Args:
+            model: of shapes.
+            layout: where activations lie.
+        """
+        ...
+
     def extend(self, layout: Layout) -> Layout:
         """Adds what it splits to where the activations of all layers lie."""
         ...
@@ -159,55 +170,9 @@ class Strategy:
         """Checks the strategy against a world.
 
         Raises:
-            MeshError: when it names an axis that the mesh lacks.
-            StrategyConflictError: when it puts gradients that it splits into buckets, or stages
-                of a pipeline are to recompute several blocks at once or to send around a ring.
-            UnsupportedError: when the devices lack the memory that it offloads to.
+            AxonDistError: what the first broken rule of `STRATEGY_RULES` says.
         """
-        for axis in self.batch_axes:
-            if axis not in world.mesh.axis_names:
-                raise MeshError(
-                    f"strategy {self.name!r} splits the batch over axis {axis!r}, which mesh "
-                    f"{world.spec} lacks.{did_you_mean(axis, world.mesh.axis_names)}"
-                )
-        for axis in (axis for layers in self.layers for axis in layers.axes):
-            if axis not in world.mesh.axis_names:
-                raise MeshError(
-                    f"strategy {self.name!r} splits layers over axis {axis!r}, which mesh "
-                    f"{world.spec} lacks.{did_you_mean(axis, world.mesh.axis_names)}"
-                )
-        self._check_buckets()
-        check_offload(self.offload, world)
-        if self.pipeline is not None:
-            self.pipeline.validate(world)
-            self._check_stage_remat()
-            self._check_stage_rings()
-
-    def _check_stage_rings(self) -> None:
-        rings = [axis for layers in self.layers if layers.sends_around for axis in layers.axes]
-        if rings:
-            raise StrategyConflictError(
-                f"strategy {self.name!r} is a pipeline, whose stages do different things at a "
-                f"time, and sends keys around the ring of axis {rings[0]!r}, which all must do "
-                "together; use context_parallel('ulysses')"
-            )
-
-    def _check_stage_remat(self) -> None:
-        interval = 1 if self.remat is None else self.remat.interval
-        if interval != 1:
-            raise StrategyConflictError(
-                f"strategy {self.name!r} is a pipeline, whose stages recompute block by block, and "
-                f"asks for checkpoint interval {interval!r}; leave the interval at 1"
-            )
-
-    def _check_buckets(self) -> None:
-        capacity = None if self.reduction is None else self.reduction.bucket_capacity
-        if capacity is not None and self.opt_state.split_axes:
-            raise StrategyConflictError(
-                f"strategy {self.name!r} reduces each gradient to the ranks that own its shards, "
-                f"and bucket_capacity={capacity} joins gradients that all ranks need whole; leave "
-                "the capacity out, or use ddp()"
-            )
+        check_all(STRATEGY_RULES, Placed(self, world))
 
 
 class HasStrategy(Protocol):

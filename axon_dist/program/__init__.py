@@ -30,6 +30,7 @@ from .walk import Known as Known
 from .walk import called as called
 from .walk import depends_on as depends_on
 from .walk import equations as equations
+from .walk import in_branches as in_branches
 from .walk import interpret as interpret
 from .walk import made_by as made_by
 from .walk import needed_for as needed_for

@@ -25,7 +25,8 @@ class StepOptions:
     """What a step does besides the strategy.
 
     Args:
-        accumulate: K microbatches per step, added up before the optimizer runs.
+        accumulate: K microbatches per step, added up before the optimizer runs; 1 beside a
+            pipeline, which has a number of its own.
         clip_norm: the largest global gradient norm; longer gradients are scaled down to it.
         metrics: which numbers a step reports, among `loss`, `grad_norm`, `param_norm`.
         scaler: the loss scale, or None without one.

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..collectives import GradSyncStrategy
-from ..core.errors import StrategyConflictError
 from ..core.reduction import all_sum, on_wire
 from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
@@ -52,7 +50,6 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         The function; gradients are in stored form, and lie where their moments do.
     """
     plan = StagedPlan(spec)
-    plan.validate()
 
     def gradients(
         params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
@@ -84,23 +81,6 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         return GradientResult(*sums.means(), buffers)
 
     return gradients
-
-
-def microbatches_of(strategy: Strategy, accumulate: int) -> int:
-    """How many microbatches a step has: `accumulate`, or those of the pipeline.
-
-    Raises:
-        StrategyConflictError: when both say a number, and not the same.
-    """
-    if strategy.pipeline is None:
-        return accumulate
-    count = strategy.pipeline.num_microbatches
-    if accumulate not in (1, count):
-        raise StrategyConflictError(
-            f"accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which "
-            "is its accumulation; leave accumulate out, or change num_microbatches"
-        )
-    return count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,33 +154,6 @@ class StagedPlan:
             return addends, addends
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
         return self.rows.rows_of(kept), self.rows.rest_of(kept)
-
-    def validate(self) -> None:
-        """Checks what a pipeline cannot do.
-
-        Raises:
-            StrategyConflictError: for a batch that is split over the pipeline's own axis, buffers
-                of each rank alone, or reductions in groups.
-        """
-        if self.pipeline.axis in self.strategy.batch_axes:
-            raise StrategyConflictError(
-                f"strategy {self.strategy.name!r} splits the batch over {self.pipeline.axis!r}, "
-                "along which the stages of its pipeline lie, and every stage needs every sample; "
-                "use another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the "
-                "data parallelism out"
-            )
-        if not self.reduction.sync_buffers:
-            raise StrategyConflictError(
-                "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "
-                "broadcast_buffers at True"
-            )
-        capacity, sync = self.reduction.bucket_capacity, self.reduction.sync
-        if capacity is not None or sync is not GradSyncStrategy.SYNCHRONOUS:
-            raise StrategyConflictError(
-                f"a pipeline got bucket_capacity={capacity} and sync={sync.name}; it reduces every "
-                "gradient once, after the last microbatch, and leaves the grouping to the "
-                "compiler, so leave both out"
-            )
 
     def run(
         self, rows: Any, rest: Any, buffers: PyTree, batch: Batch, scale: Any, samples: Any

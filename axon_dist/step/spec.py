@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from ..core.typing import LossFn, PyTree
 from ..mesh import World
+from ..nn import Layout
 from ..parallel import Reduction, Strategy
 from ..sharding import shardings
 from .objective import Prepare
@@ -20,7 +21,7 @@ from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
 from .storage import Storage, storage_of
-from .view import View, layers_of, view_of
+from .view import View, layers_of, layout_of, view_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +36,7 @@ class StepSpec:
         optimizer: the transformation.
         strategy: about the model's own leaves.
         world: the devices.
-        options: what the step does besides; `accumulate` is its number of microbatches, a
-            pipeline's too.
+        options: what the step does besides.
     """
 
     parts: ModelParts
@@ -53,8 +53,9 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut."""
-        return self.options.accumulate
+        """Into how many microbatches a batch is cut; a pipeline has a number of its own."""
+        pipeline = self.strategy.pipeline
+        return self.options.accumulate if pipeline is None else pipeline.num_microbatches
 
     @property
     def num_ranks(self) -> int:
@@ -102,9 +103,22 @@ class StepSpec:
         return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
 
     @cached_property
+    def first_opt_state(self) -> PyTree:
+        """The shapes of the optimizer's state."""
+        return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
+
+    @cached_property
     def view(self) -> View:
         """How the model is seen where the compiler or each rank runs all of it."""
-        return view_of(self.strategy, self.parts)
+        # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
+        by_stages = self.strategy.pipeline is not None
+        strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
+        return view_of(strategy, self.parts)
+
+    @property
+    def layout(self) -> Layout:
+        """Where the activations of all layers lie."""
+        return layout_of(self.strategy, self.mesh)
 
     @cached_property
     def change_layers(self) -> Prepare:

@@ -14,11 +14,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World, agree, checksums, digest
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay, per_layer
+from ..parallel import HasStrategy, Strategy, as_strategy, overlay, per_layer
 from ..precision import GradScaler, MixedPrecision
 from ..program import stacks_of
 from ..sharding import FromMetadata, annotations_of, shardings
@@ -35,8 +35,8 @@ from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .objective import GradientFn, GradientResult
 from .options import LOSS_SCALE, StepOptions, resolve
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
-from .pipeline_view import microbatches_of
 from .placement import on_device, state_shardings
+from .rules import check_rules
 from .spec import StepSpec
 from .state import TrainState, check_usable
 from .storage import Storage
@@ -64,6 +64,7 @@ def build_train_step(
     deterministic: bool = False,
     pad: str | None = None,
     compiler_options: Mapping[str, Value | None] | None = None,
+    batch: Batch | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -99,13 +100,14 @@ def build_train_step(
             `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
             takes one of them away. Every program of the step is compiled with them, and what
             `lower(batch).compile()` shows is what runs.
+        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
+            then also what only a batch can show is refused here, rather than by the first call.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        ConfigError: for an option out of range.
-        MeshError: when the strategy names an axis that the mesh lacks.
+        AxonDistError: what the first broken rule of `RULES` says, or `TrainStep.check(batch)`.
         StrategyConflictError: when precision or remat contradict the strategy's.
 
     Example:
@@ -123,22 +125,24 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat)
     parts, source = take_apart(model)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
-    chosen.validate(world)
-    check_sums(chosen, parts.abstract)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
     chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
-    count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
+    policy = nonfinite_policy(nonfinite)
     options = StepOptions(
-        count, clip_norm, metrics, scaler, policy, deterministic, pad, compiler_options
+        accumulate, clip_norm, metrics, scaler, policy, deterministic, pad, compiler_options
     )
-    options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
     extended = optax.with_extra_args_support(optimizer)
-    return TrainStep(StepSpec(parts, loss_fn, extended, chosen, world, options), source)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
+    check_rules(spec)
+    step = TrainStep(spec, source)
+    if batch is not None:
+        step.check(batch)
+    return step
 
 
 class TrainStep:
@@ -368,13 +372,42 @@ class TrainStep:
             The lowered step; `.compile()` it to read its memory and collectives. It compiles as it
             runs, with `compiler_options`.
         """
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            self.abstract_state,
-            self.state_shardings,
-        )
+        return self._lower(batch, 1)
+
+    def check(self, batch: Batch) -> None:
+        """Traces and lowers the step for a batch, without compiling or storing anything.
+
+        What it learns is kept: a step for such a batch then only has to be compiled.
+
+        Args:
+            batch: as for `lower`.
+
+        Raises:
+            AxonDistError: about what the step cannot do with such a batch.
+        """
+        self._lower(batch, 1)
+
+    def check_rows(self, batch: Batch) -> None:
+        """As `check`, for the rows of this process, which are what a step takes."""
+        self._lower(batch, self.layout.num_processes)
+
+    def _lower(self, batch: Batch, num_processes: int) -> jax.stages.Lowered:
+        traced = self._step.trace(*self._arguments(batch, num_processes))
+        try:
+            return traced.lower()
+        except Exception as error:
+            raise UnsupportedError(
+                f"the traced step cannot be lowered for {self.world.backend} devices: {error}. "
+                "Trace the model alone for them, jax.jit(loss).lower(...), to find the operation, "
+                "and use another one or another precision"
+            ) from error
+
+    def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
+        """The arguments of the step as shapes."""
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        state = jax.tree.map(placed, self.abstract_state, self.state_shardings)
         held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self.options.holds else None
-        return self._step.lower(state, self.layout.abstract(batch), held)
+        return state, self.layout.abstract(batch, num_processes), held
 
     def _abstract_state(self) -> TrainState:
         return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)

@@ -121,11 +121,17 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     return forward if strategy.pipeline is None else whole_slices().of(forward)
 
 
-def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
-    """What a strategy changes about the calls of a model's layers."""
+def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
+    """Where a strategy has the activations of all layers lie."""
     layout = Layout(mesh, strategy.batch_axes, may_ring=strategy.pipeline is None)
     for layers in strategy.layers:
         layout = layers.extend(layout)
+    return layout
+
+
+def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
+    """What a strategy changes about the calls of a model's layers."""
+    layout = layout_of(strategy, mesh)
 
     def adapt(model: nnx.Module) -> None:
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left
