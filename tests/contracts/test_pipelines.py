@@ -231,8 +231,6 @@ ROWS = [
     Row("1f1b", "pp=2", 4, "decoder4", backward="dots"),
     Row("zero_bubble_v", "pp=2", 4, "mlp", backward="residuals"),
 ]
-UNEVEN = ("weighted", "masked")
-"""Models whose microbatches weigh differently."""
 FULL = [
     *(Row("zero_bubble_h1", "pp=3", 4, name) for name in ("phases", "phases_apart")),
     *(Row("1f1b", "pp=2", 4, name, backward="residuals") for name in ("phases", "phases_apart")),
@@ -277,7 +275,12 @@ FULL = [
     *(Row("1f1b", "pp=2,dp=2", 4, "modules", other) for other in ("zero1", "zero3")),
     *(Row(name, "pp=2,dp=2,tp=2", 4, "decoder4", "ddp+tensor") for name in SCHEDULES),
     *(Row(name, "pp=2,dp=4", 4, "dropout", "ddp") for name in SCHEDULES),
-    *(Row(name, "pp=2,dp=2", 8, model, "ddp") for name in SCHEDULES for model in UNEVEN),
+    *(Row(name, "pp=2,dp=2", 8, "masked", "ddp") for name in SCHEDULES),
+    *(
+        Row(name, "pp=2,dp=2", 8, "weighted", "ddp")
+        for name, row in SCHEDULES.items()
+        if row.chunks == 1
+    ),
     *(Row(name, "pp=2", 4, "modules") for name, row in SCHEDULES.items() if row.chunks == 1),
 ]
 
