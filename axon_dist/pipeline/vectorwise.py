@@ -69,7 +69,12 @@ class VectorProgram:
             for value, (tree, place) in self._sources.items()
             if place.cell is None
         }
-        rows = {slot: stored[slot] for slot in _rows_of(self._arguments)}
+        # Vectors that other axes split would have to be moved in branches, where permutes hang.
+        place = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        rows = {
+            slot: jax.lax.with_sharding_constraint(stored[slot], place)
+            for slot in _rows_of(self._arguments)
+        }
         kept: list[Any] = []
         found: list[Any] = []
         for level in range(self._program.num_levels):
@@ -112,7 +117,14 @@ class VectorProgram:
             out_specs=own,
             check_vma=False,
         )
-        return mapped(rows, kept, [jnp.asarray(x) for x in shared.values()])
+        # Numbers that all know come whole, too.
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        known_to_all = [
+            jax.lax.with_sharding_constraint(jnp.asarray(x), everywhere) for x in shared.values()
+        ]
+        found = mapped(rows, kept, known_to_all)
+        place = NamedSharding(self._mesh, own)
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), found)
 
     def _branch(
         self, rank: int, level: int, rows: list[Any], kept: list[Any], shared: list[Any]
