@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from ..core.compat import eval_equation, eval_jaxpr
-from .units import UNIT_NAME, RematPolicy
+from .units import UNIT_NAME, RealOnly, RematPolicy
 
 SHARED, STACKED = "shared", "stacked"
 
@@ -253,7 +253,7 @@ def _protect(
     """
     if remat is None:
         return body
-    return jax.checkpoint(body, policy=remat, prevent_cse=not prefetch or times == 1)
+    return jax.checkpoint(body, policy=RealOnly(remat), prevent_cse=not prefetch or times == 1)
 
 
 def _read_elsewhere(jaxpr: Any, chain: Chain) -> list[int]:
