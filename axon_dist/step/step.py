@@ -140,6 +140,7 @@ class TrainStep:
         layout: how batches are cut.
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
+        near: (state) -> the same state, all of it in device memory.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class TrainStep:
             self.abstract_state, parts, strategy, self.storage, world.mesh
         )
         self.claims = claims_of(self.storage.strategy, world.mesh, self.abstract_state)
-        self._near = functools.partial(on_device, strategy.offload, self.state_shardings)
+        self.near = functools.partial(on_device, strategy.offload, self.state_shardings)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if world.is_cpu else 0)
         chosen = deterministic_options(world) if options.deterministic else None
         jit = functools.partial(jit_of(strategy, world), compiler_options=chosen)
@@ -184,7 +185,7 @@ class TrainStep:
         grads = self.storage.strategy.grads
         grad_shardings = shardings(grads, self.abstract_state.params, world.mesh)
         self._differentiate = jit(
-            lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
+            lambda state, placed: self._gradients(self.near(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, self._whole),
         )
 
@@ -315,6 +316,9 @@ class TrainStep:
     def merge(self, state: TrainState) -> nnx.Module:
         """The model with the values of a state."""
         check_usable(state)
+        if self.storage.rows is not None:
+            # Rows are cut out of stacks, which only device memory lets one do.
+            state = self.near(state)
         params = self.storage.to_model(state.params)
         return self.parts.merge(params, mean_buffers(state.buffers, self.reduction))
 
@@ -365,7 +369,7 @@ class TrainStep:
     def _take_step(
         self, state: TrainState, placed: Placed, held: Array | None = None
     ) -> tuple[TrainState, dict]:
-        state = self._near(state)
+        state = self.near(state)
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
@@ -385,7 +389,7 @@ class TrainStep:
         return new, {**metrics, **measured}
 
     def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
-        state = self._near(state)
+        state = self.near(state)
         buffers = mean_buffers(state.buffers, self.reduction)
         params = self.storage.to_model(state.params)
         run = evaluation(self.parts, self.loss_fn, self.strategy, self.world.mesh)
