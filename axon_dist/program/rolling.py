@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ..core.compat import eval_equation, eval_jaxpr, inner_programs
-from .units import UNIT_NAME, RematPolicy
+from .units import UNIT_NAME, RealOnly, RematPolicy
 from .walk import (
     CALLS,
     LOOPS,
@@ -89,7 +89,7 @@ class Rolling:
         if self.remat is None:
             return body
         barrier = not self.prefetch or times == 1
-        return jax.checkpoint(body, policy=self.remat, prevent_cse=barrier)
+        return jax.checkpoint(body, policy=RealOnly(self.remat), prevent_cse=barrier)
 
 
 def roll(

@@ -32,11 +32,36 @@ GATHER = "axon_gather"
 ARRAY, NODE = "array", "node"
 """What takes the place of an argument of a unit: an array, or something of nnx that has state."""
 
+MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
+"""The primitives that make complex numbers of real ones."""
+
 IsUnit: TypeAlias = Callable[[Path, nnx.Module], bool]
 """(path, module) -> whether calls of the module are a unit."""
 
 RematPolicy: TypeAlias = Callable[..., Any]
 """A policy of `jax.checkpoint`: which intermediate results are kept for the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RealOnly:
+    """A policy that keeps what another keeps, but no complex values, which are computed again.
+
+    `jax.checkpoint` rounds what it keeps with `reduce_precision`, which refuses complex numbers
+    (jax 0.10 to 0.12).
+
+    Args:
+        policy: the other policy.
+    """
+
+    policy: RematPolicy
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        """What becomes of the result of a primitive."""
+        dtypes = [getattr(aval, "dtype", None) for aval in avals] + [params.get("new_dtype")]
+        is_complex = any(getattr(dtype, "kind", "") == "c" for dtype in dtypes)
+        if is_complex or primitive.name in MAKES_COMPLEX:
+            return False
+        return self.policy(primitive, *avals, **params)
 
 
 def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
@@ -164,7 +189,7 @@ def _named() -> Any:
 
     def axon_unit(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
         run = functools.partial(_run, graphdef, how)
-        protected = run if how.remat is None else jax.checkpoint(run, policy=how.remat)
+        protected = run if how.remat is None else jax.checkpoint(run, policy=RealOnly(how.remat))
         return protected(params, rest, given)
 
     return jax.jit(axon_unit, static_argnums=(0, 1))

@@ -55,7 +55,8 @@ class PortableForm:
         mesh = step.world.mesh
         where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
         self.target = target_of(portable, where)
-        self._to_model = jax.jit(to_model, out_shardings=where)
+        near = step.near
+        self._to_model = jax.jit(lambda state: to_model(near(state)), out_shardings=where)
         self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)
 
     def of(self, state: TrainState) -> TrainState:

@@ -159,6 +159,7 @@ class TrainStep:
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
         compiler_options: what its programs are compiled with.
+        near: (state) -> the same state, all of it in device memory.
     """
 
     def __init__(self, spec: StepSpec, source: Source):
@@ -170,7 +171,7 @@ class TrainStep:
         self.claims = claims_of(spec, self.abstract_state)
         self._gradient_fn: GradientFn = gradient_function(spec)
         self._evaluation = evaluation(spec)
-        self._near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
+        self.near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         self.compiler_options = chosen_options(
             spec.world, spec.options.compiler_options, spec.options.deterministic
@@ -183,7 +184,7 @@ class TrainStep:
         grads = self.storage.strategy.grads
         grad_shardings = shardings(grads, self.abstract_state.params, spec.mesh)
         self._differentiate = jit(
-            lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
+            lambda state, placed: self._gradients(self.near(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, self._whole),
         )
 
@@ -358,6 +359,9 @@ class TrainStep:
     def merge(self, state: TrainState) -> nnx.Module:
         """The model with the values of a state."""
         check_usable(state)
+        if self.storage.rows is not None:
+            # Rows are cut out of stacks, which only device memory lets one do.
+            state = self.near(state)
         params = self.storage.to_model(state.params)
         return self.parts.merge(params, mean_buffers(state.buffers, self.spec.reduction))
 
@@ -437,7 +441,7 @@ class TrainStep:
     def _take_step(
         self, state: TrainState, placed: Placed, held: Array | None = None
     ) -> tuple[TrainState, dict]:
-        state = self._near(state)
+        state = self.near(state)
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
@@ -457,6 +461,6 @@ class TrainStep:
         return new, {**metrics, **measured}
 
     def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
-        state = self._near(state)
+        state = self.near(state)
         buffers = mean_buffers(state.buffers, self.spec.reduction)
         return self._evaluation(self.storage.to_model(state.params), buffers, placed.arrays)

@@ -238,9 +238,7 @@ def test_a_mask_of_another_model_is_refused(strategy, make_world):
     mask = {"blocks": True}
     world = make_world("pp=2" if strategy.pipeline else "dp=2")
     with pytest.raises(ConfigError, match=r"cannot work on the parameters.*mask=lambda params"):
-        build_train_step(
-            Net(MODELS["rows"]), optax.adamw(0.1, mask=mask), loss_fn, strategy, world
-        )
+        build_train_step(Net(MODELS["rows"]), optax.adamw(0.1, mask=mask), loss_fn, strategy, world)
 
 
 @pytest.mark.parametrize("model", ["rows", "vectors"])

@@ -163,9 +163,9 @@ EXAMPLES = {
         lambda: build(ddp(), optimizer=raising()),
         "makes no state .* KeyError: 'nothing'",
     ),
-    "the optimizer works row by row": (
-        lambda: build(pipelined(2, 4), PP, optimizer=optax.lamb(0.1)),
-        "treats 'layers/0/",
+    "the optimizer works on stages": (
+        lambda: build(pipelined(2, 4), PP, optimizer=optax.flatten(optax.adam(0.1))),
+        "of 'grads/layers/0/",
     ),
     "every array can be laid out": (
         lambda: build(tensor_parallel({"layers": "column"}), "tp=8", lambda: Net(width=12)),
