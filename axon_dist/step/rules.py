@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from ..core.errors import AxonDistError, ConfigError, StrategyConflictError, UnsupportedError
+from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
 from ..parallel import STRATEGY_RULES, Placed, check_sums
 from ..sharding import optimizer_shardings, shardings
@@ -46,16 +46,6 @@ def _stage_classes(spec: StepSpec) -> Found:
     if set(remat.classes) == set(blocks):
         return None
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
-
-
-def _optimizer(spec: StepSpec) -> Found:
-    try:
-        _ = spec.first_opt_state
-    except AxonDistError:
-        raise
-    except Exception as error:  # whatever a user's transformation raises
-        return {"kind": type(error).__name__, "error": str(error).split("\n")[0]}
-    return None
 
 
 def _arrays(spec: StepSpec) -> None:
@@ -103,15 +93,8 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         'Reduction(per="microbatch")',
         _statistics,
     ),
-    Requirement.row(
-        "the optimizer takes the parameters",
-        ConfigError,
-        "the optimizer makes no state for the parameters of this model: {kind}: {error}. It is "
-        "given a nested dict of arrays with the names that nnx.state(model, nnx.Param) has; try "
-        "optimizer.init(nnx.to_pure_dict(nnx.state(model, nnx.Param)))",
-        _optimizer,
-    ),
-    Requirement("the optimizer works on stages", lambda spec: spec.stored_optimizer),
+    Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.next_opt_state),
     Requirement("every array can be laid out", _arrays),
 )
 """What a step must fulfil, whatever its batch; what depends on the batch is traced."""

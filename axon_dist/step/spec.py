@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -106,6 +107,16 @@ class StepSpec:
     def first_opt_state(self) -> PyTree:
         """The shapes of the optimizer's state."""
         return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
+
+    @cached_property
+    def next_opt_state(self) -> PyTree:
+        """The shapes of the optimizer's state after an update."""
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        update = lambda grads, state, params, loss: self.stored_optimizer.update(
+            grads, state, params, value=loss
+        )[1]
+        params = self.stored_shapes
+        return jax.eval_shape(update, params, self.first_opt_state, params, loss)
 
     @cached_property
     def view(self) -> View:

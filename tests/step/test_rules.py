@@ -82,6 +82,10 @@ def of_unknown_kind():
     return dataclasses.replace(World.emulate(8, "dp=8"), backend="abacus")
 
 
+def headed():
+    return Net(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+
+
 def raising():
     return optax.GradientTransformation(lambda params: params["nothing"], lambda *a: a)
 
@@ -161,10 +165,10 @@ EXAMPLES = {
     ),
     "the optimizer takes the parameters": (
         lambda: build(ddp(), optimizer=raising()),
-        "makes no state .* KeyError: 'nothing'",
+        r"cannot work on the parameters of the model: 'nothing' \(KeyError\)",
     ),
     "the optimizer works on stages": (
-        lambda: build(pipelined(2, 4), PP, optimizer=optax.flatten(optax.adam(0.1))),
+        lambda: build(pipelined(2, 4), PP, headed, optax.flatten(optax.adam(0.1))),
         "of 'grads/layers/0/",
     ),
     "every array can be laid out": (
@@ -189,6 +193,8 @@ def test_names_are_those_of_the_rules():
 
 # What cannot be made has its sentence where it is made: the rule has it made early.
 MADE = {
+    "the optimizer takes the parameters",
+    "the optimizer works on stages",
     "devices can compute the same bits twice",
     "the model can be cut into stages",
     "modules to gather or recompute exist",
