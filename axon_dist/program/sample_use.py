@@ -64,6 +64,7 @@ class SampleUse:
         loss: the loss; where it has a weight, their quotient.
         metrics: by name.
         buffers: the new values, by path.
+        is_plain: whether the loss is a number without a weight of its own.
 
     Example:
         >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", where="a.py:3")
@@ -78,6 +79,7 @@ class SampleUse:
     loss: OutputUse
     metrics: Mapping[str, OutputUse]
     buffers: Mapping[Path, OutputUse]
+    is_plain: bool = True
 
     def outputs(self) -> dict[str, OutputUse]:
         """Everything, by what to call it."""
@@ -103,6 +105,7 @@ def use_of(
     weight: Value,
     metrics: Mapping[str, tuple[Value, Value]],
     buffers: Mapping[Path, Value],
+    is_plain: bool = True,
 ) -> SampleUse:
     """Reads off what was found out about the outputs of a loss function.
 
@@ -111,6 +114,7 @@ def use_of(
         weight: what it is divided by.
         metrics: by name, with what each is divided by.
         buffers: the new values, by path.
+        is_plain: whether the loss is a number without a weight of its own.
 
     Returns:
         The uses.
@@ -119,6 +123,7 @@ def use_of(
         _loss(loss, weight),
         {name: _metric(value, own, weight) for name, (value, own) in metrics.items()},
         {path: _buffer(value) for path, value in buffers.items()},
+        is_plain,
     )
 
 

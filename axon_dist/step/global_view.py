@@ -13,7 +13,15 @@ from ..core.typing import Array, Batch, LossFn, Path, PyTree
 from ..parallel import GlobalGather, Strategy, only_axes
 from ..sharding import shardings
 from .accumulate import accumulate
-from .objective import Forward, Prepare, forward_of, gradient_means, gradient_sums, mean_loss
+from .objective import (
+    Forward,
+    Prepare,
+    forward_of,
+    gradient_means,
+    gradient_sums,
+    mean_loss,
+    mean_metrics,
+)
 from .parts import ModelParts
 from .view import MakeGather, layers_of, view_of
 
@@ -91,7 +99,7 @@ def evaluation(
 
     def evaluate(params: PyTree, buffers: PyTree, batch: Batch) -> dict[str, Array]:
         outcome = forward(params, buffers, batch)
-        return {"loss": mean_loss(outcome.loss), **outcome.metrics}
+        return {"loss": mean_loss(outcome.loss), **mean_metrics(outcome)}
 
     return evaluate
 

@@ -6,18 +6,19 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ..core.typing import LossFn
-from ..parallel import Reduction, Strategy
+from ..core.typing import Array, Batch, PyTree
+from ..parallel import Strategy
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .parts import ModelParts
 from .pipeline_view import pipeline_gradients
+from .separable import Separator
 from .storage import Storage
 
 
 def gradient_function(
     parts: ModelParts,
-    loss_fn: LossFn,
+    separator: Separator,
     strategy: Strategy,
     mesh: Mesh,
     storage: Storage,
@@ -27,7 +28,7 @@ def gradient_function(
 
     Args:
         parts: the model.
-        loss_fn: the user's loss.
+        separator: knows the user's loss, and whether ranks may compute it on their own.
         strategy: the strategy, about the model's own leaves.
         mesh: the mesh.
         storage: how the state holds the parameters.
@@ -36,12 +37,14 @@ def gradient_function(
     Returns:
         A function (stored params, buffers, batch, scale) -> (mean gradients, metrics, new buffers).
     """
-    if strategy.pipeline is not None:
-        return pipeline_gradients(parts, loss_fn, strategy, mesh, storage)
-    compute = parts.dtype if strategy.precision is None else strategy.precision.compute
-    # Without batch axes no rank has gradients of its own to hold back.
-    has_ranks = bool(strategy.batch_axes)
-    reduction = strategy.reduction or Reduction()
-    is_local = has_ranks and reduction.is_local(num_microbatches, compute)
-    build = local_gradients if is_local else global_gradients
-    return build(parts, loss_fn, strategy, mesh, num_microbatches)
+
+    def gradients(params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None) -> Any:
+        found = separator.of(batch)
+        if strategy.pipeline is not None:
+            run = pipeline_gradients(parts, found.loss_fn, strategy, mesh, storage)
+        else:
+            build = local_gradients if found.is_per_rank else global_gradients
+            run = build(parts, found.loss_fn, strategy, mesh, num_microbatches)
+        return run(params, buffers, batch, scale)
+
+    return gradients

@@ -31,6 +31,7 @@ class StepOptions:
         nonfinite: what to do after a loss or gradient that is not finite; None does not look.
         deterministic: whether every run has to give the same bits.
         pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
+        separable: whether the parts of a batch give its loss; None reads it from the program.
     """
 
     accumulate: int = 1
@@ -40,6 +41,7 @@ class StepOptions:
     nonfinite: Nonfinite | None = None
     deterministic: bool = False
     pad: str | None = None
+    separable: bool | None = None
 
     @property
     def holds(self) -> bool:
@@ -61,6 +63,7 @@ class StepOptions:
         check_kind("scaler", self.scaler, GradScaler, "such as GradScaler()")
         check_kind("deterministic", self.deterministic, bool, "True or False")
         check_kind("pad", self.pad, str, "the path of the leaf of the batch that weighs samples")
+        check_kind("separable", self.separable, bool, "True or False")
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")

@@ -31,7 +31,7 @@ from ..pipeline import Sums as PipelineSums
 from ..program.randomness import with_rank, without_rank
 from ..sharding import shardings, specs
 from .local_view import LocalPlan
-from .objective import Sums, evaluate
+from .objective import Sums, evaluate, weighed_metrics
 from .parts import ModelParts
 from .storage import Storage
 from .view import View, layers_of
@@ -258,7 +258,12 @@ class StagedPlan:
             outcome = evaluate(self.parts, self.loss_fn, params, buffers, batch, prepare)
             wide = lambda x: jnp.asarray(x, jnp.float32)
             loss = outcome.loss
-            return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
+            return (
+                wide(loss.total),
+                wide(loss.weight),
+                _flat(weighed_metrics(outcome)),
+                outcome.buffers,
+            )
 
         return trace_loss(forward, params, buffers, one)
 
@@ -321,11 +326,26 @@ class StagedPlan:
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
         total, weight, metrics = jax.lax.psum(sums.loss, self.axes)
-        return total, weight, dict(zip(trace.metrics, metrics, strict=True))
+        return total, weight, _nested(dict(zip(trace.metrics, metrics, strict=True)))
 
 
-def _wide(metrics: dict[str, Any]) -> dict[str, Array]:
-    return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
+    """Metrics by name and part: those with a weight of their own have two."""
+    found: dict[tuple[str, str], Array] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Weighted):
+            found[name, "total"] = jnp.asarray(value.total)
+            found[name, "weight"] = jnp.asarray(value.weight)
+        else:
+            found[name, ""] = value
+    return found
+
+
+def _nested(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
+    """The inverse of `_flat`."""
+    alone = {name: value for (name, part), value in found.items() if not part}
+    own = {name for name, part in found if part}
+    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
 
 
 def _over(scale: Array | None, weight: Array | None) -> Array | None:

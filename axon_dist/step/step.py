@@ -36,6 +36,7 @@ from .padding import Padding
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .pipeline_view import microbatches_of
 from .placement import on_device, state_shardings
+from .separable import Separation, Separator
 from .state import TrainState, check_usable
 from .storage import storage_of
 from .throttle import InFlight
@@ -61,6 +62,7 @@ def build_train_step(
     nonfinite: Nonfinite | str | None = None,
     deterministic: bool = False,
     pad: str | None = None,
+    separable: bool | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -92,6 +94,10 @@ def build_train_step(
             `deterministic_options`.
         pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
             with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
+        separable: True promises that the loss of a batch is the (weighted) mean of those of its
+            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
+            and `Weighted` have the value of the whole batch however it is cut, and a loss that
+            couples samples is computed in global view, averaged over microbatches.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -123,7 +129,7 @@ def build_train_step(
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
-    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic, pad)
+    options = StepOptions(count, clip_norm, metrics, scaler, policy, deterministic, pad, separable)
     options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
@@ -160,6 +166,9 @@ class TrainStep:
         if self.storage.rows is not None:
             check_rowwise(self.optimizer, self.storage.rows)
         self._source = source
+        self._separator = Separator(
+            parts, loss_fn, strategy, world.mesh, options.accumulate, options.separable
+        )
         self._ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
         self.layout = BatchLayout(
             world.mesh,
@@ -284,6 +293,21 @@ class TrainStep:
         """Puts a batch on the devices, so that a later step does not wait for it."""
         return self.layout.place(batch)
 
+    def separation(self, batch: Batch) -> Separation:
+        """In which view the gradients of such a batch are computed, and why not another.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+
+        Returns:
+            What was found out about the loss; prints as a sentence.
+
+        Raises:
+            UnsupportedError: when the strategy needs ranks that compute the loss each from its own
+                samples, and the loss couples them.
+        """
+        return self._separator.of(self.layout.abstract(batch).arrays)
+
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
@@ -355,7 +379,7 @@ class TrainStep:
         """Mean gradients, metrics and new buffers, whichever view the strategy needs."""
         scaler, mesh = self.options.scaler, self.world.mesh
         run = gradient_function(
-            self.parts, self.loss_fn, self.strategy, mesh, self.storage, self.options.accumulate
+            self.parts, self._separator, self.strategy, mesh, self.storage, self.options.accumulate
         )
         scale = None if scaler is None else state.scaler.scale
         grads, metrics, buffers = run(state.params, state.buffers, batch, scale)
