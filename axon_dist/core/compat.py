@@ -190,3 +190,14 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]
         The smaller jaxpr, and which inputs it still has.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def source_line(equation: Any) -> str:
+    """The line of the user's that made an equation, as `file.py:12`; "" where none is known.
+
+    The innermost that is not in an installed package, or else the innermost of all.
+    """
+    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    own = [frame for frame in frames if "site-packages" not in frame.file_name]
+    found = (own or frames)[:1]
+    return f"{os.path.basename(found[0].file_name)}:{found[0].start_line}" if found else ""

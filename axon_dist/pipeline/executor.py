@@ -292,9 +292,7 @@ class Executor:
 
         rest = self._pick(program.last_uses)
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
-        # A mean over nothing may be NaN, and must not spoil the means of others.
-        metrics = [jnp.where(loss.weight == 0, 0, m * loss.weight) for m in loss.metrics]
-        new = add(jax.tree.leaves(sums.loss), [loss.total, loss.weight, *metrics])
+        new = add(jax.tree.leaves(sums.loss), jax.tree.leaves(loss))
         total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
         return grads[1], _add_rest(total, grads[0])
 

@@ -19,6 +19,7 @@ from .objective import (
     gradient_means,
     gradient_sums,
     mean_loss,
+    mean_metrics,
 )
 from .spec import StepSpec
 from .view import MakeGather, spelled
@@ -84,7 +85,7 @@ def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, Ar
 
     def evaluate(params: PyTree, buffers: PyTree, batch: Batch) -> dict[str, Array]:
         outcome = forward(params, buffers, batch)
-        return {"loss": mean_loss(outcome.loss), **outcome.metrics}
+        return {"loss": mean_loss(outcome.loss), **mean_metrics(outcome)}
 
     return evaluate
 

@@ -34,6 +34,7 @@ class StepOptions:
         deterministic: whether every run has to give the same bits.
         pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
         compiler_options: what the compiler is told beside what the chip has.
+        separable: whether the parts of a batch give its loss; None reads it from the program.
     """
 
     accumulate: int = 1
@@ -44,6 +45,7 @@ class StepOptions:
     deterministic: bool = False
     pad: str | None = None
     compiler_options: Mapping[str, Any] | None = None
+    separable: bool | None = None
 
     @property
     def holds(self) -> bool:
@@ -65,6 +67,7 @@ class StepOptions:
         check_kind("scaler", self.scaler, GradScaler, "such as GradScaler()")
         check_kind("deterministic", self.deterministic, bool, "True or False")
         check_kind("pad", self.pad, str, "the path of the leaf of the batch that weighs samples")
+        check_kind("separable", self.separable, bool, "True or False")
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")

@@ -31,7 +31,7 @@ from ..pipeline import (
 from ..pipeline import Sums as PipelineSums
 from ..program.randomness import Rows, with_rank, without_rank
 from .local_view import sample_rows
-from .objective import GradientFn, GradientResult, Sums, evaluate
+from .objective import GradientFn, GradientResult, Sums, evaluate, weighed_metrics
 from .spec import StepSpec
 from .view import View, spelled
 
@@ -196,7 +196,12 @@ class StagedPlan:
             outcome = evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
             wide = lambda x: jnp.asarray(x, jnp.float32)
             loss = outcome.loss
-            return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
+            return (
+                wide(loss.total),
+                wide(loss.weight),
+                _flat(weighed_metrics(outcome)),
+                outcome.buffers,
+            )
 
         return trace_loss(spelled(forward, self.strategy, self.mesh), params, buffers, one)
 
@@ -255,11 +260,26 @@ class StagedPlan:
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
         total, weight, metrics = all_sum(sums.loss, self.axes)
-        return total, weight, dict(zip(trace.metrics, metrics, strict=True))
+        return total, weight, _nested(dict(zip(trace.metrics, metrics, strict=True)))
 
 
-def _wide(metrics: dict[str, Any]) -> dict[str, Array]:
-    return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
+    """Metrics by name and part: those with a weight of their own have two."""
+    found: dict[tuple[str, str], Array] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Weighted):
+            found[name, "total"] = jnp.asarray(value.total)
+            found[name, "weight"] = jnp.asarray(value.weight)
+        else:
+            found[name, ""] = value
+    return found
+
+
+def _nested(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
+    """The inverse of `_flat`."""
+    alone = {name: value for (name, part), value in found.items() if not part}
+    own = {name for name, part in found if part}
+    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
 
 
 def _over(scale: Array | None, weight: Array | None) -> Array | None:

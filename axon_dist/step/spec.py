@@ -21,6 +21,7 @@ from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
+from .separable import Separator
 from .storage import Storage, storage_of
 from .view import View, layers_of, layout_of, view_of
 
@@ -77,6 +78,26 @@ class StepSpec:
         precision = self.strategy.precision
         compute = self.parts.dtype if precision is None else precision.compute
         return self.reduction.is_local(self.num_microbatches, compute)
+
+    @cached_property
+    def separator(self) -> Separator:
+        """Knows, for a shape of batches, whether ranks may compute the loss on their own."""
+        return Separator(
+            self.parts,
+            self.loss_fn,
+            self.strategy,
+            self.mesh,
+            self.num_microbatches,
+            self.options.separable,
+        )
+
+    def with_loss(self, loss_fn: LossFn) -> StepSpec:
+        """The same step with another loss; what is derived depends on the loss in nothing."""
+        other = dataclasses.replace(self, loss_fn=loss_fn)
+        fields = {field.name for field in dataclasses.fields(self)}
+        derived = {name: x for name, x in self.__dict__.items() if name not in fields}
+        other.__dict__.update(derived)
+        return other
 
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:

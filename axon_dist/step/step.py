@@ -37,6 +37,7 @@ from .options import LOSS_SCALE, StepOptions, resolve
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
 from .placement import on_device, state_shardings
 from .rules import check_rules
+from .separable import Separation
 from .spec import StepSpec
 from .state import TrainState, check_usable
 from .storage import Storage
@@ -65,6 +66,7 @@ def build_train_step(
     pad: str | None = None,
     compiler_options: Mapping[str, Value | None] | None = None,
     batch: Batch | None = None,
+    separable: bool | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -102,6 +104,10 @@ def build_train_step(
             `lower(batch).compile()` shows is what runs.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
             then also what only a batch can show is refused here, rather than by the first call.
+        separable: True promises that the loss of a batch is the (weighted) mean of those of its
+            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
+            and `Weighted` have the value of the whole batch however it is cut, and a loss that
+            couples samples is computed in global view, averaged over microbatches.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -132,7 +138,15 @@ def build_train_step(
         scaler = GradScaler()
     policy = nonfinite_policy(nonfinite)
     options = StepOptions(
-        accumulate, clip_norm, metrics, scaler, policy, deterministic, pad, compiler_options
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        metrics=metrics,
+        scaler=scaler,
+        nonfinite=policy,
+        deterministic=deterministic,
+        pad=pad,
+        compiler_options=compiler_options,
+        separable=separable,
     )
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
@@ -327,6 +341,21 @@ class TrainStep:
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices, so that a later step does not wait for it."""
         return self.layout.place(batch)
+
+    def separation(self, batch: Batch) -> Separation:
+        """In which view the gradients of such a batch are computed, and why not another.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+
+        Returns:
+            What was found out about the loss; prints as a sentence.
+
+        Raises:
+            UnsupportedError: when the strategy needs ranks that compute the loss each from its own
+                samples, and the loss couples them.
+        """
+        return self.spec.separator.of(self.layout.abstract(batch).arrays)
 
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
         """The reduced gradients of a batch, before clipping; the state stays.
