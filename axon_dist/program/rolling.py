@@ -118,7 +118,7 @@ def roll(
 
     def rolled(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        size = (lambda _: group) if isinstance(group, int) else group
+        size: Any = (lambda _: group) if isinstance(group, int) else group
         how = Rolling(size, remat, prefetch)
         results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
