@@ -46,6 +46,11 @@ class Beneath:
     name: str
     depth: int
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method itself, whose signature `inspect` then finds."""
+        return getattr(self.module_type, self.name)
+
     def __call__(self, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs it."""
         if not self.depth:
