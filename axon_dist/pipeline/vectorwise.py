@@ -196,7 +196,9 @@ class VectorProgram:
         return [(v, s) for v, s in sources if s[1].cell is not None and s[1].cell[0] == rank]
 
     def _operations_of(self, rank: int, level: int) -> list[Operation]:
-        return [op for op in self._program.operations if _rank(op.owner) == rank and op.level == level]
+        return [
+            op for op in self._program.operations if _rank(op.owner) == rank and op.level == level
+        ]
 
     def _read_at(self, level: int) -> list[int]:
         """What operations of ranks read that is not theirs, and in the last level return."""
