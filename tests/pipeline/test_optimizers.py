@@ -188,7 +188,7 @@ def cases():
             yield pytest.param(name, model, marks=() if name in EVERYWHERE else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("name", "model"), cases())
+@pytest.mark.parametrize(("name", "model"), list(cases()))
 def test_equals_one_device(name, model, make_world):
     parts, _ = take_apart(Net(MODELS[model]))
     params = nnx.to_pure_dict(nnx.state(Net(MODELS[model]), nnx.Param))
