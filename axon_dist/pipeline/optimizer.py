@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
-from ..program.owners import owned
+from ..program.owners import OwnedProgram, owned
+from .elementwise import Layout, elementwise
 from .form import Place, StoredForm
 from .rowwise import RowProgram
-from .storage import ModelStorage
+from .storage import FlatStorage, ModelStorage
 from .vectorwise import VectorProgram
 
 
@@ -91,16 +93,41 @@ class StagedOptimizer:
         }
         sources, names = _places(arguments)
         ends, named = _places(targets)
-        cells = lambda places: [place.cell for _, place in places]
-        program = owned(closed, cells(sources), names, cells(ends), named)
         forms = list(arguments.values()), list(targets.values())
-        stages = self._storage.stages
-        if all(place.slot is not None for _, place in (*sources, *ends)):
-            run = RowProgram(program, sources, ends, self._mesh, stages.num_devices).run
-        else:
-            where = stages, self._mesh, self._axis
-            run = VectorProgram(program, sources, ends, *forms, *where).run
+
+        def program(owner_of: Callable[[Place], Any], **options: Any) -> OwnedProgram:
+            owners, homes = ([owner_of(place) for _, place in side] for side in (sources, ends))
+            return owned(closed, owners, names, homes, named, **options)
+
+        run = self._on_vectors(program, sources, ends, forms)
+        if run is None:
+            by_cell = program(lambda place: place.cell)
+            stages = self._storage.stages
+            if all(place.slot is not None for _, place in (*sources, *ends)):
+                run = RowProgram(by_cell, sources, ends, self._mesh, stages.num_devices).run
+            else:
+                where = stages, self._mesh, self._axis
+                run = VectorProgram(by_cell, sources, ends, *forms, *where).run
         return functools.partial(_run, run, *forms)
+
+    def _on_vectors(
+        self,
+        program: Callable[..., OwnedProgram],
+        sources: Sequence[tuple[int, Place]],
+        ends: Sequence[tuple[int, Place]],
+        forms: tuple[list[StoredForm], list[StoredForm]],
+    ) -> Callable[..., Any] | None:
+        """How to run it on whole vectors, where there are some and it works element by element."""
+        if not isinstance(self._storage, FlatStorage) or not self._storage.vectors:
+            return None
+        if (layout := Layout.find(self._storage, forms)) is None:
+            return None
+        by_leaf = lambda owners: program(lambda place: owners.get(place.keys), small=1)
+        try:
+            found = elementwise(by_leaf, sources, ends, layout)
+        except UnsupportedError:  # what leaves cannot hand to each other, they may within a stage
+            return None
+        return None if found is None else found.run
 
 
 def _run(

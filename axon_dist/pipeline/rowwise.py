@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.compat import eval_equation
-from ..program.alike import same_params, same_value
+from ..program.alike import same_params
 from ..program.owners import Atom, Constant, Operation, OwnedProgram
 from ..program.sums import sums_of
 from .form import Place
@@ -237,7 +237,7 @@ class RowProgram:
         members = variant.members.items()
         atoms = {rank: share.operations[number].inputs[at] for rank, share in members}
         first = next(iter(atoms.values()))
-        if all(_is_same(first, other) for other in atoms.values()):
+        if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
             return _value(first, known), None
         return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
 
@@ -364,10 +364,3 @@ def _value(atom: Atom, known: Mapping[Atom, Any]) -> Any:
 def _array(value: Any, aval: Any) -> Any:
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return value if is_key else jnp.asarray(value, aval.dtype)
-
-
-def _is_same(one: Atom, other: Atom) -> bool:
-    """Whether two atoms are one value."""
-    if isinstance(one, Constant) and isinstance(other, Constant):
-        return same_value(one.value, other.value)
-    return one is other or (isinstance(one, int) and one == other)

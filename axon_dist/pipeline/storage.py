@@ -152,7 +152,7 @@ class RowStorage(ModelStorage):
 
     @cached_property
     def _leaves_of_row(self) -> dict[int, tuple[Keys, ...]]:
-        """The leaves that any block of each row has: of the state of an optimizer, some have none."""
+        """The leaves that any block of each row has; some have no state of the optimizer."""
         found: dict[int, dict[Keys, None]] = {}
         for number, leaves in enumerate(self._leaves_of_block):
             row = self.stages.home(number)[1]
@@ -263,6 +263,28 @@ class FlatStorage(ModelStorage):
         stage = self.stages.stage_of(number)
         names = self.row_names[self.stages.chunk_of(stage)]
         return names[self._keys(stage).index(keys)]
+
+    @cached_property
+    def vectors(self) -> dict[tuple[int, int], list[tuple[Keys, ...]]]:
+        """By chunk and number, what lies in a vector on each rank, in order; {} without vectors."""
+        if self.packing.is_uniform:
+            return {}
+        found: dict[tuple[int, int], list[tuple[Keys, ...]]] = {}
+        for chunk in range(self.stages.num_chunks):
+            at = {self.stages.placement[s]: self._keys(s) for s in self.stages.stages_of(chunk)}
+            for number, form in enumerate(self.packing.packed):
+                held = [at.get(rank, ()) for rank in range(self.stages.num_devices)]
+                of_dtype = lambda keys, dtype=form.dtype: self.leaf(keys).dtype == dtype
+                found[chunk, number] = [tuple(filter(of_dtype, keys)) for keys in held]
+        return found
+
+    def leaf(self, keys: Keys) -> Any:
+        """The shape and dtype of a leaf."""
+        return self._flat[keys]
+
+    @cached_property
+    def _flat(self) -> dict[Keys, Any]:
+        return flatten(self.shapes)
 
     def rows_of_chunk(self, chunk: int) -> range:
         """One row."""

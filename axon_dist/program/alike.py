@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,16 @@ def same_params(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     What cannot be compared, such as functions made anew, counts as different.
     """
     return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+
+
+def hashable_params(params: Mapping[str, Any]) -> Hashable | None:
+    """Parameters of an equation as a key that only equal ones have; None where there is none."""
+    found = tuple(sorted(params.items()))
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
 
 
 def same_program(one: Any, other: Any) -> bool:

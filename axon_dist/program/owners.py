@@ -18,10 +18,12 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from ..core.errors import UnsupportedError
 from ..core.typing import Path
+from .alike import hashable_params
 
 Owner: TypeAlias = Hashable
 """Whoever has values of its own; None stands for all."""
@@ -114,6 +116,28 @@ class OwnedProgram:
         """The operations of an owner, or of all."""
         return self._by_owner.get(owner, ())
 
+    def spelled(self, atom: Atom) -> Hashable:
+        """A key that atoms have in common only if they are one value, such as a rate cast twice."""
+        if not isinstance(atom, Constant):
+            return self._spellings.get(atom, atom)
+        aval = atom.aval
+        if aval.shape != () or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            return atom
+        return "constant", str(aval.dtype), np.asarray(atom.value, aval.dtype).tobytes()
+
+    @cached_property
+    def _spellings(self) -> dict[int, Hashable]:
+        found: dict[int, Hashable] = {}
+        known: dict[Hashable, tuple[int, ...]] = {}
+        for op in self.operations:
+            params = hashable_params(op.equation.params)
+            if op.owner is None and params is not None and not op.equation.effects:
+                spell = lambda a: found.get(a, a) if isinstance(a, int) else self.spelled(a)
+                key = (op.equation.primitive, params, tuple(map(spell, op.inputs)))
+                first = known.setdefault(key, op.outputs)
+                found.update(zip(op.outputs, first, strict=True))
+        return found
+
     @cached_property
     def _by_owner(self) -> dict[Owner, tuple[Operation, ...]]:
         found: dict[Owner, list[Operation]] = {}
@@ -128,6 +152,7 @@ def owned(
     names: Sequence[Path],
     homes: Sequence[Owner],
     results: Sequence[Path],
+    small: int = SMALL,
 ) -> OwnedProgram:
     """Finds out whose the values of a program are.
 
@@ -137,6 +162,7 @@ def owned(
         names: what messages call each input.
         homes: whose each output shall be.
         results: what messages call each output.
+        small: the most elements of a value that everybody makes, where one owner alone reads it.
 
     Returns:
         The program.
@@ -154,7 +180,7 @@ def owned(
         [('reduce_sum', 'x', 0), ('reduce_sum', 'y', 0), ('add', None, 1), ('div', 'x', 1), \
 ('mul', 'y', 0)]
     """
-    flat = _Flat()
+    flat = _Flat(small)
     pairs = zip(closed.jaxpr.invars, owners, names, strict=True)
     inputs = [flat.new(v.aval, owner, name) for v, owner, name in pairs]
     outputs = flat.follow(closed.jaxpr, closed.consts, inputs)
@@ -164,7 +190,8 @@ def owned(
 class _Flat:
     """A program on its way to being flat."""
 
-    def __init__(self):
+    def __init__(self, small: int):
+        self.small = small
         self.avals: list[Any] = []
         self.owners: list[Owner] = []
         self.names: list[Path] = []
@@ -194,9 +221,8 @@ class _Flat:
 
     def _equation(self, equation: Any, operands: list[Atom]) -> Sequence[Atom]:
         if (inner := _called(equation)) is not None:
-            return self.follow(
-                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands
-            )
+            jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+            return self.follow(jaxpr, consts, operands)
         if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):
             return self._choose(equation, operands)
         owner = self._whose(operands)
@@ -290,7 +316,7 @@ class _Flat:
         sizes = [_size(self.avals[v]) for v in op.outputs]
         owned = [a for a in op.inputs if not isinstance(a, Constant) and self.owners[a] is not None]
         if op.owner is None:
-            is_free = not owned and max(sizes, default=0) > SMALL and len(readers) == 1
+            is_free = not owned and max(sizes, default=0) > self.small and len(readers) == 1
             return next(iter(readers)) if is_free else None
         is_number = max([*sizes, *(_size(self.avals[a]) for a in owned)]) <= 1
         return None if is_number and op.owner not in readers else op.owner

@@ -1,4 +1,4 @@
-"""Sums of numbers of several owners, which ranks add up faster than they hand their terms around."""
+"""Sums of numbers of several owners, which ranks add up instead of handing terms around."""
 
 from __future__ import annotations
 

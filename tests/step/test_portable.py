@@ -6,7 +6,6 @@ import pytest
 from flax import nnx
 
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint
-from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import compose, ddp, fsdp, pipelined
 from axon_dist.step import PortableForm, build_train_step
 
@@ -98,8 +97,23 @@ def test_without_a_pipeline_nothing_is_converted(make_world):
     assert form.take_up(state) is state
 
 
-def test_moments_that_rows_cannot_hold(make_world):
-    tx = optax.adam(1e-2, mu_dtype=jnp.bfloat16)
-    step = step_of(make_world("pp=4"), pipelined(4, 4), UNEQUAL, tx)
-    with pytest.raises(UnsupportedError, match=r"opt_state/0/mu/.* is bfloat16.* make the stages"):
-        PortableForm(step)
+@pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["rows", "vectors"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+        lambda: optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+        lambda: optax.contrib.muon(1e-2),
+    ],
+    ids=["bfloat16", "factored", "masked", "partitioned"],
+)
+def test_moments_of_any_shape_have_the_models_form(make, widths, make_world):
+    step = step_of(make_world("pp=4"), pipelined(4, 4), widths, make())
+    form, state = PortableForm(step), step.init()
+    noise = lambda x: jax.random.normal(jax.random.key(x.size), x.shape).astype(x.dtype)
+    portable = jax.tree.map(noise, form.of(state))
+    plain = jax.eval_shape(make().init, jax.eval_shape(step.storage.to_model, state.params))
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert shapes(portable.opt_state) == shapes(plain)
+    assert bits(form.of(form.take_up(portable))) == bits(portable)
