@@ -169,7 +169,7 @@ def test_fused_kernels_in_pipelines_with_tensor_parallelism(how, sequence):
     case = Case(lambda: FusedNet(how), next_token_loss, token_batch)
     plan = suggest_plan(case.make(), jnp.zeros((4, 8), jnp.int32))
     strategy = compose(pipelined(2, 2), tensor_parallel(plan, sequence=sequence))
-    step, state = equals_one_device(case, strategy, "pp=2,tp=2", 2)
+    _, state = equals_one_device(case, strategy, "pp=2,tp=2", 2)
     kernels = [x for x in jax.tree.leaves(state.params) if x.shape[-2:] == (16, 48)]
     assert all(x.addressable_shards[0].data.shape[-1] == 24 for x in kernels)
     assert kernels
@@ -213,10 +213,11 @@ def test_equal_claims_of_metadata_and_plan_are_one():
     case = Case(AnnotatedNet, mean_square, regression_batch)
     with nnx.use_eager_sharding(False):
         plan = {"up$": "column", "down$": "row"}
-        step, state = equals_one_device(case, compose(ddp(), tensor_parallel(plan)), "dp=2,tp=2", 2)
+        strategy = compose(ddp(), tensor_parallel(plan))
+        _, state = equals_one_device(case, strategy, "dp=2,tp=2", 2)
         assert state.params["up"]["kernel"].sharding.spec == P(None, "tp")
+        other = compose(ddp(), tensor_parallel({"up$": "row", "down$": "column"}))
         with pytest.raises(StrategyConflictError, match="mesh axis 'tp' is claimed for two dims"):
-            other = compose(ddp(), tensor_parallel({"up$": "row", "down$": "column"}))
             equals_one_device(case, other, "dp=2,tp=2")
 
 
