@@ -8,6 +8,8 @@ from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
 from .examine import Examination as Examination
 from .examine import examine as examine
+from .numerics import Finding as Finding
+from .numerics import check_numerics as check_numerics
 from .run import RunResult as RunResult
 from .run import train as train
 from .verify import Verification as Verification

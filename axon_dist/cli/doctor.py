@@ -8,23 +8,61 @@ from typing import Any
 
 from rich.console import Console
 
+from axon_dist.app import check_numerics
+from axon_dist.mesh import World
+
 from .environment import devices, extras, mesh_suggestions, versions
 from .verb import Verb
 
+EMULATED = 4
+"""How many devices are made up where there are too few for a mesh with two axes."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes no arguments."""
+    """Declares the check of the compiler."""
+    parser.add_argument(
+        "--numerics",
+        nargs="?",
+        const="core",
+        choices=("core", "full"),
+        help="compare the gradients of many operations, laid out over a mesh, with one device",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints versions, devices, meshes and extras; the exit code is 1 if no backend starts."""
+    """Prints versions, devices, meshes and extras.
+
+    The exit code is 1 if no backend starts, or a gradient is wrong.
+    """
     console = Console(highlight=False, soft_wrap=True)
+    if arguments.numerics:
+        # Before anything starts the backend, whose devices are counted then.
+        World.emulate(EMULATED)
     found = devices()
     _section(console, "Versions", versions())
     _section(console, "Devices", found)
     _section(console, "Meshes", _meshes(found))
     _section(console, "Extras", _extras())
-    return 0 if "devices" in found else 1
+    are_right = not arguments.numerics or _numerics(console, arguments.numerics == "full")
+    return 0 if "devices" in found and are_right else 1
+
+
+def _numerics(console: Console, full: bool) -> bool:
+    """Prints what the sentinels found; returns whether all gradients are right."""
+    here, emulated = World.init().mesh, World.emulate(EMULATED).mesh
+    fits = here.size >= EMULATED and here.size % 2 == 0
+    chosen = list((here if fits else emulated).devices.flat)
+    findings = check_numerics(chosen, full=full)
+    wrong = [finding for finding in findings if not finding.is_right]
+    worst = max((finding.error for finding in findings if finding.is_right), default=0.0)
+    rows: dict[str, Any] = {
+        "devices": f"{len(chosen)} x {chosen[0].device_kind}",
+        "gradients": f"{len(findings) - len(wrong)} of {len(findings)} right, error <= {worst:.1e}",
+    }
+    for finding in wrong:
+        rows[f"{finding.sentinel}/{finding.leaf}"] = f"off by {finding.error:.1e}, {finding.layout}"
+    _section(console, "Numerics", rows)
+    return not wrong
 
 
 def _meshes(found: Mapping[str, Any]) -> dict[str, str]:

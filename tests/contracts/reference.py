@@ -106,8 +106,9 @@ def assert_close(actual, expected, tolerance: float, what: str) -> None:
         if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
             want, got = jax.random.key_data(want), jax.random.key_data(got)
         want, got = np.asarray(want), np.asarray(got)
-        scale = max(np.abs(want.astype(np.float64)).max(initial=0), 1e-3)
-        worst = np.abs(got.astype(np.float64) - want).max(initial=0) / scale
+        wide = np.complex128 if np.iscomplexobj(want) else np.float64
+        scale = max(np.abs(want.astype(wide)).max(initial=0), 1e-3)
+        worst = np.abs(got.astype(wide) - want).max(initial=0) / scale
         where = jax.tree_util.keystr(path)
         assert worst <= tolerance, (
             f"{what}{where} differs by {worst:.2e}, more than {tolerance:.0e}"
