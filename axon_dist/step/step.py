@@ -19,7 +19,7 @@ from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy, overlay
 from ..precision import GradScaler, MixedPrecision
-from ..sharding import FromMetadata, annotations_of, shardings
+from ..sharding import FromMetadata, annotations_of
 from .arguments import check_arguments
 from .batch import BatchLayout, Placed
 from .claims import claims_of
@@ -165,11 +165,9 @@ class TrainStep:
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
         self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
-        grads = self.storage.strategy.grads
-        grad_shardings = shardings(grads, self.abstract_state.params, spec.mesh)
         self._differentiate = jit(
             lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
-            out_shardings=(grad_shardings, self._whole),
+            out_shardings=(spec.owners, self._whole),
         )
 
     @property
@@ -301,7 +299,8 @@ class TrainStep:
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, laid out as the strategy lays gradients; and the metrics.
+            A tree like the parameters, laid out as a step has them: each part where the moments
+            lie that it updates; and the metrics.
         """
         check_usable(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)

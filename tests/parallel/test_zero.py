@@ -26,13 +26,11 @@ def test_the_stages_are_rows_of_one_table():
     for stage, row in ZERO.items():
         made = zero(stage, min_elements=5)
         split = LargestDim(("dp",), 5, f"zero{int(stage)}")
-        pairs = zip(
-            (made.params, made.grads, made.opt_state),
-            (row.params, row.grads, row.opt_state),
-            strict=True,
-        )
+        pairs = ((made.params, row.params), (made.opt_state, row.opt_state))
         assert all(policy == (split if is_split else Replicate()) for policy, is_split in pairs)
         assert made.batch_axes == ("dp",)
+        assert made.holds_whole_gradients(2) is not row.grads
+        assert made.holds_whole_gradients(1) is not row.opt_state
 
 
 def test_split_gradients_are_reduced_every_microbatch_by_default():
@@ -86,7 +84,7 @@ def test_measured_shares_of_eight_devices(world, stage):
     row = ZERO[ZeROStage(stage)]
     expected = lambda is_split: pytest.approx(1 / 8 if is_split else 1.0, rel=0.02)
     assert share(state.params) == expected(row.params)
-    assert share(grads) == expected(row.grads)
+    assert share(grads) == expected(row.opt_state)
     assert share(state.opt_state) == expected(row.opt_state)
     table = state.params["table"]["embedding"].addressable_shards[0].data
     assert table.size == (64 * 32 // 8 if row.params else 64 * 32)
