@@ -113,8 +113,9 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "the optimizer takes the parameters",
         ConfigError,
         "the optimizer makes no state for the parameters of this model: {kind}: {error}. It is "
-        "given a nested dict of arrays with the names that nnx.state(model, nnx.Param) has; try "
-        "optimizer.init(nnx.to_pure_dict(nnx.state(model, nnx.Param)))",
+        "given them as the step stores them: in nested dicts, which a pipeline fills with rows of "
+        "blocks. Where it has masks or labels, give functions that make them of the parameters, "
+        "such as mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)",
         _optimizer,
     ),
     Requirement("the optimizer works row by row", _rowwise),

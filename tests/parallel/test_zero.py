@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist import ZeROOptimizer, build_train_step
 from axon_dist.core.errors import ConfigError, GroupError, StrategyConflictError
-from axon_dist.inspect import bytes_per_device
-from axon_dist.parallel import ZERO, Reduction, ZeROStage, fsdp, zero
+from axon_dist.inspect import bytes_per_device, carried_bytes
+from axon_dist.parallel import ZERO, Reduction, ZeROStage, estimate, fsdp, zero
 from axon_dist.sharding import LargestDim, Replicate
 
 from . import tower
@@ -88,6 +88,15 @@ def test_measured_shares_of_eight_devices(world, stage):
     assert share(state.opt_state) == expected(row.opt_state)
     table = state.params["table"]["embedding"].addressable_shards[0].data
     assert table.size == (64 * 32 // 8 if row.params else 64 * 32)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
+    strategy, sgd = zero(stage, min_elements=8), optax.sgd(0.1)
+    step = build_train_step(tower.make(), sgd, tower.loss_fn, strategy, world, accumulate=2)
+    held = carried_bytes(step.lower(tower.batch()).compile())
+    expected = estimate(strategy, step.parts.params, world.mesh, sgd, accumulate=2)
+    assert held == pytest.approx(expected.grad_memory_bytes, rel=0.03)
 
 
 def test_small_leaves_stay_whole_and_are_reported(world):
