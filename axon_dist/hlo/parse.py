@@ -155,7 +155,7 @@ def parse(text: str) -> Module:
         raise UnsupportedError(f"the HLO module holds no computation: {lines[0][:80]!r}")
     return Module(
         computations=computations,
-        entry=computations[entry or name],
+        entry=computations[entry or next(reversed(computations))],
         num_devices=_header_number(lines[0], "num_partitions")
         * _header_number(lines[0], "replica_count"),
         sources=source_lines(lines),

@@ -6,6 +6,7 @@ Strategies claim; this room reads the optimised program that will run, and nothi
 * `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
   `expect_collectives` and `expect_bytes` turn that into tests.
 * `memory` asks the compiler for bytes per device; `device_bytes` measures what arrays occupy.
+* `carried_bytes` is what a loop keeps from turn to turn, such as the sum of gradients.
 * `flops` counts matrix operations with the trip counts of loops.
 * `report` joins the three.
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
@@ -26,6 +27,7 @@ from ..hardware import prepare_environment as prepare_environment
 from ..hardware import target_options as target_options
 from ..hlo import Module as Module
 from ..hlo import as_module as as_module
+from .carried import carried_bytes as carried_bytes
 from .collective import Collective as Collective
 from .collective import ring_bytes as ring_bytes
 from .devices import target_devices as target_devices

@@ -33,7 +33,7 @@ class ShardingStrategy(enum.StrEnum):
     NO_SHARD = "no_shard"
     """Nothing: data parallelism."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """Gradients and optimizer state: ZeRO-2."""
+    """Gradients, between microbatches too, and optimizer state: ZeRO-2."""
     FULL_SHARD = "full_shard"
     """Parameters too: ZeRO-3."""
     HYBRID_SHARD = "hybrid_shard"
@@ -107,7 +107,6 @@ def fsdp(
         name=made.name,
         batch_axes=made.batch_axes,
         params=made.params,
-        grads=made.grads,
         opt_state=made.opt_state,
         reduction=made.reduction,
         wrap=auto_wrap_policy or TransformerAutoWrapPolicy(),
@@ -240,10 +239,11 @@ class FullyShardedDataParallel:
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm
 
     def memory_estimate(
-        self, optimizer: optax.GradientTransformation | None = None
+        self, optimizer: optax.GradientTransformation | None = None, accumulate: int = 2
     ) -> FSDPMemoryStats:
-        """Bytes per device of parameters, gradients and optimizer state, from shapes."""
-        return estimate(self.strategy, self.parameters(), self.group.mesh, optimizer)
+        """Bytes per device of parameters, gradients and optimizer state, as `estimate` has them."""
+        mesh = self.group.mesh
+        return estimate(self.strategy, self.parameters(), mesh, optimizer, accumulate=accumulate)
 
     def memory_stats(self, params: PyTree, grads: PyTree, opt_state: PyTree) -> FSDPMemoryStats:
         """Bytes per device of arrays that exist, read from their shards."""

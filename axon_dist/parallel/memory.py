@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ..core.tree import num_params
 from ..core.typing import PyTree
 from ..precision import cast_floating
-from ..sharding import Policy
+from ..sharding import Policy, Replicate
 from .strategy import Strategy
 
 
@@ -25,7 +25,7 @@ class FSDPMemoryStats:
     Args:
         total_params: parameters of the whole model.
         param_memory_bytes: bytes of parameters on a device.
-        grad_memory_bytes: bytes of gradients on a device.
+        grad_memory_bytes: bytes of gradients on a device, see `estimate` for when.
         optim_memory_bytes: bytes of optimizer state on a device.
         world_size: how many devices.
         strategy: the name of the strategy.
@@ -94,6 +94,7 @@ def estimate(
     mesh: Mesh,
     optimizer: optax.GradientTransformation | None = None,
     grad_dtype: Any = None,
+    accumulate: int = 2,
 ) -> FSDPMemoryStats:
     """Bytes per device before any array exists: what is split weighs 1/N of its whole.
 
@@ -107,6 +108,9 @@ def estimate(
         mesh: anything with named axes; no device is needed.
         optimizer: whose state is counted; Adam by default.
         grad_dtype: the dtype that gradients are kept in; the parameters' by default.
+        accumulate: microbatches per step. With several, as papers count, the gradients are those
+            held from one to the next, which a reduction once per step leaves whole on every rank;
+            with 1 they are what the optimizer is given, split like its moments.
 
     Returns:
         The bytes.
@@ -116,7 +120,8 @@ def estimate(
         params = jax.eval_shape(lambda tree: cast_floating(tree, stored), params)
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
-    trees = ((strategy.params, params), (strategy.grads, grads), (strategy.opt_state, state))
+    held = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state
+    trees = ((strategy.params, params), (held, grads), (strategy.opt_state, state))
     # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
     whole = [sum(_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.shape) for _, tree in trees]
     split = [

@@ -28,9 +28,9 @@ class Reduction:
     """How the gradients of the data-parallel ranks become one gradient.
 
     Args:
-        per: `"step"` accumulates microbatches locally and reduces once; `"microbatch"` reduces
-            each, which moves K times the bytes and keeps only shards. None has not said: another
-            part of the strategy may, or else `chosen` decides.
+        per: `"step"` adds K microbatches up in a whole gradient on every rank and reduces once;
+            `"microbatch"` reduces each, which moves K times the bytes and holds only shards. None
+            has not said: another part of the strategy may, or else `chosen` decides.
         sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype on the wire; None is the gradients' own.
@@ -134,12 +134,14 @@ class AdaptLayers(Protocol):
 class Strategy:
     """A parallelism as a record of policies; `compose` makes one of several.
 
+    Gradients have no policy of their own: they are reduced to where their moments lie, which update
+    them. What a rank holds before that, while it adds microbatches up, follows from the reduction.
+
     Args:
         name: what tables and conflict messages call it.
         batch_axes: the mesh axes that split dim 0 of the batch.
         params: where parameters lie between steps.
-        grads: where gradients lie when they leave the backward pass.
-        opt_state: where optimizer moments lie.
+        opt_state: where optimizer moments lie, and the gradients that reach them.
         reduction: how gradients become one; None where the strategy has no say.
         wrap: which modules are gathered and freed as one unit, where parameters are split.
         precision: the dtypes; None where the strategy has no say.
@@ -156,7 +158,6 @@ class Strategy:
     name: str
     batch_axes: tuple[str, ...] = ()
     params: Policy = Replicate()
-    grads: Policy = Replicate()
     opt_state: Policy = Replicate()
     reduction: Reduction | None = None
     wrap: AutoWrapPolicy | None = None
@@ -165,6 +166,19 @@ class Strategy:
     offload: CPUOffload = CPUOffload.NONE
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
+
+    def holds_whole_gradients(self, num_microbatches: int) -> bool:
+        """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
+
+        Where moments are whole, their gradients are. A pipeline reduces once per step, and so holds
+        those of its stages whole.
+
+        Args:
+            num_microbatches: how many microbatches a step has.
+        """
+        reduction = self.reduction or Reduction()
+        reduces_once = num_microbatches > 1 and reduction.per == "step"
+        return not self.opt_state.split_axes or self.pipeline is not None or reduces_once
 
     def validate(self, world: World) -> None:
         """Checks the strategy against a world.
@@ -238,7 +252,6 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         name=" + ".join(part.name for part in parts),
         batch_axes=_joined_axes(parts),
         params=_merged([part.params for part in parts]),
-        grads=_merged([part.grads for part in parts]),
         opt_state=_merged([part.opt_state for part in parts]),
         reduction=_joined_reduction(parts),
         wrap=_only(parts, "wrap", None),
@@ -259,7 +272,6 @@ def overlay(strategy: Strategy, policy: Policy) -> Strategy:
     return dataclasses.replace(
         strategy,
         params=_merged([policy, strategy.params]),
-        grads=_merged([policy, strategy.grads]),
         opt_state=_merged([policy, strategy.opt_state]),
     )
 

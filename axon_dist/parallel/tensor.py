@@ -57,7 +57,6 @@ def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) ->
     return Strategy(
         "tensor",
         params=policy,
-        grads=policy,
         opt_state=policy,
         layers=(TensorLayers(policy, sequence),),
     )

@@ -33,7 +33,8 @@ class Split:
 
     Args:
         params: whether parameters are split, and gathered where they are used.
-        grads: whether gradients are kept split.
+        grads: whether gradients are held split between microbatches. With one microbatch stages 1
+            and 2 are the same program: gradients are reduced to the owners of their moments.
         opt_state: whether optimizer moments are split.
     """
 
@@ -110,7 +111,6 @@ def zero(
         label,
         batch_axes=axes,
         params=place(row.params),
-        grads=place(row.grads),
         opt_state=place(row.opt_state),
         reduction=reduction or Reduction(),
     )

@@ -128,11 +128,14 @@ class Arrangement:
 
     @property
     def shards(self) -> tuple[int, int, int]:
-        """Into how many pieces the data ranks split parameters, gradients, optimizer state."""
+        """Into how many pieces the data ranks split parameters, gradients, optimizer state.
+
+        Gradients as they are held between microbatches: the stages of a pipeline hold theirs whole.
+        """
         split = ZERO[STAGES[self.strategy]]
         return tuple(  # type: ignore[return-value]
             self.num_shards if is_split else 1
-            for is_split in (split.params, split.grads, split.opt_state)
+            for is_split in (split.params, split.grads and self.pp == 1, split.opt_state)
         )
 
     @property

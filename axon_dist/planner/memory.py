@@ -167,7 +167,8 @@ def estimate_memory(
     """Estimates parameters, gradients, optimizer state and activations of a device.
 
     With `p + g + o` bytes per parameter, ZeRO stages 0 to 3 over N ranks hold `p + g + o`,
-    `p + g + o/N`, `p + (g + o)/N` and `(p + g + o)/N`. Leaves too small to be split are counted as
+    `p + g + o/N`, `p + (g + o)/N` and `(p + g + o)/N`, gradients as they are held between
+    microbatches. Leaves too small to be split are counted as
     if they were.
 
     Args:
@@ -212,8 +213,7 @@ def _gathered(plan: Arrangement, policy: MixedPrecision, count: int, layer_param
     if not layer_params or not (plan.splits_params or policy.is_mixed):
         return 0
     if plan.pp > 1 and plan.splits_params:
-        whole = policy.compute.itemsize + policy.param.itemsize  # the sum of gradients is whole too
-        return math.ceil(count / plan.model_ranks) * whole
+        return math.ceil(count / plan.model_ranks) * policy.compute.itemsize
     return math.ceil(2 * layer_params / plan.tp) * policy.compute.itemsize
 
 

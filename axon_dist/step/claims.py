@@ -19,7 +19,7 @@ class Claims:
 
     Args:
         params: about the parameters.
-        grads: about the gradients.
+        grads: about the gradients that reach the optimizer: they lie with its moments.
         opt_state: about the optimizer state.
     """
 
@@ -64,7 +64,7 @@ def claims_of(spec: StepSpec, state: TrainState) -> Claims:
     strategy, mesh = spec.storage.strategy, spec.mesh
     return Claims(
         explain(strategy.params, state.params, mesh, f"parameters under {strategy.name}"),
-        explain(strategy.grads, state.params, mesh, f"gradients under {strategy.name}"),
+        explain(strategy.opt_state, state.params, mesh, f"gradients under {strategy.name}"),
         explain_optimizer(
             strategy.opt_state,
             state.params,

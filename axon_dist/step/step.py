@@ -21,7 +21,7 @@ from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy, overlay, per_layer
 from ..precision import GradScaler, MixedPrecision
 from ..program import stacks_of
-from ..sharding import FromMetadata, annotations_of, shardings
+from ..sharding import FromMetadata, annotations_of
 from .arguments import check_arguments
 from .batch import BatchLayout, Placed
 from .claims import claims_of
@@ -195,11 +195,9 @@ class TrainStep:
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
         self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
-        grads = self.storage.strategy.grads
-        grad_shardings = shardings(grads, self.abstract_state.params, spec.mesh)
         self._differentiate = jit(
             lambda state, placed: self._gradients(self.near(state), placed.arrays)[:2],
-            out_shardings=(grad_shardings, self._whole),
+            out_shardings=(spec.owners, self._whole),
         )
 
     @property
@@ -365,7 +363,8 @@ class TrainStep:
             batch: as for a step.
 
         Returns:
-            A tree like the parameters, laid out as the strategy lays gradients; and the metrics.
+            A tree like the parameters, laid out as a step has them: each part where the moments
+            lie that it updates; and the metrics.
         """
         check_usable(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)

@@ -125,6 +125,5 @@ def _staged(strategy: Strategy, rows: ModelStorage, stored: PyTree) -> Strategy:
     return dataclasses.replace(
         strategy,
         params=wrap(strategy.params),
-        grads=wrap(strategy.grads),
         opt_state=wrap(strategy.opt_state),
     )

@@ -95,7 +95,6 @@ def test_an_overlay_has_a_say_in_every_layout():
     rule = ByRule(((r"w", P("tp")),), "rule")
     made = overlay(zero(1, min_elements=1), rule)
     assert made.params == rule
-    assert made.grads == rule
     assert made.opt_state == Merge((rule, LargestDim(("dp",), 1, "zero1")))
     assert overlay(ddp(), Replicate()).params == Replicate()
 

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist import ZeROOptimizer, build_train_step
 from axon_dist.core.errors import ConfigError, GroupError, StrategyConflictError
-from axon_dist.inspect import bytes_per_device
-from axon_dist.parallel import ZERO, Reduction, ZeROStage, fsdp, zero
+from axon_dist.inspect import bytes_per_device, carried_bytes
+from axon_dist.parallel import ZERO, Reduction, ZeROStage, estimate, fsdp, zero
 from axon_dist.sharding import LargestDim, Replicate
 
 from . import tower
@@ -26,13 +26,11 @@ def test_the_stages_are_rows_of_one_table():
     for stage, row in ZERO.items():
         made = zero(stage, min_elements=5)
         split = LargestDim(("dp",), 5, f"zero{int(stage)}")
-        pairs = zip(
-            (made.params, made.grads, made.opt_state),
-            (row.params, row.grads, row.opt_state),
-            strict=True,
-        )
+        pairs = ((made.params, row.params), (made.opt_state, row.opt_state))
         assert all(policy == (split if is_split else Replicate()) for policy, is_split in pairs)
         assert made.batch_axes == ("dp",)
+        assert made.holds_whole_gradients(2) is not row.grads
+        assert made.holds_whole_gradients(1) is not row.opt_state
 
 
 def test_split_gradients_are_reduced_every_microbatch_by_default():
@@ -87,10 +85,19 @@ def test_measured_shares_of_eight_devices(world, stage):
     row = ZERO[ZeROStage(stage)]
     expected = lambda is_split: pytest.approx(1 / 8 if is_split else 1.0, rel=0.02)
     assert share(state.params) == expected(row.params)
-    assert share(grads) == expected(row.grads)
+    assert share(grads) == expected(row.opt_state)
     assert share(state.opt_state) == expected(row.opt_state)
     table = state.params["table"]["embedding"].addressable_shards[0].data
     assert table.size == (64 * 32 // 8 if row.params else 64 * 32)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
+    strategy, sgd = zero(stage, min_elements=8), optax.sgd(0.1)
+    step = build_train_step(tower.make(), sgd, tower.loss_fn, strategy, world, accumulate=2)
+    held = carried_bytes(step.lower(tower.batch()).compile())
+    expected = estimate(strategy, step.parts.params, world.mesh, sgd, accumulate=2)
+    assert held == pytest.approx(expected.grad_memory_bytes, rel=0.03)
 
 
 def test_small_leaves_stay_whole_and_are_reported(world):

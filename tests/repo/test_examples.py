@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
@@ -31,3 +33,6 @@ def test_example_runs(path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{path.name} shows nothing"
+    if path.name == "02_fsdp.py":
+        (picture,) = re.findall(r"## One picture.*?```text\n(.*?)```", README, re.DOTALL)
+        assert done.stdout.startswith(picture)

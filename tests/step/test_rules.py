@@ -1,16 +1,21 @@
 """The table of what `build_train_step` refuses, and that nothing is refused later."""
 
+import contextlib
 import dataclasses
+import random
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from axon_dist import World, build_train_step
-from axon_dist.core.errors import AxonDistError
+from axon_dist.core.errors import AxonDistError, DivisibilityError, UnsupportedError
+from axon_dist.core.weighted import Weighted
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import (
     Reduction,
@@ -25,6 +30,7 @@ from axon_dist.parallel import (
 )
 from axon_dist.sharding import LargestDim
 from axon_dist.step import RULES
+from axon_dist.step.divergence import WithoutDivergence
 
 
 class Net(nnx.Module):
@@ -215,3 +221,173 @@ def test_nothing_else_says_what_a_rule_says(name, monkeypatch):
     except Exception:  # what lies deeper may say anything, or nothing at all
         pass
     assert not re.search(said, heard)
+
+
+# What only a batch can show
+
+
+class Mixed(nnx.Module):
+    """Blocks with what strategies stumble over."""
+
+    def __init__(self, dropout=False, statistics=False):
+        rngs = nnx.Rngs(0)
+        norm = nnx.BatchNorm if statistics else nnx.LayerNorm
+        self.norm = norm(8, rngs=rngs)
+        self.blocks = nnx.List([MixedBlock(dropout, rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class MixedBlock(nnx.Module):
+    def __init__(self, dropout, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs) if dropout else None
+
+    def __call__(self, x):
+        y = self.down(nnx.relu(self.up(x)))
+        return x + (y if self.drop is None else self.drop(y))
+
+
+def weighted(model, batch):
+    errors = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return Weighted(jnp.sum(errors * batch["w"]), jnp.sum(batch["w"]))
+
+
+MESHES = ("dp=8", "dp=2,fsdp=4", "dp=4,tp=2", "pp=2,dp=4", "pp=2,dp=2,tp=2", "dp=4,cp=2")
+DATA = (
+    ddp(),
+    ddp(bucket_capacity=100),
+    ddp(sync="overlapped"),
+    ddp(broadcast_buffers=False),
+    ddp(reduce_dtype="bfloat16"),
+    zero(1, min_elements=8),
+    zero(2, min_elements=8),
+    zero(3, min_elements=8),
+    zero(3, min_elements=8, reduction=Reduction(by_hand=True)),
+    fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8),
+)
+OPTIMIZERS = (optax.sgd(0.1), optax.adam(1e-3), optax.lamb(1e-3), optax.adafactor(1e-3))
+
+
+def composition(seed):
+    """A strategy, a mesh and options, as a user may put them together without much thought."""
+    draw = random.Random(seed)
+    mesh = draw.choice(MESHES)
+    parts = [draw.choice(DATA)]
+    if "pp" in mesh:
+        backward = draw.choice(["recompute", "residuals", "dots"])
+        schedule = draw.choice(["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_h1"])
+        parts.append(pipelined(2, 4, schedule, backward=backward))
+    if "tp" in mesh:
+        plan = {"up$": "column", "down$": "row"}
+        parts.append(tensor_parallel(plan, sequence=draw.random() < 0.3))
+    if draw.random() < 0.3:
+        parts.append(remat(interval=draw.choice([1, "sqrt"])))
+    pad = draw.choice([None, None, "w"])
+    options = {
+        "accumulate": draw.choice([1, 1, 2]),
+        "clip_norm": draw.choice([None, 1.0]),
+        "precision": draw.choice([None, "bf16", "fp16"]),
+        "nonfinite": draw.choice([None, "skip", "stop"]),
+        "pad": pad,
+        "model": draw.choice([Mixed, lambda: Mixed(dropout=True), lambda: Mixed(statistics=True)]),
+        "optimizer": draw.choice(OPTIMIZERS),
+        "loss_fn": weighted if pad else draw.choice([weighted, loss]),
+    }
+    rows = draw.choice([32, 32, 32, 12])
+    batch = batch_of(rows) | {"w": jax.ShapeDtypeStruct((rows,), jnp.float32)}
+    return parts, mesh, options, batch
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_built_for_a_batch_can_be_lowered_for_it(seed):
+    parts, mesh, options, batch = composition(seed)
+    try:
+        step = build(compose(*parts), mesh, batch=batch, **options)
+    except AxonDistError:
+        return
+    step.lower(batch)
+
+
+def test_most_compositions_are_not_refused():
+    """Else the test above would hold of a builder that refuses everything."""
+    outcomes = []
+    for seed in range(12):
+        parts, mesh, options, _ = composition(seed)
+        with contextlib.suppress(AxonDistError):
+            build(compose(*parts), mesh, **options)
+            outcomes.append(seed)
+    assert len(outcomes) >= 5
+
+
+def test_a_batch_has_the_step_refused_at_build():
+    statistics = {"model": lambda: Mixed(statistics=True)}
+    step = build(pipelined(2, 4), PP, **statistics)
+    with pytest.raises(UnsupportedError, match=r"'norm/mean' depends on the batch"):
+        step.check(batch_of())
+    with pytest.raises(UnsupportedError, match=r"'norm/mean' depends on the batch"):
+        build(pipelined(2, 4), PP, batch=batch_of(), **statistics)
+    with pytest.raises(DivisibilityError, match=r"12 samples does not divide over dp=8"):
+        build(ddp(), batch=batch_of(12))
+
+
+def test_what_was_checked_is_not_traced_again(world):
+    traces = []
+
+    def counted(model, batch):
+        traces.append(1)
+        return loss(model, batch)
+
+    batch = {name: np.ones((16, 8), np.float32) for name in "xy"}
+    step = build(ddp(), loss_fn=counted, batch=batch)
+    seen = len(traces)
+    assert seen
+    step(step.init(), batch)
+    step.check_rows(batch)
+    assert len(traces) == seen
+
+
+def test_attention_that_asks_for_more_than_strategies_give():
+    class Masked(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        def attend(self, query, key, value, mask):
+            return value
+
+        def __call__(self, x):
+            heads = self.linear(x)[:, :, None]
+            return self.attend(heads, heads, heads, None)[:, :, 0]
+
+    with pytest.raises(UnsupportedError, match=r"Masked.attend needs mask beside"):
+        build(context_parallel(), "dp=4,cp=2", Masked)
+
+    class Optional(Masked):
+        def attend(self, query, key, value, mask=None):
+            return value
+
+        def __call__(self, x):
+            heads = self.linear(x)[:, :, None]
+            mixed = self.attend(value=heads, key=heads, query=heads)
+            return self.attend(mixed, heads, heads, jnp.ones(()))[:, :, 0]
+
+    sequences = {name: jax.ShapeDtypeStruct((8, 4, 8), jnp.float32) for name in "xy"}
+    with pytest.raises(UnsupportedError, match=r"Optional.attend is called with .*, mask; where"):
+        build(context_parallel(), "dp=4,cp=2", Optional, batch=sequences)
+
+
+def test_a_permutation_that_a_stage_asks_for_is_seen_before_compiling(world):
+    turn = lambda x: jax.lax.ppermute(x, "dp", [(0, 1), (1, 0)])
+    stages = lambda i, x: jax.lax.cond(i > 0, turn, lambda x: x, x)
+    run = jax.shard_map(
+        stages, mesh=world.mesh, in_specs=(P(), P("dp")), out_specs=P("dp"), check_vma=False
+    )
+    guarded = WithoutDivergence(jax.jit(run))
+    with pytest.raises(UnsupportedError, match=r"ppermute over .*dp.*forever|forever: ppermute"):
+        guarded.lower(jnp.int32(1), jnp.ones(8))
+    outside = jax.shard_map(turn, mesh=world.mesh, in_specs=P("dp"), out_specs=P("dp"))
+    assert WithoutDivergence(jax.jit(outside)).lower(jnp.ones(8))
