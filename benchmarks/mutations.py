@@ -111,7 +111,7 @@ MUTATIONS = (
     ),
     row(
         "collectives/move.py", "position(group) * size, size, dim", "position(group), size, dim",
-        "collectives/test_move.py::test_scatter_numbers",
+        "collectives/test_move.py::test_scatter_gives_slices_in_the_order_of_a_list",
     ),
     row(
         "collectives/plan.py", "+ sizes[index] > capacity", "+ sizes[index] >= capacity",

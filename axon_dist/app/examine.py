@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 from axon_dist.core.errors import MeshError
 from axon_dist.hardware import Target, parse_target, prepare_environment
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 
-from ..config.build import build_step, build_world
+from ..config.build import abstract_batch, build_step, build_world
 from ..config.schema import RunConfig
 
 
@@ -52,17 +50,9 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     machine = None if target is None else parse_target(target)
     world = build_world(config) if machine is None else _target_world(config, machine)
     step = build_step(config, world)
-    compiled = step.lower(_abstract_batch(config)).compile()
+    compiled = step.lower(abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
     return Examination(found, world.spec, step.strategy.name, machine)
-
-
-def _abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    fields = config.kind.task.fields(config.model, config.data)
-    return {
-        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
-        for name, field in fields.items()
-    }
 
 
 def _target_world(config: RunConfig, target: Target) -> World:

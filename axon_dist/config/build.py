@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
+import jax
 import optax
 from flax.traverse_util import flatten_dict
 
@@ -93,6 +94,15 @@ def build_step(
     )
     _check_batch(config, step)
     return step
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a run's global batch, known before any data is read."""
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }
 
 
 def build_loader(
@@ -214,6 +224,7 @@ def build_run(config: RunConfig) -> Run:
     step = build_step(config, world)
     loader = build_loader(config, world, step.strategy.batch_axes)
     agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
+    step.check(abstract_batch(config))
     return Run(config, world, step, loader)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -142,11 +143,18 @@ def eval_jaxpr(closed: Any, values: Sequence[Any]) -> list[Any]:
 def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Runs one equation of a jaxpr on values, as a jaxpr interpreter does."""
     params = equation.primitive.get_bind_params(equation.params)
+    with in_place_of(equation):
+        results = equation.primitive.bind(*values, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def in_place_of(equation: Any) -> Iterator[None]:
+    """Gives what is traced within the names, the source line and the settings of an equation."""
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=names)
     with context, equation.ctx.manager:
-        results = equation.primitive.bind(*values, **params)
-    return list(results) if equation.primitive.multiple_results else [results]
+        yield
 
 
 def called_program(equation: Any) -> ClosedJaxpr | None:
@@ -182,3 +190,14 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]
         The smaller jaxpr, and which inputs it still has.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def source_line(equation: Any) -> str:
+    """The line of the user's that made an equation, as `file.py:12`; "" where none is known.
+
+    The innermost that is not in an installed package, or else the innermost of all.
+    """
+    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    own = [frame for frame in frames if "site-packages" not in frame.file_name]
+    found = (own or frames)[:1]
+    return f"{os.path.basename(found[0].file_name)}:{found[0].start_line}" if found else ""

@@ -179,11 +179,14 @@ class Trainer:
             watch_steps(self.step.world) as tell,
         ):
             with self.progress.phase("initializing"):
-                state = self.step.init() if state is None else state
+                batches, first = self._first_batch()
+                if state is None:
+                    self.step.check_rows(first)
+                    state = self.step.init()
                 record = self._record(state, tell)
             self._check_steps_left(record)
             start = time.perf_counter()
-            run = self._first_step(state, record)
+            run = self._first_step(state, batches, first, record)
             compile_seconds = time.perf_counter() - start
             stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
             state, ended = self._steps(*run, record, stops)
@@ -254,13 +257,16 @@ class Trainer:
                 f"{self.options.num_steps}; raise the number of steps"
             )
 
-    def _first_step(
-        self, state: TrainState, record: Record
-    ) -> tuple[TrainState, Iterator[Batch], dict]:
+    def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
         batches = iter(self.batches)
         first = next(batches, None)
         if first is None:
             raise ConfigError("there is no batch to train on; give the trainer at least one")
+        return batches, first
+
+    def _first_step(
+        self, state: TrainState, batches: Iterator[Batch], first: Batch, record: Record
+    ) -> tuple[TrainState, Iterator[Batch], dict]:
         with self.progress.phase("compiling the train step"):
             state, metrics = self.step(state, first)
             record.add(metrics)

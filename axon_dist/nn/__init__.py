@@ -14,6 +14,8 @@ from ..program import roll as roll
 from ..program import units_of as units_of
 from ..program import wrap_calls as wrap_calls
 from .attention import TensorParallelAttention as TensorParallelAttention
+from .attention import attended as attended
+from .attention import check_attend as check_attend
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
 from .cross_entropy import linear_cross_entropy as linear_cross_entropy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import DivisibilityError
+from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain
@@ -115,6 +116,51 @@ def mixes(module: nnx.Module) -> bool:
     method = getattr(type(module), "attend", None)
     names = list(inspect.signature(method).parameters) if method is not None else []
     return names[1:4] == ["query", "key", "value"]
+
+
+def attended(
+    attend: Callable[..., Array], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Array, Array, Array]:
+    """The query, key and value of a call of a module's `attend`, by position or by name.
+
+    Args:
+        attend: the method, as its class has it.
+        module: the module.
+        args: what the call gives by position.
+        kwargs: what it gives by name.
+
+    Raises:
+        UnsupportedError: when the call gives more than these three.
+    """
+    given = inspect.signature(attend).bind(module, *args, **kwargs).arguments
+    (_, *heads), more = list(given.values())[:4], list(given)[4:]
+    more = [name for name in more if given[name] is not None]
+    more += [name for name in list(given)[:4] if name in ("args", "kwargs")]
+    if more or len(heads) != 3:
+        raise UnsupportedError(
+            f"{type(module).__name__}.attend is called with {', '.join(list(given)[1:])}; where a "
+            "strategy divides attention over devices it can take query, key and value alone. Keep "
+            "what else it needs in the module, such as causal=True"
+        )
+    query, key, value = heads
+    return query, key, value
+
+
+def check_attend(module: nnx.Module) -> None:
+    """Raises where every call of a module's `attend` has to give more than three arrays.
+
+    Raises:
+        UnsupportedError: naming what it asks for.
+    """
+    _, *rest = inspect.signature(type(module).attend).parameters.values()  # type: ignore[attr-defined]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in rest[3:] if p.default is p.empty and p.kind not in kinds]
+    if needed:
+        raise UnsupportedError(
+            f"{type(module).__name__}.attend needs {', '.join(needed)} beside query, key and "
+            "value, and a strategy that divides attention over devices gives it these three. Keep "
+            "what else it needs in the module, such as causal=True"
+        )
 
 
 def softmax_attention(query: Array, key: Array, value: Array, causal: bool) -> Array:

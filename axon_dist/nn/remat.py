@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
-from ..program.units import IsUnit, RematPolicy
+from ..program import IsUnit, RematPolicy, is_inside, stacks_of
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""
@@ -126,23 +126,29 @@ class ClassIs:
 
 
 def block_classes(model: nnx.Module) -> tuple[str, ...]:
-    """The classes of the blocks that a model repeats: elements of lists that hold parameters.
+    """The classes of the blocks that a model repeats, in lists or stacked by `nnx.vmap`.
 
     Args:
         model: any NNX module.
 
     Returns:
-        Class names, outermost lists only; empty where nothing is repeated. A stacked module
-        (made by `nnx.vmap`) is not in a list: name its class yourself.
+        Class names, of elements of outermost lists that hold parameters and of outermost stacked
+        modules; empty where nothing is repeated. A stacked module without a layer of Flax in it
+        cannot be told from a single one: name its class yourself.
 
     Example:
         >>> block_classes(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.relu))
         ('Linear',)
     """
+    stacks = stacks_of(model)
     names: dict[str, int] = {}
     for keys, module in nnx.iter_modules(model):
+        path = "/".join(map(str, keys))
         depth = sum(isinstance(key, int) for key in keys)
         has_params = bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
-        if depth == 1 and isinstance(keys[-1], int) and has_params:
+        is_listed = depth == 1 and isinstance(keys[-1], int) and has_params
+        # What a stacked block holds in lists of its own is a part of it.
+        in_stack = any(is_inside(path, stack) for stack in stacks)
+        if path in stacks or (is_listed and not in_stack):
             names.setdefault(type(module).__name__, 0)
     return tuple(names)

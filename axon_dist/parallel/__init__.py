@@ -37,6 +37,8 @@ from .plan import Rule as Rule
 from .plan import plan_of as plan_of
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
+from .rules import STRATEGY_RULES as STRATEGY_RULES
+from .rules import Placed as Placed
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
 from .strategy import Reduction as Reduction
@@ -44,6 +46,7 @@ from .strategy import Strategy as Strategy
 from .strategy import as_strategy as as_strategy
 from .strategy import compose as compose
 from .strategy import overlay as overlay
+from .strategy import per_layer as per_layer
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan
 from .tensor import check_sums as check_sums

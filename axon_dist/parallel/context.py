@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError, UnsupportedError, did_you_mean
 from ..core.typing import Array
-from ..nn import Layout, mixes, ring_attention, ulysses_attention
+from ..nn import Layout, attended, check_attend, mixes, ring_attention, ulysses_attention
 from ..program import wrap_calls
 from .strategy import Strategy
 
@@ -86,22 +86,21 @@ class ContextLayers:
         """Positions are split in every layer."""
         return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
 
-    def __call__(self, model: nnx.Module, layout: Layout) -> None:
-        """Changes the attention of a merged model, in place.
+    def check(self, model: nnx.Module, layout: Layout) -> None:
+        """Raises unless there is attention, whose heads divide.
 
         Raises:
-            UnsupportedError: when the model has no attention that can be replaced.
+            UnsupportedError: when the model has no attention that can be replaced, or one that
+                needs more than queries, keys and values.
+            DivisibilityError: when heads do not divide.
         """
         attention = SplitAttention(self.mode, self.axis, layout)
-        found = 0
-        for _, module in list(nnx.iter_modules(model)):
-            if isinstance(module, nnx.MultiHeadAttention):
-                module.attention_fn = AttentionFunction(attention)
-            elif mixes(module):
-                wrap_calls(module, {"attend": attention})
-            else:
-                continue
-            found += 1
+        found = [m for _, m in nnx.iter_modules(model) if _is_whole(m) or mixes(m)]
+        for module in found:
+            if not _is_whole(module):
+                check_attend(module)
+            if isinstance(heads := getattr(module, "num_heads", None), int):
+                attention.check_heads(heads)
         if not found:
             classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
             raise UnsupportedError(
@@ -109,6 +108,20 @@ class ContextLayers:
                 f"{', '.join(classes)}; give the attention of the model a method "
                 "attend(query, key, value), or use nnx.MultiHeadAttention"
             )
+
+    def __call__(self, model: nnx.Module, layout: Layout) -> None:
+        """Changes the attention of a merged model, in place."""
+        attention = SplitAttention(self.mode, self.axis, layout)
+        for _, module in list(nnx.iter_modules(model)):
+            if isinstance(module, nnx.MultiHeadAttention):
+                module.attention_fn = AttentionFunction(attention)
+            elif mixes(module):
+                wrap_calls(module, {"attend": attention})
+
+
+def _is_whole(module: nnx.Module) -> bool:
+    """Whether a module is attention with its projections, whose inner function is replaced."""
+    return isinstance(module, nnx.MultiHeadAttention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,20 +138,21 @@ class SplitAttention:
     axis: str
     layout: Layout
 
-    def __call__(self, attend: Any, module: Any, query: Array, key: Array, value: Array) -> Array:
+    def __call__(self, attend: Any, module: Any, *args: Any, **kwargs: Any) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
 
         Args:
             attend: the method that is replaced.
             module: the module; causal unless its `causal` is False.
-            query: `[B, T, H, K]`.
-            key: `[B, T, N, K]`.
-            value: like `key`.
+            *args: queries `[B, T, H, K]`, keys `[B, T, N, K]` and values like these.
+            **kwargs: those of them that are given by name.
 
         Raises:
             DivisibilityError: when positions or heads do not divide.
+            UnsupportedError: when the call says more.
         """
         causal = getattr(module, "causal", True)
+        query, key, value = attended(attend, module, args, kwargs)
         heads, spec = self._place(query)
         key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
         self._check_positions(query.shape[1], causal)
@@ -157,8 +171,18 @@ class SplitAttention:
 
     def _place(self, query: Array) -> tuple[int, PartitionSpec]:
         """By how many parts heads must divide, and where queries lie."""
+        parts = self.check_heads(query.shape[2])
+        lead = self.layout.spec(query.shape)
+        return parts, PartitionSpec(lead[0], lead[1], self.layout.heads or None)
+
+    def check_heads(self, total: int) -> int:
+        """By how many parts heads must divide.
+
+        Raises:
+            DivisibilityError: when so many heads do not.
+        """
         trades = self.size if self.mode is ContextMode.ULYSSES else 1
-        split, total = self.layout.size(self.layout.heads), query.shape[2]
+        split = self.layout.size(self.layout.heads)
         if total % (split * trades):
             names = "×".join((*self.layout.heads, self.axis)[-2 if split > 1 else -1 :])
             valid = [n for n in range(1, total + 1) if total % (n * split) == 0]
@@ -167,8 +191,7 @@ class SplitAttention:
                 f"{total} heads do not divide over {names}={split * trades}; choose "
                 f"{f'a size of {self.axis} among {valid}' if valid else 'more heads'}{ring}"
             )
-        lead = self.layout.spec(query.shape)
-        return split * trades, PartitionSpec(lead[0], lead[1], self.layout.heads or None)
+        return split * trades
 
     @staticmethod
     def _shared(heads: Array, num_queries: int, parts: int) -> Array:
@@ -212,5 +235,8 @@ class AttentionFunction:
                 "attention weights; for causal attention write a module with a method "
                 "attend(query, key, value)"
             )
-        whole = lambda _, *heads: nnx.dot_product_attention(*heads)
-        return self.attention(whole, self, query, key, value)
+        return self.attention(_dot_product, self, query, key, value)
+
+
+def _dot_product(_: Any, query: Array, key: Array, value: Array) -> Array:
+    return nnx.dot_product_attention(query, key, value)

@@ -22,7 +22,7 @@ def ddp(
     bucket_capacity: int | None = None,
     reduce_dtype: Any = None,
     broadcast_buffers: bool = True,
-    per: str = "step",
+    per: str | None = None,
 ) -> Strategy:
     """Data parallelism as a strategy: the batch is split over `axes`, everything else replicated.
 
@@ -33,7 +33,8 @@ def ddp(
             OVERLAPPED then takes 25 million (100 MB in float32).
         reduce_dtype: the dtype of gradients on the wire; None is their own.
         broadcast_buffers: whether BatchNorm sees the global batch, as on one device.
-        per: `"step"` reduces once however many microbatches, `"microbatch"` each of them.
+        per: `"step"` reduces once however many microbatches, `"microbatch"` each of them; None
+            is the former, unless another part of a composed strategy keeps gradients split.
 
     Returns:
         The strategy.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.reduction import all_sum, sum_scatter
+from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array
 from ..sharding import axes_of, spec_axes
 
@@ -94,7 +94,7 @@ def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: An
     Returns:
         This rank's shard of the sum, in the dtype of the value.
     """
-    total = value.astype(wire or value.dtype)
+    total = on_wire(value, wire)
     for dim in range(len(spec)):
         if split := axes_of(spec, dim):
             total = sum_scatter(total, split, dim)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array
+from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
 from ..program.calls import wrap_calls
 
@@ -40,9 +41,14 @@ class OverMesh:
     is_opaque: bool = True
 
     def __call__(
-        self, attend: Callable[..., Array], module: Any, query: Array, key: Array, value: Array
+        self, attend: Callable[..., Array], module: Any, *args: Any, **kwargs: Any
     ) -> Array:
-        """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`."""
+        """Computes `attend(module, query, key, value)` of arrays `[B, T, H, K]`.
+
+        Raises:
+            UnsupportedError: when the call says more.
+        """
+        query, key, value = attended(attend, module, args, kwargs)
         manual = manual_axes()
         batch = tuple(axis for axis in self.batch if axis not in manual)
         heads = tuple(axis for axis in self.heads if axis not in manual)

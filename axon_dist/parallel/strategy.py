@@ -9,14 +9,17 @@ from typing import Any, Protocol
 from flax import nnx
 
 from ..collectives import GradSyncStrategy
-from ..core.errors import ConfigError, MeshError, StrategyConflictError, did_you_mean
+from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
+from ..core.requirement import check_all
+from ..core.typing import Path
 from ..mesh import World
 from ..nn import ActivationCheckpointing, Layout
 from ..precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
-from ..sharding import Merge, Policy, Replicate
-from .offload import CPUOffload, check_offload
+from ..sharding import Merge, Policy, Replicate, rows_alike
+from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
+from .rules import STRATEGY_RULES, Placed
 from .wrap import AutoWrapPolicy
 
 
@@ -26,7 +29,8 @@ class Reduction:
 
     Args:
         per: `"step"` accumulates microbatches locally and reduces once; `"microbatch"` reduces
-            each, which moves K times the bytes and keeps only shards.
+            each, which moves K times the bytes and keeps only shards. None has not said: another
+            part of the strategy may, or else `chosen` decides.
         sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype on the wire; None is the gradients' own.
@@ -39,7 +43,7 @@ class Reduction:
             floating-point.
     """
 
-    per: str = "step"
+    per: str | None = None
     sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS
     bucket_capacity: int | None = None
     dtype: Any = None
@@ -54,16 +58,28 @@ class Reduction:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every field has a possible value."""
-        if self.per not in ("step", "microbatch"):
+        if self.per not in (None, "step", "microbatch"):
             raise ConfigError(
                 f"reduction per {self.per!r} is unknown."
-                f"{did_you_mean(self.per, ['step', 'microbatch'])}"
+                f"{did_you_mean(str(self.per), ['step', 'microbatch'])}"
             )
         if self.bucket_capacity is not None and self.bucket_capacity < 1:
             raise ConfigError(
                 f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "
                 "None to leave the grouping to the compiler"
             )
+
+    def chosen(self, splits_grads: bool) -> Reduction:
+        """The reduction with `per` said: once per step, unless gradients are kept split.
+
+        Split gradients, as those of ZeRO-2, ZeRO-3 and FSDP, are reduced once per microbatch, so
+        that no rank ever holds a whole one.
+
+        Args:
+            splits_grads: whether the strategy keeps gradients split.
+        """
+        per = self.per or ("microbatch" if splits_grads else "step")
+        return dataclasses.replace(self, per=per)
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be held per rank before they are reduced.
@@ -77,7 +93,7 @@ class Reduction:
             num_microbatches: how many microbatches a step has.
             compute: the compute dtype; None where it does not differ from the parameters'.
         """
-        held_back = self.per == "step" and num_microbatches > 1
+        held_back = self.per != "microbatch" and num_microbatches > 1
         grouped = self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
         recast = None not in (self.dtype, compute) and self.dtype != compute
         return self.by_hand or held_back or grouped or recast or not self.sync_buffers
@@ -94,6 +110,15 @@ class AdaptLayers(Protocol):
     @property
     def sends_around(self) -> bool:
         """Whether it passes values around a ring of ranks, which all ranks must do together."""
+        ...
+
+    def check(self, model: nnx.Module, layout: Layout) -> None:
+        """Raises where a model has no layers that it could change, or layers that it cannot.
+
+        Args:
+            model: of shapes.
+            layout: where activations lie.
+        """
         ...
 
     def extend(self, layout: Layout) -> Layout:
@@ -145,55 +170,9 @@ class Strategy:
         """Checks the strategy against a world.
 
         Raises:
-            MeshError: when it names an axis that the mesh lacks.
-            StrategyConflictError: when it puts gradients that it splits into buckets, or stages
-                of a pipeline are to recompute several blocks at once or to send around a ring.
-            UnsupportedError: when the devices lack the memory that it offloads to.
+            AxonDistError: what the first broken rule of `STRATEGY_RULES` says.
         """
-        for axis in self.batch_axes:
-            if axis not in world.mesh.axis_names:
-                raise MeshError(
-                    f"strategy {self.name!r} splits the batch over axis {axis!r}, which mesh "
-                    f"{world.spec} lacks.{did_you_mean(axis, world.mesh.axis_names)}"
-                )
-        for axis in (axis for layers in self.layers for axis in layers.axes):
-            if axis not in world.mesh.axis_names:
-                raise MeshError(
-                    f"strategy {self.name!r} splits layers over axis {axis!r}, which mesh "
-                    f"{world.spec} lacks.{did_you_mean(axis, world.mesh.axis_names)}"
-                )
-        self._check_buckets()
-        check_offload(self.offload, world)
-        if self.pipeline is not None:
-            self.pipeline.validate(world)
-            self._check_stage_remat()
-            self._check_stage_rings()
-
-    def _check_stage_rings(self) -> None:
-        rings = [axis for layers in self.layers if layers.sends_around for axis in layers.axes]
-        if rings:
-            raise StrategyConflictError(
-                f"strategy {self.name!r} is a pipeline, whose stages do different things at a "
-                f"time, and sends keys around the ring of axis {rings[0]!r}, which all must do "
-                "together; use context_parallel('ulysses')"
-            )
-
-    def _check_stage_remat(self) -> None:
-        interval = 1 if self.remat is None else self.remat.interval
-        if interval != 1:
-            raise StrategyConflictError(
-                f"strategy {self.name!r} is a pipeline, whose stages recompute block by block, and "
-                f"asks for checkpoint interval {interval!r}; leave the interval at 1"
-            )
-
-    def _check_buckets(self) -> None:
-        capacity = None if self.reduction is None else self.reduction.bucket_capacity
-        if capacity is not None and self.opt_state.split_axes:
-            raise StrategyConflictError(
-                f"strategy {self.name!r} reduces each gradient to the ranks that own its shards, "
-                f"and bucket_capacity={capacity} joins gradients that all ranks need whole; leave "
-                "the capacity out, or use ddp()"
-            )
+        check_all(STRATEGY_RULES, Placed(self, world))
 
 
 class HasStrategy(Protocol):
@@ -238,7 +217,9 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         *strategies: in any order; the order of the axes comes from the mesh.
 
     Returns:
-        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim.
+        A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
+        the reduction each part says what is not a default: `compose(ddp(), fsdp())` reduces every
+        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or say
@@ -259,7 +240,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         params=_merged([part.params for part in parts]),
         grads=_merged([part.grads for part in parts]),
         opt_state=_merged([part.opt_state for part in parts]),
-        reduction=_only(parts, "reduction", None),
+        reduction=_joined_reduction(parts),
         wrap=_only(parts, "wrap", None),
         precision=_only(parts, "precision", None),
         remat=_only(parts, "remat", None),
@@ -283,6 +264,26 @@ def overlay(strategy: Strategy, policy: Policy) -> Strategy:
     )
 
 
+def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
+    """The strategy, which lays stacked layers out as it would lay out each of them.
+
+    Args:
+        strategy: any.
+        stacks: the paths of the modules whose leaves have a row for each of many layers.
+
+    Returns:
+        The strategy; itself where nothing is stacked.
+    """
+    if not stacks:
+        return strategy
+    return dataclasses.replace(
+        strategy,
+        params=rows_alike(strategy.params, stacks),
+        grads=rows_alike(strategy.grads, stacks),
+        opt_state=rows_alike(strategy.opt_state, stacks),
+    )
+
+
 def _merged(policies: Sequence[Policy]) -> Policy:
     saying = [policy for policy in policies if policy != Replicate()]
     if len(saying) < 2:
@@ -301,6 +302,27 @@ def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                 )
             axes[axis] = part.name
     return tuple(axes)
+
+
+def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
+    """Field by field what the parts say about the reduction; a default says nothing."""
+    saying = [part for part in parts if part.reduction is not None]
+    if not saying:
+        return None
+    said: dict[str, tuple[Any, str]] = {}
+    for part in saying:
+        for field in dataclasses.fields(Reduction):
+            value = getattr(part.reduction, field.name)
+            if value == field.default:
+                continue
+            first, owner = said.setdefault(field.name, (value, part.name))
+            if first != value:
+                raise StrategyConflictError(
+                    f"reduction is {field.name}={_named(first)} in {owner!r} and "
+                    f"{field.name}={_named(value)} in {part.name!r}; say it in one of them, or the "
+                    "same in both"
+                )
+    return Reduction(**{name: value for name, (value, _) in said.items()})
 
 
 def _only(parts: Sequence[Strategy], field: str, silent: Any) -> Any:

@@ -89,28 +89,31 @@ class TensorLayers:
         """Heads are split, as the features that they are made of."""
         return dataclasses.replace(layout, heads=(self.policy.axis,))
 
-    def __call__(self, model: nnx.Module, layout: Layout) -> None:
-        """Changes the calls of a merged model's layers, in place.
+    def check(self, model: nnx.Module, layout: Layout) -> None:
+        """Raises unless the plan matches something.
 
         Raises:
             UnsupportedError: when the plan matches no layer and no parameter of the model.
         """
-        found = 0
-        for keys, module in list(nnx.iter_modules(model)):
-            path = "/".join(map(str, keys))
-            if isinstance(module, nnx.bridge.ToNNX):
-                found += wrap_linen(module, LinenPins(self, layout, path, shapes_below(module)))
-            elif rule := self.policy.plan.rule_of(path):
-                pin = self.pin(rule, path, shapes_of(module), layout)
-                wrap_calls(module, pin.calls(module))
-                found += 1
-        if not found and not self._holds_parameter(model):
+        rule_of = self.policy.plan.rule_of
+        paths = sorted("/".join(map(str, keys)) for keys, _ in nnx.iter_modules(model))
+        if not any(map(rule_of, paths)) and not self._holds_parameter(model):
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
-            paths = sorted("/".join(map(str, keys)) for keys, _ in nnx.iter_modules(model))
             raise UnsupportedError(
                 f"the plan matches no layer of the model: patterns {patterns}; the layers are "
                 f"{', '.join(filter(None, paths))}. Change the patterns, or ask suggest_plan(model)"
             )
+
+    def __call__(self, model: nnx.Module, layout: Layout) -> None:
+        """Changes the calls of a merged model's layers, in place."""
+        for keys, module in list(nnx.iter_modules(model)):
+            path = "/".join(map(str, keys))
+            if isinstance(module, nnx.bridge.ToNNX):
+                pins = LinenPins(self, layout, path, shapes_below(module))
+                wrap_calls(module, {"__call__": pins})
+            elif rule := self.policy.plan.rule_of(path):
+                pin = self.pin(rule, path, shapes_of(module), layout)
+                wrap_calls(module, pin.calls(module))
 
     def pin(self, rule: Rule, path: Path, shapes: dict[str, Any], layout: Layout) -> Pin:
         """How the calls of one layer are pinned.
@@ -307,14 +310,6 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     is_list = lambda value: isinstance(value, list)
     pick = lambda index: jax.tree.map(lambda piece: piece[index], pieces, is_leaf=is_list)
     return [nnx.merge(graphdef, pick(index), rest, copy=True) for index in range(parts)]
-
-
-def wrap_linen(module: nnx.Module, pins: LinenPins) -> int:
-    """Has a bridged Linen module run between pins; returns how many of its layers have a rule."""
-    wrap_calls(module, {"__call__": pins})
-    layers = {path.rpartition("/")[0] for path, _ in pins.shapes}
-    rule_of = pins.layers.policy.plan.rule_of
-    return sum(rule_of("/".join(filter(None, (pins.path, layer)))) is not None for layer in layers)
 
 
 def shapes_of(module: nnx.Module) -> dict[str, tuple[int, ...]]:

@@ -112,7 +112,7 @@ def zero(
         params=place(row.params),
         grads=place(row.grads),
         opt_state=place(row.opt_state),
-        reduction=reduction or Reduction(per="microbatch" if row.grads else "step"),
+        reduction=reduction or Reduction(),
     )
 
 

@@ -115,15 +115,15 @@ class Executor:
             stash=empty(list(self._stash.packed), self.slots.stash.num_slots),
             held=empty(list(self._held.packed), self.slots.held.num_slots),
             sums=Sums(
-                rows=zeros(self.weights, jnp.float32),
-                rest={i: zeros(self.rest[i], jnp.float32) for i in self._used},
-                loss=zeros(self._loss_shape, jnp.float32),
+                rows=zeros(self.weights, wide=True),
+                rest={i: zeros(self.rest[i], wide=True) for i in self._used},
+                loss=zeros(self._loss_shape, wide=True),
             ),
         )
 
     @property
     def _used(self) -> list[int]:
-        return [i for i, x in enumerate(self.rest) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return [i for i, x in enumerate(self.rest) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     @cached_property
     def _loss_shape(self) -> Loss:
@@ -292,9 +292,7 @@ class Executor:
 
         rest = self._pick(program.last_uses)
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
-        # A mean over nothing may be NaN, and must not spoil the means of others.
-        metrics = [jnp.where(loss.weight == 0, 0, m * loss.weight) for m in loss.metrics]
-        new = add(jax.tree.leaves(sums.loss), [loss.total, loss.weight, *metrics])
+        new = add(jax.tree.leaves(sums.loss), jax.tree.leaves(loss))
         total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
         return grads[1], _add_rest(total, grads[0])
 

@@ -23,12 +23,14 @@ class Place:
         path: of the leaf in the model's form.
         cell: the rank and row that its block has; None for what is in no block.
         part: which part of the tree it lies in.
+        keys: of the leaf within the part.
         slot: the keys of the stored leaf within the part; None where it is in a vector.
     """
 
     path: Path
     cell: Cell | None
     part: int
+    keys: Keys
     slot: Keys | None
 
 
@@ -167,8 +169,8 @@ class _Name:
 def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> Place:
     number = None if storage is None else storage.block_of(keys)
     if storage is None or number is None:
-        return Place(path, None, part, keys)
-    return Place(path, storage.cell_of(number), part, storage.slot_of(number, keys))
+        return Place(path, None, part, keys, keys)
+    return Place(path, storage.cell_of(number), part, keys, storage.slot_of(number, keys))
 
 
 def _flatten(tree: PyTree) -> dict[Keys, Any]:

@@ -17,6 +17,7 @@ from ..program.owners import owned
 from .form import Place, StoredForm
 from .rowwise import RowProgram
 from .storage import ModelStorage
+from .vectorwise import VectorProgram
 
 
 class StagedOptimizer:
@@ -30,15 +31,22 @@ class StagedOptimizer:
         optimizer: any optax transformation.
         storage: the stored form of the parameters.
         mesh: the mesh.
+        axis: the axis of the pipeline.
 
     Raises:
         UnsupportedError: naming the leaf and the operation that would need whole blocks of several
             stages in one place.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, storage: ModelStorage, mesh: Mesh):
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        storage: ModelStorage,
+        mesh: Mesh,
+        axis: str,
+    ):
         self._optimizer = optax.with_extra_args_support(optimizer)
-        self._storage, self._mesh = storage, mesh
+        self._storage, self._mesh, self._axis = storage, mesh, axis
         params = StoredForm(storage, storage.shapes)
         self.state_form = StoredForm(storage, jax.eval_shape(self._optimizer.init, params.shapes))
         self._init = self._staged(self._optimizer.init, {"params": params}, ("opt_state",))
@@ -85,8 +93,14 @@ class StagedOptimizer:
         ends, named = _places(targets)
         cells = lambda places: [place.cell for _, place in places]
         program = owned(closed, cells(sources), names, cells(ends), named)
-        run = RowProgram(program, sources, ends, self._mesh, self._storage.stages.num_devices).run
-        return functools.partial(_run, run, list(arguments.values()), list(targets.values()))
+        forms = list(arguments.values()), list(targets.values())
+        stages = self._storage.stages
+        if all(place.slot is not None for _, place in (*sources, *ends)):
+            run = RowProgram(program, sources, ends, self._mesh, stages.num_devices).run
+        else:
+            where = stages, self._mesh, self._axis
+            run = VectorProgram(program, sources, ends, *forms, *where).run
+        return functools.partial(_run, run, *forms)
 
 
 def _run(

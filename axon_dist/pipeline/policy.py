@@ -23,12 +23,14 @@ class Staged(Policy):
         axis: the mesh axis of the pipeline.
         rows: the paths of all rows.
         min_elements: leaves outside the blocks with fewer elements stay whole.
+        state_rows: the paths of the rows in the state of the optimizer, whatever their shapes.
     """
 
     inner: Policy
     axis: str
     rows: frozenset[Path]
     min_elements: int = 1024
+    state_rows: frozenset[Path] = frozenset()
 
     @property
     def name(self) -> str:
@@ -39,6 +41,11 @@ class Staged(Policy):
     def split_axes(self) -> tuple[str, ...]:
         """The axes of the inner policy."""
         return self.inner.split_axes
+
+    @property
+    def flexible_part(self) -> Policy:
+        """What it decides about a state's leaves that are not like their parameters."""
+        return dataclasses.replace(self, inner=self.inner.flexible_part, rows=self.state_rows)
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()

@@ -10,6 +10,7 @@ makes. Nothing moves between ranks but what the blocks hand to all, such as norm
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.compat import eval_equation
 from ..program.alike import same_params, same_value
 from ..program.owners import Atom, Constant, Operation, OwnedProgram
+from ..program.sums import sums_of
 from .form import Place
 from .layout import Keys
 from .storage import Cell
@@ -29,6 +31,9 @@ Slot: TypeAlias = tuple[int, int, Keys]
 
 Name: TypeAlias = Hashable
 """What a value of a block is called, alike for all blocks of a row that have the same part."""
+
+Home: TypeAlias = tuple[int, Name]
+"""The number of the variant that makes a value, and the value's name in it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,6 +88,19 @@ class Variant:
         return next(iter(self.members.values()))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Sum:
+    """A sum over all.
+
+    Args:
+        rows: the rows that are added up whole, with the ranks that count.
+        single: the other terms.
+    """
+
+    rows: Mapping[Home, tuple[int, ...]]
+    single: tuple[Atom, ...]
+
+
 class RowProgram:
     """A program of a model's leaves, made one of rows.
 
@@ -104,7 +122,6 @@ class RowProgram:
     ):
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
-        self._levels = program.levels
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._slots = {
             value: (tree, place.part, place.slot)
@@ -118,6 +135,15 @@ class RowProgram:
             for number, (row, variant) in enumerate(self._variants)
             for rank in variant.members
         }
+        used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
+        self._homes = {
+            value: self._home(value)
+            for value, owner in enumerate(program.owners)
+            if owner is not None and value in used
+        }
+        sums, self._partial_sums = sums_of(program)
+        self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
+        self._handed = self._to_hand_over()
 
     def run(self, stored: Mapping[Slot, Any]) -> dict[Slot, Any]:
         """Runs the program.
@@ -136,9 +162,9 @@ class RowProgram:
         made: list[dict[Name, Any]] = [dict(stored) for _ in self._variants]
         for level in range(self._program.num_levels):
             self._hand_over(level - 1, made, known)
-            for op in self._program.of(None, level):
-                results = eval_equation(op.equation, [_value(a, known) for a in op.inputs])
-                known.update(zip(op.outputs, results, strict=True))
+            for op in self._program.of(None):
+                if op.level == level:
+                    known.update(self._run_for_all(op, made, known))
             for number, (_, variant) in enumerate(self._variants):
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
@@ -222,26 +248,75 @@ class RowProgram:
         values = [_array(_value(atoms.get(rank, first), known), aval) for rank in self._ranks]
         return jnp.stack(values)
 
-    def _home(self, value: Atom) -> tuple[int, Name]:
+    def _home(self, value: int) -> Home:
         """The variant that makes a value of a block, and what it calls it."""
-        cell: Any = self._program.owner_of(value)
+        cell: Any = self._program.owners[value]
         number = self._variant_of[cell]
         return number, self._variants[number][1].members[cell[0]].names[value]
 
+    def _sum_of(self, terms: Sequence[Atom]) -> _Sum:
+        """A sum over all, of rows where all blocks of a variant have a term in it."""
+        at: dict[Home, list[Atom]] = {}
+        for term in terms:
+            if self._program.owner_of(term) is not None:
+                at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
+        ranks = {home: tuple(self._variants[home[0]][1].members) for home in at}
+        is_whole = lambda home: len(at[home]) == len(set(at[home])) == len(ranks[home])
+        rows = {home: ranks[home] for home in at if is_whole(home)}
+        single = [term for term in terms if self._homes.get(term) not in rows]  # type: ignore[arg-type]
+        return _Sum(rows, tuple(single))
+
+    def _to_hand_over(self) -> tuple[int, ...]:
+        """The values that somebody else reads as they are, not in a sum."""
+        program = self._program
+        reads = [(a, op.owner) for op in program.operations for a in self._read_by(op)]
+        reads += zip(program.outputs, program.homes, strict=True)
+        handed = [a for a, by in reads if program.owner_of(a) not in (None, by)]
+        return tuple(dict.fromkeys(handed))  # type: ignore[arg-type]
+
+    def _read_by(self, op: Operation) -> Sequence[Atom]:
+        if op.outputs[0] in self._sums:
+            return self._sums[op.outputs[0]].single
+        return () if op.outputs[0] in self._partial_sums else op.inputs
+
+    def _run_for_all(
+        self, op: Operation, made: list[dict[Name, Any]], known: Mapping[Atom, Any]
+    ) -> dict[Atom, Any]:
+        """Runs an operation whose values all shall know."""
+        if op.outputs[0] in self._partial_sums:
+            return {}
+        if (found := self._sums.get(op.outputs[0])) is None:
+            results = eval_equation(op.equation, [_value(a, known) for a in op.inputs])
+            return dict(zip(op.outputs, results, strict=True))
+        aval = self._program.avals[op.outputs[0]]
+        terms = [jnp.asarray(_value(term, known), aval.dtype) for term in found.single]
+        for (number, name), ranks in found.rows.items():
+            row = made[number][name]
+            row = jnp.where(self._is_in(ranks, row.ndim), row, 0)
+            terms.append(jnp.sum(row, axis=0, dtype=aval.dtype))
+        return {op.outputs[0]: functools.reduce(jnp.add, terms)}
+
+    def _is_in(self, ranks: Sequence[int], ndim: int) -> Any:
+        """Which entries of a row of so many dims are of some ranks; True where all are."""
+        if len(ranks) == self._num_ranks:
+            return True
+        found = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
+        return found.reshape(-1, *[1] * (ndim - 1))
+
     def _hand_over(self, level: int, made: list[dict[Name, Any]], known: dict[Atom, Any]) -> None:
         """Makes known to all what blocks of a level hand over: what is alike moves together."""
-        handed = {v: self._home(v) for v in self._program.handed if self._levels[v] == level}
-        alike: dict[Any, dict[tuple[int, Name], Any]] = {}
-        for home in handed.values():
-            row = made[home[0]][home[1]]
-            alike.setdefault((row.shape, row.dtype), {})[home] = row
+        handed = {v: self._homes[v] for v in self._handed if self._program.levels[v] == level}
+        alike: dict[Any, dict[Home, Any]] = {}
+        for number, name in handed.values():
+            row = made[number][name]
+            alike.setdefault((row.shape, row.dtype), {})[number, name] = row
         columns = {}
         for rows in alike.values():
             together = jnp.stack(list(rows.values()), axis=1)
             together = jax.lax.with_sharding_constraint(together, self._whole)
             columns.update({home: together[:, number] for number, home in enumerate(rows)})
         for value, home in handed.items():
-            cell: Any = self._program.owner_of(value)
+            cell: Any = self._program.owners[value]
             known[value] = columns[home][cell[0]]
 
     def _collect(self, made: list[dict[Name, Any]], known: Mapping[Atom, Any]) -> dict[Slot, Any]:
@@ -266,7 +341,7 @@ class RowProgram:
     ) -> Any:
         """A row, each entry of it made by the part of the block that it belongs to."""
         homes = {
-            rank: self._home(atom) if self._program.owner_of(atom) == (rank, row) else None
+            rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
             for rank, atom in atoms.items()
         }
         sources = {home: [r for r in homes if homes[r] == home] for home in homes.values()}
@@ -276,8 +351,7 @@ class RowProgram:
             values = self._row_of(mine, known) if home is None else made[home[0]][home[1]]
             if len(ranks) == self._num_ranks:
                 return values
-            chosen = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
-            chosen = chosen.reshape(-1, *[1] * (values.ndim - 1))
+            chosen = self._is_in(ranks, values.ndim)
             # A rank without a block has zeros, whatever the part would make of them.
             whole = jnp.where(chosen, values, jnp.zeros_like(values) if whole is None else whole)
         return whole

@@ -49,9 +49,10 @@ def empty(shapes: PyTree, num_slots: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), shapes)
 
 
-def zeros(shapes: PyTree, dtype: Any = None) -> PyTree:
-    """Values of zeros of some shapes."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype or x.dtype), shapes)
+def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
+    """Values of zeros of some shapes; `wide` makes sums that start there float32 at least."""
+    dtype = lambda x: jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype(x)), shapes)
 
 
 def get(buffers: PyTree, slot: Array) -> PyTree:

@@ -238,7 +238,7 @@ class FlatStorage(ModelStorage):
         """Packs the leaves of every stage."""
         rows: dict[Keys, Any] = {}
         for chunk, names in enumerate(self.row_names):
-            packed = [self._packed(flat, chunk, d) for d in range(self.stages.num_devices)]
+            packed = [self.packed(flat, chunk, d) for d in range(self.stages.num_devices)]
             for number, name in enumerate(names):
                 rows[name] = jnp.stack([vectors[number] for vectors in packed])
         return rows
@@ -272,7 +272,14 @@ class FlatStorage(ModelStorage):
         """Unpacks the vectors."""
         return dict(zip(self._keys(stage), self.packing.unpack(stage, rows[0]), strict=True))
 
-    def _packed(self, flat: dict[Keys, Any], chunk: int, device: int) -> list[Any]:
+    def packed(self, flat: dict[Keys, Any], chunk: int, device: int) -> list[Any]:
+        """The vectors of a rank's chunk, zeros where it has none.
+
+        Args:
+            flat: leaves by their keys in the model.
+            chunk: which of the rank's.
+            device: the rank.
+        """
         stages = self.stages.stages_of(chunk)
         here = [stage for stage in stages if self.stages.placement[stage] == device]
         if not here:

@@ -5,14 +5,18 @@ then `units.py`, `rolling.py` and `piece.py`.
 """
 
 from .calls import wrap_calls as wrap_calls
+from .convolution import ByRank as ByRank
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
+from .rewrite import Rewriting as Rewriting
 from .rolling import SHARED as SHARED
 from .rolling import Chain as Chain
 from .rolling import find_chains as find_chains
 from .rolling import is_unit as is_unit
 from .rolling import roll as roll
+from .stacks import num_stacked as num_stacked
+from .stacks import stacks_of as stacks_of
 from .units import GATHER as GATHER
 from .units import IsUnit as IsUnit
 from .units import RematPolicy as RematPolicy
@@ -20,13 +24,17 @@ from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
 from .units import units_of as units_of
+from .walk import CALLS as CALLS
+from .walk import REMATS as REMATS
 from .walk import Known as Known
 from .walk import called as called
 from .walk import depends_on as depends_on
 from .walk import equations as equations
+from .walk import in_branches as in_branches
 from .walk import interpret as interpret
 from .walk import made_by as made_by
 from .walk import needed_for as needed_for
 from .walk import opened as opened
 from .walk import sources_of as sources_of
 from .walk import variables as variables
+from .whole_slices import whole_slices as whole_slices

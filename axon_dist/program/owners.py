@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -96,16 +97,10 @@ class OwnedProgram:
     @property
     def num_levels(self) -> int:
         """Rounds in which owners run their parts, everybody's operations before each."""
-        handed = [self.levels[v] + 1 for v in self.handed]
-        return 1 + max([0, *(op.level for op in self.operations), *handed])
-
-    @property
-    def handed(self) -> tuple[int, ...]:
-        """The values that owners hand to all, in order."""
-        read = [atom for op in self.operations if op.owner is None for atom in op.inputs]
         pairs = zip(self.outputs, self.homes, strict=True)
-        read += [atom for atom, home in pairs if self.owner_of(atom) != home]
-        return tuple(dict.fromkeys(a for a in read if self.owner_of(a) is not None))  # type: ignore[misc]
+        handed = [a for a, home in pairs if self.owner_of(a) not in (None, home)]
+        read = [self.levels[a] + 1 for a in handed]  # type: ignore[index]
+        return 1 + max([0, *(op.level for op in self.operations), *read])
 
     def owner_of(self, atom: Atom) -> Owner:
         """Whose an atom is; constants are everybody's."""
@@ -115,11 +110,16 @@ class OwnedProgram:
         """The shape and dtype of an atom."""
         return atom.aval if isinstance(atom, Constant) else self.avals[atom]
 
-    def of(self, owner: Owner, level: int | None = None) -> tuple[Operation, ...]:
-        """The operations of an owner, or of all, of one level or of every level."""
-        return tuple(
-            op for op in self.operations if op.owner == owner and level in (None, op.level)
-        )
+    def of(self, owner: Owner) -> tuple[Operation, ...]:
+        """The operations of an owner, or of all."""
+        return self._by_owner.get(owner, ())
+
+    @cached_property
+    def _by_owner(self) -> dict[Owner, tuple[Operation, ...]]:
+        found: dict[Owner, list[Operation]] = {}
+        for op in self.operations:
+            found.setdefault(op.owner, []).append(op)
+        return {owner: tuple(operations) for owner, operations in found.items()}
 
 
 def owned(
@@ -169,6 +169,7 @@ class _Flat:
         self.owners: list[Owner] = []
         self.names: list[Path] = []
         self.operations: list[Operation] = []
+        self.common: set[int] = set()
 
     def new(self, aval: Any, owner: Owner, name: Path) -> int:
         self.avals.append(aval)
@@ -198,13 +199,25 @@ class _Flat:
             )
         if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):
             return self._choose(equation, operands)
-        mine = {self.owner(atom) for atom in operands} - {None}
-        owner = next(iter(mine)) if len(mine) == 1 else None
+        owner = self._whose(operands)
         named = [self.names[a] for a in operands if self.owner(a) is not None]  # type: ignore[index]
         name = named[0] if named else ""
         outputs = tuple(self.new(v.aval, owner, name) for v in equation.outvars)
         self.operations.append(Operation(equation, tuple(operands), outputs, owner))
+        if owner is None and (named or not self.common.isdisjoint(operands)):
+            self.common.update(outputs)
         return outputs
+
+    def _whose(self, operands: list[Atom]) -> Owner:
+        """Whose an operation is: arrays draw it to their owner, numbers follow."""
+        arrays = [a for a in operands if not isinstance(a, Constant) and _size(self.avals[a]) > 1]
+        if arrays:
+            mine = {self.owners[a] for a in arrays} - {None}
+        else:
+            mine = {self.owner(a) for a in operands} - {None}
+            # What is added to a sum over owners is a part of that sum, not the last owner's.
+            mine = mine if self.common.isdisjoint(operands) else set()
+        return next(iter(mine)) if len(mine) == 1 else None
 
     def _is_shared_choice(self, equation: Any, operands: list[Atom]) -> bool:
         """Whether a branch is taken for several owners at once, by a number that all know."""
@@ -229,7 +242,7 @@ class _Flat:
         self, inputs: list[int], outputs: list[Atom], homes: tuple[Owner, ...], results: Any
     ) -> OwnedProgram:
         self._drop_unused(outputs)
-        self._hand_down(outputs, homes)
+        self._settle(outputs, homes)
         self._check(outputs, homes, results)
         levels = self._levels()
         return OwnedProgram(
@@ -251,35 +264,46 @@ class _Flat:
                 wanted.update(a for a in op.inputs if not isinstance(a, Constant))
         self.operations = kept[::-1]
 
-    def _hand_down(self, outputs: list[Atom], homes: tuple[Owner, ...]) -> None:
-        """Large values that one owner alone reads are its own, such as zeros of a leaf's shape."""
+    def _settle(self, outputs: list[Atom], homes: tuple[Owner, ...]) -> None:
+        """Gives what one side alone reads to that side.
+
+        Large values that everybody could make and one owner reads are its own, such as zeros of a
+        leaf's shape. Numbers made of an owner's numbers that only others read are everybody's, such
+        as the first terms of a sum over all.
+        """
         readers: dict[Atom, set[Owner]] = {}
         for atom, home in zip(outputs, homes, strict=True):
             readers.setdefault(atom, set()).add(home)
         for index in reversed(range(len(self.operations))):
             op = self.operations[index]
-            shared = op.owner is None and all(self.owner(a) is None for a in op.inputs)
-            by = set().union(*(readers.get(v, set()) for v in op.outputs))
-            large = any(_size(self.avals[v]) > SMALL for v in op.outputs)
-            if shared and large and len(by) == 1 and not op.equation.effects:
-                (owner,) = by
+            by: set[Owner] = set().union(*(readers.get(v, set()) for v in op.outputs))
+            if (owner := self._settled(op, by)) != op.owner:
                 op = self.operations[index] = dataclasses.replace(op, owner=owner)
                 for value in op.outputs:
                     self.owners[value] = owner
             for atom in op.inputs:
                 readers.setdefault(atom, set()).add(op.owner)
 
+    def _settled(self, op: Operation, readers: set[Owner]) -> Owner:
+        if op.equation.effects:
+            return op.owner
+        sizes = [_size(self.avals[v]) for v in op.outputs]
+        owned = [a for a in op.inputs if not isinstance(a, Constant) and self.owners[a] is not None]
+        if op.owner is None:
+            is_free = not owned and max(sizes, default=0) > SMALL and len(readers) == 1
+            return next(iter(readers)) if is_free else None
+        is_number = max([*sizes, *(_size(self.avals[a]) for a in owned)]) <= 1
+        return None if is_number and op.owner not in readers else op.owner
+
     def _check(self, outputs: list[Atom], homes: tuple[Owner, ...], results: Any) -> None:
         for op in self.operations:
-            if op.owner is None:
-                for atom in op.inputs:
-                    self._check_small(atom, f"the operation {op.equation.primitive.name!r}")
+            for atom in op.inputs:
+                self._check_small(atom, op.owner, f"the operation {op.equation.primitive.name!r}")
         for atom, home, result in zip(outputs, homes, results, strict=True):
-            if self.owner(atom) != home:
-                self._check_small(atom, repr(result))
+            self._check_small(atom, home, repr(result))
 
-    def _check_small(self, atom: Atom, reader: str) -> None:
-        if isinstance(atom, Constant) or self.owners[atom] is None:
+    def _check_small(self, atom: Atom, by: Owner, reader: str) -> None:
+        if isinstance(atom, Constant) or self.owners[atom] in (None, by):
             return
         if _size(self.avals[atom]) > SMALL:
             raise UnsupportedError(
@@ -294,8 +318,7 @@ class _Flat:
         levels = [0] * len(self.avals)
         for index, op in enumerate(self.operations):
             known = [a for a in op.inputs if not isinstance(a, Constant)]
-            is_handed = lambda a: op.owner is None and self.owners[a] is not None
-            level = max([0, *(levels[a] + is_handed(a) for a in known)])
+            level = max([0, *(levels[a] + (self.owners[a] not in (None, op.owner)) for a in known)])
             self.operations[index] = dataclasses.replace(op, level=level)
             for value in op.outputs:
                 levels[value] = level

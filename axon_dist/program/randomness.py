@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend
@@ -38,12 +38,18 @@ class Rows:
     global_size: int
 
 
+Drawn: TypeAlias = tuple[Any, ...]
+"""The shape of drawn bits; or "split" and the shape of keys that one key is split into."""
+
 MAKERS = frozenset({"random_seed", "random_wrap"})
 """What makes a key of numbers."""
 
 
-def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[Shape, Rows]:
+def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[Drawn, Rows]:
     """Learns from two traces which drawn shapes grow with the number of samples.
+
+    What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
+    does, is right as soon as the keys are: it is the split that has to give a rank its rows.
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
@@ -51,36 +57,39 @@ def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[S
         num_ranks: how many ranks split the samples.
 
     Returns:
-        For every shape that a rank draws and that counts samples, which rows it owns.
+        For everything that a rank draws and that counts samples, which rows it owns.
 
     Raises:
         UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
             the forward pass, where it is the same on every rank.
     """
     program = trace(local)
-    ours = list(_drawn_shapes(program))
+    ours = list(_drawn(program))
     if not ours:
         return {}
-    whole = list(_drawn_shapes(trace(local * num_ranks)))
+    whole = list(_drawn(trace(local * num_ranks)))
     if len(ours) != len(whole):
         raise UnsupportedError(
             f"the model draws {len(ours)} random arrays for {local} samples and {len(whole)} for "
             f"{local * num_ranks}; random draws must not depend on the batch size"
         )
-    rows: dict[Shape, Rows | None] = {}
-    for mine, full in zip(ours, whole, strict=True):
-        found = _compare(mine, full)
+    rows: dict[Drawn, Rows | None] = {}
+    for (mine, key), (full, other) in zip(ours, whole, strict=True):
+        found = None if key != other else _compare(mine, full)
         if rows.setdefault(mine, found) != found:
+            what = f"random arrays of shape {mine}"
+            if mine[:1] == ("split",):
+                what = f"random keys of shape {mine[1:]}"
             raise UnsupportedError(
-                f"the model draws random arrays of shape {mine} both with and without a batch "
-                "dim, so they cannot be told apart; change the local batch size"
+                f"the model draws {what} both with and without a batch dim, so they cannot be "
+                "told apart; change the local batch size"
             )
-    counting = {shape: found for shape, found in rows.items() if found is not None}
+    counting = {drawn: found for drawn, found in rows.items() if found is not None}
     _check_keys(program.jaxpr, [False] * len(program.jaxpr.invars), counting)
     return counting
 
 
-def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Shape, Rows]) -> list[bool]:
+def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Drawn, Rows]) -> list[bool]:
     """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
 
     Args:
@@ -94,7 +103,7 @@ def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Shape, Rows]) ->
 
     def run(equation: Any, given: Sequence[bool]) -> list[bool]:
         name = equation.primitive.name
-        if name == "random_bits" and any(given) and tuple(equation.params["shape"]) in rows:
+        if name in DRAWS and any(given) and _drawn_by(equation) in rows:
             shape = tuple(equation.params["shape"])
             raise UnsupportedError(
                 f"the model draws a random array of shape {shape}, a row for every sample, from a "
@@ -115,7 +124,7 @@ def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Shape, Rows]) ->
     return interpret(jaxpr, consts, made, run, literal=lambda _: False)
 
 
-def with_rank(buffers: PyTree, rows: Mapping[Shape, Rows], rank: Array) -> PyTree:
+def with_rank(buffers: PyTree, rows: Mapping[Drawn, Rows], rank: Array) -> PyTree:
     """Replaces every key in the buffers by one that draws the rows of this rank.
 
     Args:
@@ -143,7 +152,9 @@ def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: old if is_key(old) else new, buffers, original)
 
 
-def _compare(mine: Shape, full: Shape) -> Rows | None:
+def _compare(mine: Drawn, full: Drawn) -> Rows | None:
+    lead = len(mine) - len([size for size in mine if size != "split"])
+    mine, full = mine[lead:], full[lead:]
     differing = [dim for dim, (a, b) in enumerate(zip(mine, full, strict=True)) if a != b]
     if not differing:
         return None
@@ -155,14 +166,24 @@ def _compare(mine: Shape, full: Shape) -> Rows | None:
     return Rows(differing[0], full[differing[0]])
 
 
-def _drawn_shapes(jaxpr: Any) -> Iterator[Shape]:
+DRAWS = frozenset({"random_bits", "random_split"})
+"""What makes random numbers or keys of a key."""
+
+
+def _drawn_by(equation: Any) -> Drawn:
+    shape = tuple(equation.params["shape"])
+    return shape if equation.primitive.name == "random_bits" else ("split", *shape)
+
+
+def _drawn(jaxpr: Any) -> Iterator[tuple[Drawn, Shape]]:
+    """What is drawn, and the shape of the keys that it is drawn from."""
     for equation in equations(getattr(jaxpr, "jaxpr", jaxpr)):
-        if equation.primitive.name == "random_bits":
-            yield tuple(equation.params["shape"])
+        if equation.primitive.name in DRAWS:
+            yield _drawn_by(equation), tuple(equation.invars[0].aval.shape)
 
 
 @functools.lru_cache(maxsize=64)
-def _row_impl(base: str, rows: tuple[tuple[Shape, Rows], ...]) -> Any:
+def _row_impl(base: str, rows: tuple[tuple[Drawn, Rows], ...]) -> Any:
     """A PRNG like `base` whose key carries a rank and whose draws are that rank's rows."""
     table = dict(rows)
     seeded = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=base)))
@@ -170,6 +191,9 @@ def _row_impl(base: str, rows: tuple[tuple[Shape, Rows], ...]) -> Any:
 
     def key_of(data: Array) -> Array:
         return jax.random.wrap_key_data(data[:words], impl=base)
+
+    def whole_of(shape: Shape, found: Rows) -> Shape:
+        return (*shape[: found.dim], found.global_size, *shape[found.dim + 1 :])
 
     def append_rank(keys: Array, data: Array) -> Array:
         new = jax.random.key_data(keys)
@@ -179,7 +203,13 @@ def _row_impl(base: str, rows: tuple[tuple[Shape, Rows], ...]) -> Any:
         return jnp.pad(jax.random.key_data(jax.random.key(value, impl=base)), (0, 1))
 
     def split(data: Array, shape: Shape) -> Array:
-        return append_rank(jax.random.split(key_of(data), shape), data)
+        found = table.get(("split", *shape))
+        if found is None:
+            return append_rank(jax.random.split(key_of(data), shape), data)
+        keys = jax.random.key_data(jax.random.split(key_of(data), whole_of(shape, found)))
+        start = data[words].astype(jnp.int32) * shape[found.dim]
+        own = jax.lax.dynamic_slice_in_dim(keys, start, shape[found.dim], found.dim)
+        return append_rank(jax.random.wrap_key_data(own, impl=base), data)
 
     def fold_in(data: Array, value: int) -> Array:
         return append_rank(jax.random.fold_in(key_of(data), value), data)
@@ -189,7 +219,7 @@ def _row_impl(base: str, rows: tuple[tuple[Shape, Rows], ...]) -> Any:
         found = table.get(tuple(shape))
         if found is None:
             return jax.random.bits(key_of(data), shape, dtype)
-        whole = (*shape[: found.dim], found.global_size, *shape[found.dim + 1 :])
+        whole = whole_of(shape, found)
         start = data[words].astype(jnp.int32) * shape[found.dim]
         if _counts_elements(base) and bit_width == 32 and math.prod(whole) < 2**32:
             return _threefry_rows(data, whole, shape, found.dim, start)

@@ -7,7 +7,11 @@ explicit: a chain of calls of the same inner program, each fed by the one before
     for weights in stacked: x = unit(weights, x)
 
 whatever the Python code looked like. Values that the model uses from between two layers come out
-of the scan as well. Where the flow is not such a chain, the calls are left as they are.
+of the scan as well. Where the flow is not such a chain, the calls are left as they are. A loop that
+the model has itself, over layers that it keeps stacked, stays that loop.
+
+Wherever units are called, in chains, in loops, in functions that the model has jitted, what they
+compute is kept for the backward pass as the policy says, and not otherwise.
 """
 
 from __future__ import annotations
@@ -19,11 +23,22 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
-from ..core.compat import eval_equation, eval_jaxpr
-from .units import UNIT_NAME, RematPolicy
-from .walk import Known, depends_on, made_by, variables
+from ..core.compat import eval_equation, eval_jaxpr, inner_programs
+from .units import UNIT_NAME, RealOnly, RematPolicy
+from .walk import (
+    CALLS,
+    LOOPS,
+    REMATS,
+    Known,
+    called,
+    depends_on,
+    equations,
+    interpret,
+    made_by,
+    variables,
+)
 
 SHARED, STACKED = "shared", "stacked"
 
@@ -50,9 +65,36 @@ class Chain:
         return tuple(role for role in self.roles if isinstance(role, int))
 
 
+@dataclasses.dataclass(frozen=True)
+class Rolling:
+    """How units run.
+
+    Args:
+        group: (number of iterations) -> how many of them are recomputed together.
+        remat: what the backward pass keeps of them; None keeps all.
+        prefetch: whether it may gather the weights of an iteration in the one before.
+    """
+
+    group: Callable[[int], int]
+    remat: RematPolicy | None
+    prefetch: bool
+
+    def protect(self, body: Callable[..., Any], times: int) -> Callable[..., Any]:
+        """What runs so many times, under `jax.checkpoint`.
+
+        Its barrier keeps recomputed values apart from those of the forward pass, and holds the
+        gathers of a backward iteration back until it starts. A loop keeps the two passes apart by
+        itself; what runs once, or in a loop of one iteration, which is inlined, needs the barrier.
+        """
+        if self.remat is None:
+            return body
+        barrier = not self.prefetch or times == 1
+        return jax.checkpoint(body, policy=RealOnly(self.remat), prevent_cse=barrier)
+
+
 def roll(
     function: Callable[..., Any],
-    group: int = 1,
+    group: int | Callable[[int], int] = 1,
     remat: RematPolicy | None = None,
     *,
     prefetch: bool = False,
@@ -61,9 +103,11 @@ def roll(
 
     Args:
         function: calls a model with marked units; traced once more here.
-        group: how many units one iteration runs; the last iteration may run fewer.
+        group: how many units one iteration runs, or a function that says so of their number; the
+            last iteration may run fewer.
         remat: when given, each iteration is under `jax.checkpoint` with this policy, and so is
-            each unit that is in no chain.
+            each unit that is in no chain, and each iteration of a loop of the model's own that
+            calls a unit.
         prefetch: whether the backward pass may gather the weights of an iteration in the one
             before. Only where units move nothing but weights: the compiler would prefetch gathered
             activations too, with all the compute that leads up to them, and do it twice.
@@ -74,8 +118,9 @@ def roll(
 
     def rolled(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        protect = functools.partial(_protect, remat=remat, prefetch=prefetch)
-        results = _evaluate(closed, jax.tree.leaves(args), group, protect)
+        size = group if callable(group) else lambda _: group
+        how = Rolling(size, remat, prefetch)
+        results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rolled
@@ -134,7 +179,7 @@ def _same(old: Any, new: Any) -> bool:
     return old is new
 
 
-def _evaluate(closed: Any, values: list[Any], group: int, protect: Protect) -> list[Any]:
+def _evaluate(closed: Any, values: Sequence[Any], how: Rolling) -> list[Any]:
     jaxpr = closed.jaxpr
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr)}
     inside = {call for chain in chains.values() for call in chain.calls}
@@ -144,26 +189,135 @@ def _evaluate(closed: Any, values: list[Any], group: int, protect: Protect) -> l
 
     def run(index: int) -> None:
         equation = jaxpr.eqns[index]
-        evaluate = functools.partial(eval_equation, equation)
-        if is_unit(equation):
-            evaluate = protect(evaluate, 1)
-        env.write(equation.outvars, evaluate(env.read(equation.invars)))
+        env.write(equation.outvars, _run(equation, env.read(equation.invars), how))
         done.add(index)
 
     for index in range(len(jaxpr.eqns)):
         if index in chains:
+            # A loop stands where its first call stood. What its later calls need, and no call of
+            # it leads to, is therefore computed before, out of the order of the program.
             chain = chains[index]
             tainted = _tainted(jaxpr, chain.calls, chain.calls[-1])
             for other in range(index, chain.calls[-1]):
-                if other not in inside and not tainted & set(jaxpr.eqns[other].outvars):
+                if other not in inside | done and not tainted & set(jaxpr.eqns[other].outvars):
                     run(other)
-            env.update(_scan(jaxpr, chain, env, group, protect))
+            env.update(_scan(jaxpr, chain, env, how))
         elif index not in inside and index not in done:
             run(index)
     return env.read(jaxpr.outvars)
 
 
-def _scan(jaxpr: Any, chain: Chain, env: Known, group: int, protect: Protect) -> dict[Any, Any]:
+def _run(equation: Any, operands: Sequence[Any], how: Rolling) -> Sequence[Any]:
+    """Runs an equation; units are protected wherever in it they are called."""
+    evaluate = functools.partial(eval_equation, equation)
+    if is_unit(equation):
+        return how.protect(evaluate, 1)(operands)
+    if not has_units(equation):
+        return evaluate(operands)
+    name, inner = equation.primitive.name, called(equation)
+    if inner is not None and name in CALLS:
+        return _evaluate(ClosedJaxpr(inner.jaxpr, inner.consts), operands, how)
+    if how.remat is None:
+        return evaluate(operands)
+    if name == "scan":
+        return _scan_of_model(equation, operands, how)
+    if name in REMATS and inner is not None:
+        return _remat_of_model(equation, inner.jaxpr, operands, how)
+    # A branch, a kernel, a function with its own derivative: recomputed as one.
+    return how.protect(evaluate, 1)(operands)
+
+
+def _scan_of_model(equation: Any, operands: Sequence[Any], how: Rolling) -> list[Any]:
+    """A loop that the model itself has: what one iteration runs is protected."""
+    params, closed = equation.params, equation.params["jaxpr"]
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
+    consts, carry = values[:num_consts], values[num_consts:][:num_carry]
+    is_one = _runs_one_unit(closed.jaxpr)
+    # The protection stands around the iteration: a checkpoint of the model's own within would have
+    # it recomputed twice.
+    compute = functools.partial(interpret, closed.jaxpr, closed.consts, run=_without_remat)
+    if not is_one:
+        compute = functools.partial(_evaluate, closed, how=how)
+
+    def body(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results = compute(values=[*consts, *carry, *rows])
+        return results[:num_carry], results[num_carry:]
+
+    both = dataclasses.replace(how, remat=_both(how.remat, *_policies(closed.jaxpr)))
+    carry, rows = grouped_scan(
+        body,
+        carry,
+        values[num_consts + num_carry :],
+        params["length"],
+        how.group(params["length"]) if is_one else 1,
+        both.protect if is_one else lambda body, _: body,
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *rows]
+
+
+def _remat_of_model(
+    equation: Any, jaxpr: Any, operands: Sequence[Any], how: Rolling
+) -> Sequence[Any]:
+    """A checkpoint that the model itself has: it keeps what both it and ours would keep."""
+    policy = equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
+    barrier = equation.params["prevent_cse"]
+    if _runs_one_unit(jaxpr):
+        policy = _both(how.remat, policy)
+        run = lambda *values: interpret(jaxpr, (), values, _without_remat)
+    else:
+        run = lambda *values: _evaluate(ClosedJaxpr(jaxpr, ()), values, how)
+    return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
+
+
+def has_units(equation: Any) -> bool:
+    """Whether units are called in the programs that an equation runs."""
+    return any(is_unit(e) for inner in inner_programs(equation) for e in equations(inner))
+
+
+def _runs_one_unit(jaxpr: Any) -> bool:
+    """Whether a program calls one unit, once."""
+    found = list(equations(jaxpr))
+    loops = [e for e in found if e.primitive.name in LOOPS and has_units(e)]
+    return sum(map(is_unit, found)) == 1 and not loops
+
+
+def _without_remat(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs an equation; checkpoints around units are left out."""
+    inner = called(equation) if equation.primitive.name in CALLS | REMATS else None
+    if inner is None or is_unit(equation) or not has_units(equation):
+        return eval_equation(equation, operands)
+    return interpret(inner.jaxpr, inner.consts, operands, _without_remat)
+
+
+def _policies(jaxpr: Any) -> list[RematPolicy]:
+    """The policies of a model's own checkpoints around units."""
+    found = [e for e in equations(jaxpr) if e.primitive.name in REMATS and has_units(e)]
+    return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in found]
+
+
+def _both(*policies: Any) -> RematPolicy:
+    """Keeps what all of some policies keep, where the first that moves it elsewhere says."""
+    if len(policies) == 1:
+        return policies[0]
+
+    def policy(*args: Any, **params: Any) -> Any:
+        kept = [one(*args, **params) for one in policies]
+        # A policy says yes or no, or gives an object for "recompute", "save" or "offload".
+        dropped = [one for one in kept if not one or type(one).__name__ == "RecomputeType"]
+        moved = [one for one in kept if hasattr(one, "src")]
+        return (*dropped, *moved, True)[0]
+
+    return policy
+
+
+def _as_array(value: Any, aval: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
+
+
+def _scan(jaxpr: Any, chain: Chain, env: Known, how: Rolling) -> dict[Any, Any]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
@@ -186,7 +340,8 @@ def _scan(jaxpr: Any, chain: Chain, env: Known, group: int, protect: Protect) ->
         for value, role in zip(first, chain.roles, strict=True)
         if isinstance(role, int)
     )
-    carry, between = grouped_scan(unit, start, stacked, len(calls), group, protect)
+    length = len(calls)
+    carry, between = grouped_scan(unit, start, stacked, length, how.group(length), how.protect)
     last = [calls[-1].outvars[i] for i in chain.carried]
     found: dict[Any, Any] = dict(zip(last, carry, strict=True))
     for position, results in zip(kept, between, strict=True):
@@ -202,6 +357,9 @@ def grouped_scan(
     length: int,
     group: int,
     protect: Protect,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
 ) -> tuple[Any, list[Any]]:
     """`lax.scan` whose iterations run `group` steps each, under one `jax.checkpoint` each.
 
@@ -212,37 +370,33 @@ def grouped_scan(
         length: how many steps.
         group: steps per iteration; `length` need not divide by it.
         protect: puts the body of a loop of so many iterations under `jax.checkpoint`.
+        reverse: whether the last row comes first.
+        unroll: as `lax.scan` has it, for groups of one.
 
     Returns:
         The last carry, and the stacked outputs of all steps.
     """
     if group == 1:
-        return jax.lax.scan(protect(body, length), carry, stacked, length=length)
-    several = lambda carry, rows: jax.lax.scan(body, carry, rows)
+        return jax.lax.scan(
+            protect(body, length), carry, stacked, length, reverse=reverse, unroll=unroll
+        )
+    if reverse:
+        turn = lambda rows: [jnp.flip(row, 0) for row in rows]
+        carry, outputs = grouped_scan(body, carry, turn(stacked), length, group, protect)
+        return carry, turn(outputs)
+    several = lambda size: lambda carry, rows: jax.lax.scan(body, carry, rows, size)
     whole = length // group * group
     parts: list[Any] = []
     if whole:
-        rows = [x[:whole].reshape(-1, group, *x.shape[1:]) for x in stacked]
-        carry, outputs = jax.lax.scan(protect(several, whole // group), carry, rows)
+        times = whole // group
+        rows = [x[:whole].reshape(times, group, *x.shape[1:]) for x in stacked]
+        carry, outputs = jax.lax.scan(protect(several(group), times), carry, rows, times)
         parts.append([y.reshape(whole, *y.shape[2:]) for y in outputs])
     if whole < length:
-        carry, outputs = protect(several, 1)(carry, [x[whole:] for x in stacked])
+        rest = protect(several(length - whole), 1)
+        carry, outputs = rest(carry, [x[whole:] for x in stacked])
         parts.append(outputs)
     return carry, [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
-
-
-def _protect(
-    body: Callable[..., Any], times: int, *, remat: RematPolicy | None, prefetch: bool
-) -> Callable[..., Any]:
-    """What runs so many times, under `jax.checkpoint`.
-
-    Its barrier keeps recomputed values apart from those of the forward pass, and holds the gathers
-    of a backward iteration back until it starts. A loop keeps the two passes apart by itself; what
-    runs once, or in a loop of one iteration, which is inlined, needs the barrier.
-    """
-    if remat is None:
-        return body
-    return jax.checkpoint(body, policy=remat, prevent_cse=not prefetch or times == 1)
 
 
 def _read_elsewhere(jaxpr: Any, chain: Chain) -> list[int]:

@@ -21,6 +21,7 @@ from ..core.errors import UnsupportedError
 from ..core.tree import path_str
 from ..core.typing import Path
 from .calls import layers_of, wrap_calls
+from .stacks import num_stacked
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
@@ -31,11 +32,36 @@ GATHER = "axon_gather"
 ARRAY, NODE = "array", "node"
 """What takes the place of an argument of a unit: an array, or something of nnx that has state."""
 
+MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
+"""The primitives that make complex numbers of real ones."""
+
 IsUnit: TypeAlias = Callable[[Path, nnx.Module], bool]
 """(path, module) -> whether calls of the module are a unit."""
 
 RematPolicy: TypeAlias = Callable[..., Any]
 """A policy of `jax.checkpoint`: which intermediate results are kept for the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RealOnly:
+    """A policy that keeps what another keeps, but no complex values, which are computed again.
+
+    `jax.checkpoint` rounds what it keeps with `reduce_precision`, which refuses complex numbers
+    (jax 0.10 to 0.12).
+
+    Args:
+        policy: the other policy.
+    """
+
+    policy: RematPolicy
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        """What becomes of the result of a primitive."""
+        dtypes = [getattr(aval, "dtype", None) for aval in avals] + [params.get("new_dtype")]
+        is_complex = any(getattr(dtype, "kind", "") == "c" for dtype in dtypes)
+        if is_complex or primitive.name in MAKES_COMPLEX:
+            return False
+        return self.policy(primitive, *avals, **params)
 
 
 def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
@@ -97,7 +123,13 @@ class AsUnit:
     remat: RematPolicy | None
 
     def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs it, and leaves the state of module and arguments as the call did."""
+        """Runs it, and leaves the state of module and arguments as the call did.
+
+        Raises:
+            UnsupportedError: when the module holds many layers and is called as a whole.
+        """
+        if (count := num_stacked(module)) is not None:
+            raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
         graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
@@ -141,12 +173,23 @@ class Call:
     remat: RematPolicy | None
 
 
+def why_not_as_a_whole(name: str, count: int) -> str:
+    """Says why a stack of layers that is called as a whole is no unit, and what to do."""
+    return (
+        f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
+        "within its own call: gathered or recomputed as one, it would take the memory of all "
+        f"layers at once. Let {name} be one layer, and loop where it is held: nnx.scan(lambda x, "
+        "block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks); or keep the "
+        "layers in an nnx.List"
+    )
+
+
 def _named() -> Any:
     """A jitted function whose equations have the name of units."""
 
     def axon_unit(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
         run = functools.partial(_run, graphdef, how)
-        protected = run if how.remat is None else jax.checkpoint(run, policy=how.remat)
+        protected = run if how.remat is None else jax.checkpoint(run, policy=RealOnly(how.remat))
         return protected(params, rest, given)
 
     return jax.jit(axon_unit, static_argnums=(0, 1))

@@ -104,6 +104,20 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
+def in_branches(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
+    """The equations of a jaxpr that run in a branch of a conditional, at any depth.
+
+    Args:
+        jaxpr: an open jaxpr.
+        inside: whether it is a branch itself.
+    """
+    for equation in jaxpr.eqns:
+        if inside:
+            yield equation
+        for inner in inner_programs(equation):
+            yield from in_branches(inner, inside or equation.primitive.name == "cond")
+
+
 def interpret(
     jaxpr: Any,
     consts: Sequence[Any],

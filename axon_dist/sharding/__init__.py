@@ -26,3 +26,4 @@ from .policy import Replicate as Replicate
 from .policy import axes_of as axes_of
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes
+from .stacked import rows_alike as rows_alike

@@ -203,7 +203,7 @@ class ByRule(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Merge(Policy):
-    """Overlays policies; each dim of each array may be claimed by one of them.
+    """Overlays policies; each dim of each array may be claimed by one of them, or alike by several.
 
     Fixed policies claim first; flexible ones then choose among the dims that are left.
 
@@ -211,7 +211,7 @@ class Merge(Policy):
         policies: at least one.
 
     Raises:
-        StrategyConflictError: when two claim one dim, or one mesh axis on two dims.
+        StrategyConflictError: when two claim one dim differently, or one mesh axis on two dims.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -305,7 +305,7 @@ def _overlay(
     entries = []
     for dim in range(max(len(spec), len(claim.spec))):
         old, new = axes_of(spec, dim), axes_of(claim.spec, dim)
-        if old and new:
+        if old and new and old != new:
             first = next((c.rule for c in earlier if axes_of(c.spec, dim)), "an earlier policy")
             raise StrategyConflictError(
                 f"{path}: dim {dim} of {shape} is claimed by {first!r} ({'×'.join(old)}) and "

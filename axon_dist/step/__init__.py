@@ -11,6 +11,8 @@ from .determinism import deterministic_options as deterministic_options
 from .nonfinite import Nonfinite as Nonfinite
 from .options import StepOptions as StepOptions
 from .portable import PortableForm as PortableForm
+from .rules import RULES as RULES
+from .spec import StepSpec as StepSpec
 from .state import TrainState as TrainState
 from .step import TrainStep as TrainStep
 from .step import build_train_step as build_train_step

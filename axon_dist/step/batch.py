@@ -107,13 +107,26 @@ class BatchLayout:
         self.check(batch, self.num_processes)
         return Placed(jax.tree.map(self._place_leaf, batch))
 
-    def abstract(self, batch: Batch) -> Placed:
-        """A placed global batch as shapes, for lowering without data."""
-        batch = self._filled(batch, 1)
-        self.check(batch)
+    def abstract(self, batch: Batch, num_processes: int = 1) -> Placed:
+        """A placed global batch as shapes, for lowering without data.
+
+        Args:
+            batch: leaves of shape [B, ...], arrays or shapes.
+            num_processes: how many processes bring a batch of this size.
+
+        Returns:
+            The batch of them all.
+
+        Raises:
+            DivisibilityError: when it cannot be cut evenly.
+        """
+        batch = self._filled(batch, num_processes)
+        self.check(batch, num_processes)
 
         def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-            made = jax.eval_shape(self.split, leaf)
+            rows = jax.eval_shape(lambda x: x, leaf)
+            total = (rows.shape[0] * num_processes, *rows.shape[1:])
+            made = jax.eval_shape(self.split, jax.ShapeDtypeStruct(total, rows.dtype))
             return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.sharding)
 
         return Placed(jax.tree.map(shape_of, batch))

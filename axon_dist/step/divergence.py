@@ -12,6 +12,7 @@ from ..hlo.parse import Program, as_module
 from ..hlo.sources import origin
 from ..hlo.transfers import collective_kind
 from ..hlo.walk import below_branches
+from ..program import in_branches
 from .spec import StepSpec
 
 
@@ -41,14 +42,29 @@ class WithoutDivergence:
         leaves, structure = jax.tree.flatten(others)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._compiled:
-            compiled = self._jitted.lower(state, *others).compile()
+            compiled = self.lower(state, *others).compile()
             check_branches(compiled)
             self._compiled[key] = compiled
         return self._compiled[key](state, *others)
 
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the function.
+
+        Raises:
+            UnsupportedError: when a branch of the traced program has a permutation.
+        """
+        traced = self._jitted.trace(*args)
+        found = (e for e in in_branches(traced.jaxpr.jaxpr) if e.primitive.name == "ppermute")
+        _refuse({f"ppermute over {equation.params['axis_name']}" for equation in found})
+        return traced
+
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Lowers the function."""
-        return self._jitted.lower(*args)
+        """Lowers the function.
+
+        Raises:
+            UnsupportedError: as `trace`.
+        """
+        return self.trace(*args).lower()
 
 
 def jit_of(spec: StepSpec) -> Callable[..., Any]:
@@ -75,7 +91,7 @@ def check_branches(program: Program) -> None:
         >>> check_branches(jax.jit(jnp.sin).lower(1.0).compile())
     """
     module = as_module(program)
-    found = sorted(
+    _refuse(
         {
             origin(instruction.attributes, module.sources)[0] or instruction.name
             for computation in below_branches(module)
@@ -83,6 +99,10 @@ def check_branches(program: Program) -> None:
             if collective_kind(instruction) == "collective-permute"
         }
     )
+
+
+def _refuse(permutes: set[str]) -> None:
+    found = sorted(permutes)
     if found:
         raise UnsupportedError(
             "stages of this pipeline would permute values between devices in a branch that the "

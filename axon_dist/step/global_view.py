@@ -19,9 +19,10 @@ from .objective import (
     gradient_means,
     gradient_sums,
     mean_loss,
+    mean_metrics,
 )
 from .spec import StepSpec
-from .view import MakeGather
+from .view import MakeGather, spelled
 
 
 def global_gradients(spec: StepSpec) -> GradientFn:
@@ -65,7 +66,8 @@ def global_forward(spec: StepSpec, also: Prepare) -> Forward:
     """
     splits = spec.strategy.params.split_axes or spec.strategy.opt_state.split_axes
     prepare = spec.view.prepare(gather_of(spec) if splits else None, also)
-    return spec.view.rolled(forward_of(spec.parts, spec.loss_fn, prepare))
+    forward = forward_of(spec.parts, spec.loss_fn, prepare)
+    return spec.view.rolled(spelled(forward, spec.strategy, spec.mesh))
 
 
 def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, Array]]:
@@ -83,7 +85,7 @@ def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, Ar
 
     def evaluate(params: PyTree, buffers: PyTree, batch: Batch) -> dict[str, Array]:
         outcome = forward(params, buffers, batch)
-        return {"loss": mean_loss(outcome.loss), **outcome.metrics}
+        return {"loss": mean_loss(outcome.loss), **mean_metrics(outcome)}
 
     return evaluate
 

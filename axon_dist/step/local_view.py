@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..collectives import plan_buckets, reduce_buckets
-from ..core.reduction import all_mean, all_sum
+from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import is_key
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
@@ -23,7 +23,7 @@ from .accumulate import SumsFn, accumulate
 from .normalization import synchronise_statistics
 from .objective import Forward, GradientFn, GradientResult, Sums, forward_of, gradient_sums
 from .spec import StepSpec
-from .view import MakeGather
+from .view import MakeGather, spelled
 
 
 def local_gradients(spec: StepSpec) -> GradientFn:
@@ -131,7 +131,8 @@ class LocalPlan:
                 synchronise_statistics(model, self.axes)
 
         prepare = spec.view.prepare(make_gather, also)
-        return spec.view.rolled(forward_of(spec.parts, spec.loss_fn, prepare))
+        forward = forward_of(spec.parts, spec.loss_fn, prepare)
+        return spec.view.rolled(spelled(forward, spec.strategy, spec.mesh))
 
     def _gather(self, path: Path) -> LocalGather:
         shape = self.spec.parts.shape_of(path)
@@ -150,7 +151,7 @@ class LocalPlan:
         if reduction.bucket_capacity is None:
             one = lambda g, spec: reduce_by(g, spec, self.axes, reduction.dtype)
             return jax.tree.map(one, grads, self.owner_specs)
-        wire = jax.tree.map(lambda g: g.astype(reduction.dtype or g.dtype), grads)
+        wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
         buckets = plan_buckets(wire, reduction.bucket_capacity)
         total = lambda x: all_sum(x, self.axes)
         reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
@@ -207,7 +208,7 @@ def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
 
 
 def _per_rank(leaf: Any) -> bool:
-    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flax import nnx
 
-from ..core.errors import UnsupportedError
+from ..core.typing import Path
 
 
 def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
@@ -18,20 +18,23 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
         model: a model merged inside `shard_map`.
         axes: the mesh axes that split the batch.
 
-    Raises:
-        UnsupportedError: when the model keeps batch statistics in a module of its own.
     """
-    owned: set[int] = set()
     for module in _batch_norms(model):
         module.axis_name = axes  # type: ignore[assignment]
-        owned.update(id(variable) for variable in (module.mean, module.var))
-    for path, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.BatchStat) and id(variable) not in owned:
-            raise UnsupportedError(
-                f"{'/'.join(map(str, path))} holds batch statistics outside nnx.BatchNorm, which "
-                "cannot be averaged over the ranks from outside. Use nnx.BatchNorm, or reduce "
-                'the gradients of each microbatch: Reduction(per="microbatch")'
-            )
+
+
+def own_statistics(model: nnx.Module) -> list[Path]:
+    """The paths of the batch statistics that a model keeps in modules of its own.
+
+    Args:
+        model: a model, of arrays or shapes.
+    """
+    owned = {id(variable) for norm in _batch_norms(model) for variable in (norm.mean, norm.var)}
+    return [
+        "/".join(map(str, path))
+        for path, variable in nnx.iter_graph(model)
+        if isinstance(variable, nnx.BatchStat) and id(variable) not in owned
+    ]
 
 
 def _batch_norms(model: nnx.Module) -> Iterator[nnx.BatchNorm]:

@@ -25,12 +25,13 @@ class Outcome:
 
     Args:
         loss: the sum of the losses and the weight it is divided by.
-        metrics: what the loss function reports beside it, each a weighted mean.
+        metrics: what the loss function reports beside it: `Weighted` for itself, or a number that
+            is weighed as the loss.
         buffers: the buffers after the forward pass.
     """
 
     loss: Weighted
-    metrics: dict[str, Array]
+    metrics: dict[str, Array | Weighted]
     buffers: PyTree
 
 
@@ -95,7 +96,8 @@ def evaluate(
             "give them other names, or leave them out"
         )
     for name, value in metrics.items():
-        _check_scalar(f"metric {name!r}", value)
+        for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
+            _check_scalar(f"metric {name!r}", part)
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
@@ -131,9 +133,24 @@ class GradientFn(Protocol):
 
 
 def mean_loss(loss: Weighted) -> Array:
-    """`total / weight`, and 0 for a shard that is all padding."""
+    """`total / weight`; and 0 where nothing weighs anything, as in a batch that is all padding."""
     total = jnp.asarray(loss.total)
-    return total if _is_one(loss.weight) else total / _nonzero(loss.weight)
+    return total if _is_one(loss.weight) else _divided(total, loss.weight)
+
+
+def mean_metrics(outcome: Outcome) -> dict[str, Array]:
+    """The metrics of a whole batch, those with a weight of their own divided by it."""
+    mean = lambda x: mean_loss(x) if isinstance(x, Weighted) else x
+    return {name: mean(value) for name, value in outcome.metrics.items()}
+
+
+def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
+    """The metrics as sums that add up over parts of a batch: those without a weight by the loss's."""
+    own = outcome.loss.weight
+    # A mean over nothing may be NaN, and must not spoil the means of others.
+    counted = lambda x: x if _is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
+    weigh = lambda x: jax.tree.map(_float, x) if isinstance(x, Weighted) else counted(_float(x))
+    return {name: weigh(value) for name, value in outcome.metrics.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -144,21 +161,22 @@ class Sums:
     Args:
         grads: sum of weight x gradient of the mean loss, like the parameters.
         loss: sum of the losses, and sum of the weights.
-        metrics: sum of weight x metric.
+        metrics: sum of weight x metric; with the sum of its weights where it has its own.
     """
 
     grads: PyTree
     loss: Weighted
-    metrics: dict[str, Array]
+    metrics: dict[str, Array | Weighted]
 
     def __add__(self, other: Sums) -> Sums:
         return jax.tree.map(jnp.add, self, other)
 
     def means(self) -> tuple[PyTree, dict[str, Array]]:
         """Divides by the weight: the gradient of the mean loss, and loss and metrics."""
-        scale = lambda x: x / _nonzero(self.loss.weight).astype(x.dtype)
-        metrics = {name: scale(value) for name, value in self.metrics.items()}
-        return jax.tree.map(scale, self.grads), {"loss": mean_loss(self.loss), **metrics}
+        grads = jax.tree.map(lambda g: _divided(g, self.loss.weight), self.grads)
+        mean = lambda x: mean_loss(x) if isinstance(x, Weighted) else _divided(x, self.loss.weight)
+        metrics = {name: mean(value) for name, value in self.metrics.items()}
+        return grads, {"loss": mean_loss(self.loss), **metrics}
 
 
 Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
@@ -190,11 +208,11 @@ def gradient_sums(
         A function of (params, buffers, batch) giving the sums and the new buffers.
     """
     weight_of = lambda loss: loss.weight if _is_one(loss.weight) else (common or _own)(loss.weight)
-    differentiate = _differentiated(forward, weight_of, scale)
+    differentiate = _differentiated(forward, weight_of, scale, _per_weight)
 
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
-        return weigh(grads, outcome, weight_of(outcome.loss)), outcome.buffers
+        return weigh(grads, outcome, _nonzero_or_one(weight_of(outcome.loss))), outcome.buffers
 
     return sums
 
@@ -211,22 +229,25 @@ def gradient_means(
     Returns:
         A function of (params, buffers, batch) giving float32 gradients, metrics, new buffers.
     """
-    differentiate = _differentiated(forward, lambda loss: loss.weight, scale)
+    differentiate = _differentiated(forward, lambda loss: loss.weight, scale, mean_loss)
 
     def means(params: PyTree, buffers: PyTree, batch: Batch) -> GradientResult:
         (_, outcome), grads = differentiate(params, buffers, batch)
-        metrics = {"loss": mean_loss(outcome.loss), **outcome.metrics}
+        metrics = {"loss": mean_loss(outcome.loss), **mean_metrics(outcome)}
         return GradientResult(jax.tree.map(_wide, grads), metrics, outcome.buffers)
 
     return means
 
 
 def _differentiated(
-    forward: Forward, weight_of: Callable[[Weighted], Any], scale: Array | None
+    forward: Forward,
+    weight_of: Callable[[Weighted], Any],
+    scale: Array | None,
+    mean: Callable[[Weighted], Array],
 ) -> Callable[..., Any]:
     def objective(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Any, Outcome]:
         outcome = forward(params, buffers, batch)
-        value = mean_loss(Weighted(outcome.loss.total, weight_of(outcome.loss)))
+        value = mean(Weighted(outcome.loss.total, weight_of(outcome.loss)))
         # The first scale, 65536, is more than float16 can hold.
         return (value if scale is None else _wide(value) * scale), outcome
 
@@ -245,15 +266,29 @@ def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
         The sums.
     """
     scaled = lambda x, weight: x if _is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
-    as_array = lambda x: jnp.asarray(x, jnp.float32)
-    own = outcome.loss.weight
-    # A mean over nothing may be NaN, and must not spoil the means of others.
-    counted = lambda x: x if _is_one(own) else jnp.where(as_array(own) == 0, 0, x * as_array(own))
     return Sums(
         grads=jax.tree.map(lambda g: scaled(_wide(g), grad_weight), grads),
-        loss=Weighted(as_array(outcome.loss.total), as_array(own)),
-        metrics={name: counted(as_array(value)) for name, value in outcome.metrics.items()},
+        loss=jax.tree.map(_float, outcome.loss),
+        metrics=weighed_metrics(outcome),
     )
+
+
+def _per_weight(loss: Weighted) -> Array:
+    """`total / weight` of a part of a batch; what weighs nothing keeps its total, which counts."""
+    total = jnp.asarray(loss.total)
+    return total if _is_one(loss.weight) else total / _nonzero(loss.weight)
+
+
+def _divided(total: Array, weight: Any) -> Array:
+    return jnp.where(jnp.asarray(weight) == 0, 0, total / _nonzero(weight).astype(total.dtype))
+
+
+def _float(value: Any) -> Array:
+    return jnp.asarray(value, jnp.float32)
+
+
+def _nonzero_or_one(weight: Any) -> Any:
+    return weight if _is_one(weight) else _nonzero(weight)
 
 
 def _own(weight: Array) -> Array:

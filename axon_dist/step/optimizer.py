@@ -1,21 +1,122 @@
-"""The optimizer of a step, in the form that its state has."""
+"""The optimizer of a step: what it is shown of the model, and the form that its state has."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
+from ..core.errors import AxonDistError, ConfigError
+from ..core.typing import PyTree
 from ..pipeline.optimizer import StagedOptimizer
 from .parts import ModelParts
 from .storage import Storage
 
 
+class StepOptimizer(Protocol):
+    """An optimizer of parameters as the state of a step holds them."""
+
+    def init(self, params: PyTree) -> PyTree:
+        """The first state."""
+        ...
+
+    def update(self, grads: PyTree, state: PyTree, params: PyTree, **extra: Any) -> Any:
+        """The updates and the next state."""
+        ...
+
+
 def optimizer_for(
     optimizer: optax.GradientTransformation, parts: ModelParts, storage: Storage, mesh: Mesh
-) -> Any:
-    """The optimizer for the stored form of a model's parameters."""
+) -> tuple[Any, Storage]:
+    """The optimizer for the stored form of a model's parameters.
+
+    Args:
+        optimizer: as the user gives it.
+        parts: the model.
+        storage: the stored form of its parameters.
+        mesh: the mesh.
+
+    Returns:
+        The optimizer, and the storage, which knows the rows of the optimizer's state.
+
+    Raises:
+        ConfigError: when the optimizer cannot work on the parameters, with its reason.
+        UnsupportedError: when a pipeline cannot run it, naming the leaf and the operation.
+    """
+    fitting = _fitting(optax.with_extra_args_support(optimizer), parts)
     if storage.rows is None:
-        return optax.with_extra_args_support(optimizer)
-    return StagedOptimizer(optimizer, storage.rows, mesh)
+        return fitting, storage
+    pipeline: Any = storage.strategy.pipeline
+    staged = StagedOptimizer(fitting, storage.rows, mesh, pipeline.axis)
+    return staged, storage.with_state_rows(staged.state_form.row_paths)
+
+
+def _fitting(
+    optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer itself, if it takes nested dicts, or one that shows it an `nnx.State`.
+
+    Masks and labels may be trees instead of functions, and then have the structure that
+    `nnx.state(model, nnx.Param)` has, or that of the nested dict that it is made of.
+    """
+    if (refused := _refusal(optimizer, parts.params)) is None:
+        return optimizer
+    as_state = _as_state(optimizer, parts)
+    if _refusal(as_state, parts.params) is None:
+        return as_state
+    raise ConfigError(
+        f"the optimizer cannot work on the parameters of the model: {_first_line(refused)} "
+        f"({type(refused).__name__}). It is given the parameters as a nested dict, "
+        "nnx.to_pure_dict(nnx.state(model, nnx.Param)), or as that nnx.State; give a mask or "
+        "labels as a function, such as mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, "
+        "params), or as a tree of one of these structures"
+    ) from refused
+
+
+def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
+    """What the optimizer says when it is tried on shapes."""
+
+    def attempt(params: PyTree) -> Any:
+        return optimizer.update(params, optimizer.init(params), params, value=jnp.zeros(()))
+
+    try:
+        jax.eval_shape(attempt, params)
+    except AxonDistError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _as_state(
+    optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
+    model = nnx.merge(parts.graphdef, parts.params, parts.buffers)
+    structure = jax.tree.structure(nnx.state(model, nnx.Param))
+    show = lambda params: structure.unflatten(jax.tree.leaves(params))
+    is_state = lambda tree: isinstance(tree, nnx.State)
+    hide = lambda tree: jax.tree.map(
+        lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state
+    )
+    inside: Any = lambda: jax.tree.structure(
+        jax.eval_shape(lambda params: optimizer.init(show(params)), parts.params)
+    )
+
+    def init(params: PyTree) -> PyTree:
+        return hide(optimizer.init(show(params)))
+
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        state = inside().unflatten(jax.tree.leaves(state))
+        updates, state = optimizer.update(show(grads), state, show(params), **extra)
+        return hide(updates), hide(state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -25,7 +25,8 @@ class StepOptions:
     """What a step does besides the strategy.
 
     Args:
-        accumulate: K microbatches per step, added up before the optimizer runs.
+        accumulate: K microbatches per step, added up before the optimizer runs; 1 beside a
+            pipeline, which has a number of its own.
         clip_norm: the largest global gradient norm; longer gradients are scaled down to it.
         metrics: which numbers a step reports, among `loss`, `grad_norm`, `param_norm`.
         scaler: the loss scale, or None without one.
@@ -33,6 +34,7 @@ class StepOptions:
         deterministic: whether every run has to give the same bits.
         pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
         compiler_options: what the compiler is told beside what the chip has.
+        separable: whether the parts of a batch give its loss; None reads it from the program.
     """
 
     accumulate: int = 1
@@ -43,6 +45,7 @@ class StepOptions:
     deterministic: bool = False
     pad: str | None = None
     compiler_options: Mapping[str, Any] | None = None
+    separable: bool | None = None
 
     @property
     def holds(self) -> bool:
@@ -64,6 +67,7 @@ class StepOptions:
         check_kind("scaler", self.scaler, GradScaler, "such as GradScaler()")
         check_kind("deterministic", self.deterministic, bool, "True or False")
         check_kind("pad", self.pad, str, "the path of the leaf of the batch that weighs samples")
+        check_kind("separable", self.separable, bool, "True or False")
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
@@ -72,7 +76,7 @@ class StepOptions:
 def resolve(
     strategy: Strategy, precision: Any, remat: ActivationCheckpointing | None, dtype: Any
 ) -> Strategy:
-    """The strategy with everything said: precision, remat, and the dtype of the reduction.
+    """The strategy with everything said: precision, remat, and the reduction.
 
     Without a precision the gradients have the dtype of the parameters, on the wire too.
 
@@ -94,7 +98,7 @@ def resolve(
         remat=remat,
     )
     merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
-    reduction = merged.reduction or Reduction()
+    reduction = (merged.reduction or Reduction()).chosen(bool(merged.grads.split_axes))
     own = dtype if merged.precision is None else merged.precision.reduce_dtype
     wire = reduction.dtype or own
     return dataclasses.replace(merged, reduction=dataclasses.replace(reduction, dtype=wire))

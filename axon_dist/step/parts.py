@@ -37,8 +37,9 @@ class ModelParts:
 
     @property
     def dtype(self) -> Any:
-        """The dtype that the parameters promote to."""
-        return jax.numpy.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
+        """The dtype that the parameters promote to; of complex numbers that of their parts."""
+        found = jax.numpy.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
+        return jax.numpy.finfo(found).dtype if found.kind == "c" else found
 
     def shape_of(self, path: Path) -> Shape:
         """The global shape of a parameter."""

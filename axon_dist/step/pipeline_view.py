@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..collectives import GradSyncStrategy
-from ..core.errors import StrategyConflictError
-from ..core.reduction import all_sum
+from ..core.reduction import all_sum, on_wire
 from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
 from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
@@ -33,9 +31,9 @@ from ..pipeline import (
 from ..pipeline import Sums as PipelineSums
 from ..program.randomness import Rows, with_rank, without_rank
 from .local_view import sample_rows
-from .objective import GradientFn, GradientResult, Sums, evaluate
+from .objective import GradientFn, GradientResult, Sums, evaluate, weighed_metrics
 from .spec import StepSpec
-from .view import View
+from .view import View, spelled
 
 
 def pipeline_gradients(spec: StepSpec) -> GradientFn:
@@ -52,7 +50,6 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         The function; gradients are in stored form, and lie where their moments do.
     """
     plan = StagedPlan(spec)
-    plan.validate()
 
     def gradients(
         params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
@@ -84,23 +81,6 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         return GradientResult(*sums.means(), buffers)
 
     return gradients
-
-
-def microbatches_of(strategy: Strategy, accumulate: int) -> int:
-    """How many microbatches a step has: `accumulate`, or those of the pipeline.
-
-    Raises:
-        StrategyConflictError: when both say a number, and not the same.
-    """
-    if strategy.pipeline is None:
-        return accumulate
-    count = strategy.pipeline.num_microbatches
-    if accumulate not in (1, count):
-        raise StrategyConflictError(
-            f"accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which "
-            "is its accumulation; leave accumulate out, or change num_microbatches"
-        )
-    return count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,33 +155,6 @@ class StagedPlan:
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
         return self.rows.rows_of(kept), self.rows.rest_of(kept)
 
-    def validate(self) -> None:
-        """Checks what a pipeline cannot do.
-
-        Raises:
-            StrategyConflictError: for a batch that is split over the pipeline's own axis, buffers
-                of each rank alone, or reductions in groups.
-        """
-        if self.pipeline.axis in self.strategy.batch_axes:
-            raise StrategyConflictError(
-                f"strategy {self.strategy.name!r} splits the batch over {self.pipeline.axis!r}, "
-                "along which the stages of its pipeline lie, and every stage needs every sample; "
-                "use another axis for the batch, such as 'dp' of a mesh pp=2,dp=2, or leave the "
-                "data parallelism out"
-            )
-        if not self.reduction.sync_buffers:
-            raise StrategyConflictError(
-                "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "
-                "broadcast_buffers at True"
-            )
-        capacity, sync = self.reduction.bucket_capacity, self.reduction.sync
-        if capacity is not None or sync is not GradSyncStrategy.SYNCHRONOUS:
-            raise StrategyConflictError(
-                f"a pipeline got bucket_capacity={capacity} and sync={sync.name}; it reduces every "
-                "gradient once, after the last microbatch, and leaves the grouping to the "
-                "compiler, so leave both out"
-            )
-
     def run(
         self, rows: Any, rest: Any, buffers: PyTree, batch: Batch, scale: Any, samples: Any
     ) -> Any:
@@ -243,9 +196,14 @@ class StagedPlan:
             outcome = evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
             wide = lambda x: jnp.asarray(x, jnp.float32)
             loss = outcome.loss
-            return wide(loss.total), wide(loss.weight), _wide(outcome.metrics), outcome.buffers
+            return (
+                wide(loss.total),
+                wide(loss.weight),
+                _flat(weighed_metrics(outcome)),
+                outcome.buffers,
+            )
 
-        return trace_loss(forward, params, buffers, one)
+        return trace_loss(spelled(forward, self.strategy, self.mesh), params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -289,7 +247,7 @@ class StagedPlan:
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add, and send, bfloat16 as float32.
-            summed = jax.lax.reduce_sum(x.astype(self.reduction.dtype), (dim,))
+            summed = jax.lax.reduce_sum(on_wire(x, self.reduction.dtype), (dim,))
             return jax.lax.with_sharding_constraint(summed, NamedSharding(self.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:
@@ -302,11 +260,26 @@ class StagedPlan:
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
         total, weight, metrics = all_sum(sums.loss, self.axes)
-        return total, weight, dict(zip(trace.metrics, metrics, strict=True))
+        return total, weight, _nested(dict(zip(trace.metrics, metrics, strict=True)))
 
 
-def _wide(metrics: dict[str, Any]) -> dict[str, Array]:
-    return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
+    """Metrics by name and part: those with a weight of their own have two."""
+    found: dict[tuple[str, str], Array] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Weighted):
+            found[name, "total"] = jnp.asarray(value.total)
+            found[name, "weight"] = jnp.asarray(value.weight)
+        else:
+            found[name, ""] = value
+    return found
+
+
+def _nested(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
+    """The inverse of `_flat`."""
+    alone = {name: value for (name, part), value in found.items() if not part}
+    own = {name for name, part in found if part}
+    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
 
 
 def _over(scale: Array | None, weight: Array | None) -> Array | None:

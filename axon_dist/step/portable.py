@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 
 from axon_dist.checkpoint import target_of
-from axon_dist.core.errors import UnsupportedError
-from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
 from axon_dist.sharding import LargestDim, shardings
 
@@ -21,15 +20,12 @@ class PortableForm:
     """The model's own form of the states of a step, which a step of any strategy can take up.
 
     Most strategies lay the model's own arrays out over the mesh: their states are portable as they
-    are. A pipeline keeps the blocks of its stages in rows, so that its parameters, and whatever in
-    the optimizer state is shaped like them, are put back into the form of the model; split over
-    all axes, so that no device holds more than its share of them.
+    are. A pipeline keeps the blocks of its stages in rows, so that its parameters, and what the
+    optimizer keeps of them, are put back into the form of the model; split over all axes, so that
+    no device holds more than its share of them.
 
     Args:
         step: whose states are converted.
-
-    Raises:
-        UnsupportedError: when the rows of a pipeline cannot hold the optimizer's state.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -52,15 +48,15 @@ class PortableForm:
         self._is_same = step.storage.rows is None
         if self._is_same:
             return
-        stored = step.abstract_state
-        to_model = functools.partial(_convert, step.storage.to_model, stored.params)
-        portable = jax.eval_shape(to_model, stored)
-        to_rows = functools.partial(_convert, step.storage.from_model, portable.params)
-        _check_inverse(stored, jax.eval_shape(to_rows, portable))
+        storage, moments = step.storage, step.spec.stored_optimizer.state_form
+        to_model = functools.partial(_convert, storage.to_model, moments.to_model)
+        to_rows = functools.partial(_convert, storage.from_model, moments.from_model)
+        portable = jax.eval_shape(to_model, step.abstract_state)
         mesh = step.world.mesh
         where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
         self.target = target_of(portable, where)
-        self._to_model = jax.jit(to_model, out_shardings=where)
+        near = step.near
+        self._to_model = jax.jit(lambda state: to_model(near(state)), out_shardings=where)
         self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)
 
     def of(self, state: TrainState) -> TrainState:
@@ -72,20 +68,8 @@ class PortableForm:
         return portable if self._is_same else self._to_rows(portable)
 
 
-def _convert(convert: Callable[[PyTree], PyTree], params: PyTree, state: TrainState) -> TrainState:
-    """Converts every subtree of a state that has the structure of its parameters."""
-    structure = jax.tree.structure(params)
-    is_params = lambda tree: jax.tree.structure(tree) == structure
-    return jax.tree.map(lambda x: convert(x) if is_params(x) else x, state, is_leaf=is_params)
-
-
-def _check_inverse(stored: TrainState, again: TrainState) -> None:
-    """Rows have one dtype per leaf, and an optimizer may keep its moments in another."""
-    found = dict(leaves_with_paths(again))
-    for path, leaf in leaves_with_paths(stored):
-        if path not in found or (found[path].shape, found[path].dtype) != (leaf.shape, leaf.dtype):
-            raise UnsupportedError(
-                f"the state of this pipeline cannot be saved for other strategies: {path} is "
-                f"{leaf.dtype}{list(leaf.shape)}, unlike the parameter it belongs to. Give the "
-                "optimizer no dtype of its own, or make the stages equal"
-            )
+def _convert(
+    params: Callable[[PyTree], PyTree], opt_state: Callable[[PyTree], PyTree], state: TrainState
+) -> TrainState:
+    converted = params(state.params), opt_state(state.opt_state)
+    return dataclasses.replace(state, params=converted[0], opt_state=converted[1])

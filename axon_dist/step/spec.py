@@ -8,19 +8,22 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
 from ..core.typing import LossFn, PyTree
 from ..mesh import World
+from ..nn import Layout
 from ..parallel import Reduction, Strategy
 from ..sharding import shardings
 from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
+from .separable import Separator
 from .storage import Storage, storage_of
-from .view import View, layers_of, view_of
+from .view import View, layers_of, layout_of, view_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +38,7 @@ class StepSpec:
         optimizer: the transformation.
         strategy: about the model's own leaves.
         world: the devices.
-        options: what the step does besides; `accumulate` is its number of microbatches, a
-            pipeline's too.
+        options: what the step does besides.
     """
 
     parts: ModelParts
@@ -53,8 +55,9 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many microbatches a batch is cut."""
-        return self.options.accumulate
+        """Into how many microbatches a batch is cut; a pipeline has a number of its own."""
+        pipeline = self.strategy.pipeline
+        return self.options.accumulate if pipeline is None else pipeline.num_microbatches
 
     @property
     def num_ranks(self) -> int:
@@ -77,9 +80,39 @@ class StepSpec:
         return self.reduction.is_local(self.num_microbatches, compute)
 
     @cached_property
+    def separator(self) -> Separator:
+        """Knows, for a shape of batches, whether ranks may compute the loss on their own."""
+        return Separator(
+            self.parts,
+            self.loss_fn,
+            self.strategy,
+            self.mesh,
+            self.num_microbatches,
+            self.options.separable,
+        )
+
+    def with_loss(self, loss_fn: LossFn) -> StepSpec:
+        """The same step with another loss; what is derived depends on the loss in nothing."""
+        other = dataclasses.replace(self, loss_fn=loss_fn)
+        fields = {field.name for field in dataclasses.fields(self)}
+        derived = {name: x for name, x in self.__dict__.items() if name not in fields}
+        other.__dict__.update(derived)
+        return other
+
+    @cached_property
+    def _stored(self) -> tuple[Any, Storage]:
+        storage = storage_of(self.parts, self.strategy)
+        return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
+
+    @property
     def storage(self) -> Storage:
         """How the state holds the parameters."""
-        return storage_of(self.parts, self.strategy)
+        return self._stored[1]
+
+    @property
+    def stored_optimizer(self) -> Any:
+        """The transformation as it runs on the parameters as the state holds them."""
+        return self._stored[0]
 
     @cached_property
     def stored_shapes(self) -> PyTree:
@@ -87,19 +120,37 @@ class StepSpec:
         return jax.eval_shape(self.storage.from_model, self.parts.params)
 
     @cached_property
-    def stored_optimizer(self) -> Any:
-        """The transformation as it runs on the parameters as the state holds them."""
-        return optimizer_for(self.optimizer, self.parts, self.storage, self.mesh)
-
-    @cached_property
     def owners(self) -> PyTree:
         """Where the gradients of the stored parameters lie in the end: with their moments."""
         return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
 
     @cached_property
+    def first_opt_state(self) -> PyTree:
+        """The shapes of the optimizer's state."""
+        return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
+
+    @cached_property
+    def next_opt_state(self) -> PyTree:
+        """The shapes of the optimizer's state after an update."""
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        update = lambda grads, state, params, loss: self.stored_optimizer.update(
+            grads, state, params, value=loss
+        )[1]
+        params = self.stored_shapes
+        return jax.eval_shape(update, params, self.first_opt_state, params, loss)
+
+    @cached_property
     def view(self) -> View:
         """How the model is seen where the compiler or each rank runs all of it."""
-        return view_of(self.strategy, self.parts)
+        # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
+        by_stages = self.strategy.pipeline is not None
+        strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
+        return view_of(strategy, self.parts)
+
+    @property
+    def layout(self) -> Layout:
+        """Where the activations of all layers lie."""
+        return layout_of(self.strategy, self.mesh)
 
     @cached_property
     def change_layers(self) -> Prepare:

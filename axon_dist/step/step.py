@@ -14,12 +14,13 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..mesh import World, agree, checksums, digest
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, check_sums, overlay
+from ..parallel import HasStrategy, Strategy, as_strategy, overlay, per_layer
 from ..precision import GradScaler, MixedPrecision
+from ..program import stacks_of
 from ..sharding import FromMetadata, annotations_of, shardings
 from .arguments import check_arguments
 from .batch import BatchLayout, Placed
@@ -34,8 +35,9 @@ from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .objective import GradientFn, GradientResult
 from .options import LOSS_SCALE, StepOptions, resolve
 from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
-from .pipeline_view import microbatches_of
 from .placement import on_device, state_shardings
+from .rules import check_rules
+from .separable import Separation
 from .spec import StepSpec
 from .state import TrainState, check_usable
 from .storage import Storage
@@ -63,6 +65,8 @@ def build_train_step(
     deterministic: bool = False,
     pad: str | None = None,
     compiler_options: Mapping[str, Value | None] | None = None,
+    batch: Batch | None = None,
+    separable: bool | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -98,13 +102,18 @@ def build_train_step(
             `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
             takes one of them away. Every program of the step is compiled with them, and what
             `lower(batch).compile()` shows is what runs.
+        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
+            then also what only a batch can show is refused here, rather than by the first call.
+        separable: True promises that the loss of a batch is the (weighted) mean of those of its
+            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
+            and `Weighted` have the value of the whole batch however it is cut, and a loss that
+            couples samples is computed in global view, averaged over microbatches.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
 
     Raises:
-        ConfigError: for an option out of range.
-        MeshError: when the strategy names an axis that the mesh lacks.
+        AxonDistError: what the first broken rule of `RULES` says, or `TrainStep.check(batch)`.
         StrategyConflictError: when precision or remat contradict the strategy's.
 
     Example:
@@ -122,21 +131,32 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat)
     parts, source = take_apart(model)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
-    chosen.validate(world)
-    check_sums(chosen, parts.abstract)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
+    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
-    count, policy = microbatches_of(chosen, accumulate), nonfinite_policy(nonfinite)
+    policy = nonfinite_policy(nonfinite)
     options = StepOptions(
-        count, clip_norm, metrics, scaler, policy, deterministic, pad, compiler_options
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        metrics=metrics,
+        scaler=scaler,
+        nonfinite=policy,
+        deterministic=deterministic,
+        pad=pad,
+        compiler_options=compiler_options,
+        separable=separable,
     )
-    options.validate()
     if chosen.precision is not None:
         parts, source = stored_as(parts, source, chosen.precision)
     extended = optax.with_extra_args_support(optimizer)
-    return TrainStep(StepSpec(parts, loss_fn, extended, chosen, world, options), source)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
+    check_rules(spec)
+    step = TrainStep(spec, source)
+    if batch is not None:
+        step.check(batch)
+    return step
 
 
 class TrainStep:
@@ -153,6 +173,7 @@ class TrainStep:
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
         compiler_options: what its programs are compiled with.
+        near: (state) -> the same state, all of it in device memory.
     """
 
     def __init__(self, spec: StepSpec, source: Source):
@@ -164,7 +185,7 @@ class TrainStep:
         self.claims = claims_of(spec, self.abstract_state)
         self._gradient_fn: GradientFn = gradient_function(spec)
         self._evaluation = evaluation(spec)
-        self._near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
+        self.near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         self.compiler_options = chosen_options(
             spec.world, spec.options.compiler_options, spec.options.deterministic
@@ -177,7 +198,7 @@ class TrainStep:
         grads = self.storage.strategy.grads
         grad_shardings = shardings(grads, self.abstract_state.params, spec.mesh)
         self._differentiate = jit(
-            lambda state, placed: self._gradients(self._near(state), placed.arrays)[:2],
+            lambda state, placed: self._gradients(self.near(state), placed.arrays)[:2],
             out_shardings=(grad_shardings, self._whole),
         )
 
@@ -321,6 +342,21 @@ class TrainStep:
         """Puts a batch on the devices, so that a later step does not wait for it."""
         return self.layout.place(batch)
 
+    def separation(self, batch: Batch) -> Separation:
+        """In which view the gradients of such a batch are computed, and why not another.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+
+        Returns:
+            What was found out about the loss; prints as a sentence.
+
+        Raises:
+            UnsupportedError: when the strategy needs ranks that compute the loss each from its own
+                samples, and the loss couples them.
+        """
+        return self.spec.separator.of(self.layout.abstract(batch).arrays)
+
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
@@ -352,6 +388,9 @@ class TrainStep:
     def merge(self, state: TrainState) -> nnx.Module:
         """The model with the values of a state."""
         check_usable(state)
+        if self.storage.rows is not None:
+            # Rows are cut out of stacks, which only device memory lets one do.
+            state = self.near(state)
         params = self.storage.to_model(state.params)
         return self.parts.merge(params, mean_buffers(state.buffers, self.spec.reduction))
 
@@ -366,13 +405,42 @@ class TrainStep:
             The lowered step; `.compile()` it to read its memory and collectives. It compiles as it
             runs, with `compiler_options`.
         """
-        state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            self.abstract_state,
-            self.state_shardings,
-        )
+        return self._lower(batch, 1)
+
+    def check(self, batch: Batch) -> None:
+        """Traces and lowers the step for a batch, without compiling or storing anything.
+
+        What it learns is kept: a step for such a batch then only has to be compiled.
+
+        Args:
+            batch: as for `lower`.
+
+        Raises:
+            AxonDistError: about what the step cannot do with such a batch.
+        """
+        self._lower(batch, 1)
+
+    def check_rows(self, batch: Batch) -> None:
+        """As `check`, for the rows of this process, which are what a step takes."""
+        self._lower(batch, self.layout.num_processes)
+
+    def _lower(self, batch: Batch, num_processes: int) -> jax.stages.Lowered:
+        traced = self._step.trace(*self._arguments(batch, num_processes))
+        try:
+            return traced.lower()
+        except Exception as error:
+            raise UnsupportedError(
+                f"the traced step cannot be lowered for {self.world.backend} devices: {error}. "
+                "Trace the model alone for them, jax.jit(loss).lower(...), to find the operation, "
+                "and use another one or another precision"
+            ) from error
+
+    def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
+        """The arguments of the step as shapes."""
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        state = jax.tree.map(placed, self.abstract_state, self.state_shardings)
         held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self.options.holds else None
-        return self._step.lower(state, self.layout.abstract(batch), held)
+        return state, self.layout.abstract(batch, num_processes), held
 
     def _abstract_state(self) -> TrainState:
         return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)
@@ -402,7 +470,7 @@ class TrainStep:
     def _take_step(
         self, state: TrainState, placed: Placed, held: Array | None = None
     ) -> tuple[TrainState, dict]:
-        state = self._near(state)
+        state = self.near(state)
         grads, metrics, buffers = self._gradients(state, placed.arrays)
         clipped, measured = clip(grads, self.options)
         with jax.named_scope("optimizer"):
@@ -422,6 +490,6 @@ class TrainStep:
         return new, {**metrics, **measured}
 
     def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
-        state = self._near(state)
+        state = self.near(state)
         buffers = mean_buffers(state.buffers, self.spec.reduction)
         return self._evaluation(self.storage.to_model(state.params), buffers, placed.arrays)

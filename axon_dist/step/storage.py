@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.typing import PyTree
+from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, Staged, Stages, storage_for
 from ..schedule import partition
@@ -36,6 +36,14 @@ class Storage:
     from_model: Callable[[PyTree], PyTree] = lambda params: params
     to_model: Callable[[PyTree], PyTree] = lambda params: params
     rows: ModelStorage | None = None
+
+    def with_state_rows(self, paths: frozenset[Path]) -> Storage:
+        """The same, knowing which leaves of the optimizer's state are rows."""
+        policy: Any = self.strategy.opt_state
+        policy = dataclasses.replace(policy, state_rows=paths)
+        return dataclasses.replace(
+            self, strategy=dataclasses.replace(self.strategy, opt_state=policy)
+        )
 
 
 def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:

@@ -103,7 +103,7 @@ def undo_nonfinite(
 
 def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     kept = lambda n, o: jnp.where(applies, n, o) if is_float(n) else n
     return TrainState(
         step=new.step,

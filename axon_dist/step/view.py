@@ -15,7 +15,16 @@ from ..core.typing import Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
 from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
 from ..precision import MixedPrecision, autocast, cast_floating
-from ..program import GATHER, RematPolicy, check_some, is_inside, mark_units, roll
+from ..program import (
+    GATHER,
+    ByRank,
+    RematPolicy,
+    check_some,
+    is_inside,
+    mark_units,
+    roll,
+    whole_slices,
+)
 from .objective import Forward, Prepare
 from .parts import ModelParts
 
@@ -41,11 +50,6 @@ class View:
     remat: ActivationCheckpointing | None
     splits_params: bool
     moves_activations: bool
-
-    @property
-    def group(self) -> int:
-        """How many units are recomputed together."""
-        return 1 if self.remat is None else self.remat.group_size(max(len(self.units), 1))
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -95,14 +99,39 @@ class View:
             return forward
         regather = regather_in_backward if self.splits_params else None
         remat = self.remat.remat if self.remat else regather
-        return roll(forward, self.group, remat, prefetch=not self.moves_activations)
+        group = self.remat.group_size if self.remat else 1
+        return roll(forward, group, remat, prefetch=not self.moves_activations)
+
+
+def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:
+    """A forward pass with its operations spelled so that the compiler gets them right on a mesh.
+
+    Args:
+        forward: of arrays.
+        strategy: its batch axes say which ranks have which samples; in stages of a pipeline
+            slices are spelled too.
+        mesh: the mesh.
+
+    Returns:
+        A function of the same arguments and results.
+    """
+    convolutions = ByRank.rewriting(mesh, strategy.batch_axes)
+    if convolutions is not None:
+        forward = convolutions.of(forward)
+    return forward if strategy.pipeline is None else whole_slices().of(forward)
+
+
+def layout_of(strategy: Strategy, mesh: Mesh) -> Layout:
+    """Where a strategy has the activations of all layers lie."""
+    layout = Layout(mesh, strategy.batch_axes, may_ring=strategy.pipeline is None)
+    for layers in strategy.layers:
+        layout = layers.extend(layout)
+    return layout
 
 
 def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
     """What a strategy changes about the calls of a model's layers."""
-    layout = Layout(mesh, strategy.batch_axes, may_ring=strategy.pipeline is None)
-    for layers in strategy.layers:
-        layout = layers.extend(layout)
+    layout = layout_of(strategy, mesh)
 
     def adapt(model: nnx.Module) -> None:
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left

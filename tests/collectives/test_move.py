@@ -84,6 +84,14 @@ def test_scatter_numbers(make_world):
         scatter_tensor(x[:, :7], group)
 
 
+def test_scatter_gives_slices_in_the_order_of_a_list(make_world):
+    group = make_world("dp=4").new_group([3, 1])
+    x = jnp.zeros((4, 6)).at[1].set(jnp.arange(6))
+    want = np.zeros((4, 3))
+    want[3], want[1] = [0, 1, 2], [3, 4, 5]
+    np.testing.assert_array_equal(scatter_tensor(x, group, src=1), want)
+
+
 def test_all_to_all_moves_a_sharding_and_back(make_world):
     group = make_world("dp=4").default_group
     by_sequence = jnp.arange(32.0).reshape(4, 2, 4)

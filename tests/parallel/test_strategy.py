@@ -67,7 +67,7 @@ def test_compose_adds_axes_and_overlays_policies():
     assert both.name == "zero3 + tp"
     assert both.batch_axes == ("fsdp",)
     assert both.params("w", (8, 64), MeshSpec(fsdp=4, tp=2)) == P("fsdp", "tp")
-    assert both.reduction == Reduction(per="microbatch")
+    assert both.reduction.chosen(bool(both.grads.split_axes)) == Reduction(per="microbatch")
     assert compose(TP).params == TP.params
 
 
@@ -115,7 +115,7 @@ def test_what_is_no_strategy():
 
 def test_a_conflict_names_only_what_differs():
     with pytest.raises(StrategyConflictError) as caught:
-        compose(ddp(), fsdp())
+        compose(ddp(per="step"), fsdp(reduction=Reduction(per="microbatch")))
     assert "is per='step' in 'ddp' and per='microbatch' in 'full_shard'; say" in str(caught.value)
     with pytest.raises(StrategyConflictError) as caught:
         compose(pipelined(2, 4), pipelined(2, 8))

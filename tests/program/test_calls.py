@@ -87,6 +87,8 @@ def test_many_steps_leave_neither_classes_nor_programs_behind():
     step()
     before = number_of_classes(nnx.Module)
     policies = [step() for _ in range(4)]
+    # What programs JAX keeps, up to its own bound, is not ours to count.
+    jax.clear_caches()
     gc.collect()
     assert number_of_classes(nnx.Module) == before
     assert [policy() for policy in policies] == [None] * 4

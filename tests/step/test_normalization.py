@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.core.errors import UnsupportedError
-from axon_dist.step.normalization import synchronise_statistics
+from axon_dist.step.normalization import own_statistics, synchronise_statistics
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 3)), jnp.float32)
 
@@ -46,6 +44,5 @@ class Holder(nnx.Module):
         self.own = OwnStatistics()
 
 
-def test_statistics_outside_batch_norm_are_refused():
-    with pytest.raises(UnsupportedError, match=r'own/seen holds batch stat.*per="microbatch"'):
-        synchronise_statistics(Holder(), ("dp",))
+def test_statistics_outside_batch_norm_are_found():
+    assert own_statistics(Holder()) == ["own/seen"]

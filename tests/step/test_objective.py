@@ -113,6 +113,20 @@ def test_metrics_are_means_weighed_as_the_loss():
     np.testing.assert_allclose(sums.means()[1]["largest"], expected, rtol=1e-6)
 
 
+def test_a_mean_over_nothing_does_not_spoil_the_others():
+    def undefined(model, batch):
+        loss, weight = model(batch["x"])[:, 0] ** 2, batch["weight"]
+        mean = jnp.sum(loss * weight) / jnp.sum(weight)
+        return Weighted(jnp.sum(loss * weight), jnp.sum(weight)), {"mean": mean}
+
+    pieces = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), BATCH)
+    pieces["weight"] = jnp.array([[1.0, 2.0], [0.0, 0.0], [0.0, 3.0]])
+    sums, _ = accumulate(gradient_sums(forward_of(PARTS, undefined)), PARAMS, BUFFERS, pieces, 3)
+    metrics = sums.means()[1]
+    assert np.isfinite(metrics["mean"])
+    np.testing.assert_allclose(metrics["mean"], metrics["loss"], rtol=1e-6)
+
+
 def test_sums_are_float32_whatever_the_model_computes_in():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     sums, _ = gradient_sums(forward_of(PARTS, weighted))(half, BUFFERS, BATCH)

@@ -1,0 +1,181 @@
+"""What a strategy and the devices must fulfil, whatever the model: a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..collectives import GradSyncStrategy
+from ..core.errors import MeshError, StrategyConflictError, did_you_mean
+from ..core.requirement import Requirement
+from ..mesh import World
+from .offload import check_offload
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+
+class Placed(NamedTuple):
+    """A strategy, and the devices that it shall run on.
+
+    Args:
+        strategy: the strategy.
+        world: the devices.
+    """
+
+    strategy: Strategy
+    world: World
+
+
+Found = Mapping[str, Any] | None
+
+
+def _lacking(placed: Placed, axes: Iterable[str]) -> Found:
+    names = placed.world.mesh.axis_names
+    missing = next((axis for axis in axes if axis not in names), None)
+    if missing is None:
+        return None
+    return {
+        "name": placed.strategy.name,
+        "axis": missing,
+        "mesh": placed.world.spec,
+        "near": did_you_mean(missing, names),
+    }
+
+
+def _batch_axes(placed: Placed) -> Found:
+    return _lacking(placed, placed.strategy.batch_axes)
+
+
+def _layer_axes(placed: Placed) -> Found:
+    return _lacking(placed, (axis for layers in placed.strategy.layers for axis in layers.axes))
+
+
+def _policy_axes(placed: Placed) -> Found:
+    strategy = placed.strategy
+    return _lacking(placed, (*strategy.params.split_axes, *strategy.opt_state.split_axes))
+
+
+def _buckets(placed: Placed) -> Found:
+    strategy = placed.strategy
+    capacity = None if strategy.reduction is None else strategy.reduction.bucket_capacity
+    if capacity is None or not strategy.opt_state.split_axes or strategy.pipeline is not None:
+        return None
+    return {"name": strategy.name, "capacity": capacity}
+
+
+def _pipeline(placed: Placed) -> None:
+    if placed.strategy.pipeline is not None:
+        placed.strategy.pipeline.validate(placed.world)
+
+
+def _stage_interval(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.pipeline is None or strategy.remat is None or strategy.remat.interval == 1:
+        return None
+    return {"name": strategy.name, "interval": repr(strategy.remat.interval)}
+
+
+def _stage_rings(placed: Placed) -> Found:
+    strategy = placed.strategy
+    rings = [axis for layers in strategy.layers if layers.sends_around for axis in layers.axes]
+    if strategy.pipeline is None or not rings:
+        return None
+    return {"name": strategy.name, "axis": rings[0]}
+
+
+def _stage_samples(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.pipeline is None or strategy.pipeline.axis not in strategy.batch_axes:
+        return None
+    return {"name": strategy.name, "axis": strategy.pipeline.axis}
+
+
+def _stage_statistics(placed: Placed) -> Found:
+    reduction = placed.strategy.reduction
+    if placed.strategy.pipeline is None or reduction is None or reduction.sync_buffers:
+        return None
+    return {}
+
+
+def _stage_buckets(placed: Placed) -> Found:
+    reduction = placed.strategy.reduction
+    if placed.strategy.pipeline is None or reduction is None:
+        return None
+    if reduction.bucket_capacity is None and reduction.sync is GradSyncStrategy.SYNCHRONOUS:
+        return None
+    return {"capacity": reduction.bucket_capacity, "sync": reduction.sync.name}
+
+
+STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
+    Requirement.row(
+        "the axes of the batch exist",
+        MeshError,
+        "strategy {name!r} splits the batch over axis {axis!r}, which mesh {mesh} lacks.{near}",
+        _batch_axes,
+    ),
+    Requirement.row(
+        "the axes of the layers exist",
+        MeshError,
+        "strategy {name!r} splits layers over axis {axis!r}, which mesh {mesh} lacks.{near}",
+        _layer_axes,
+    ),
+    Requirement.row(
+        "the axes of the arrays exist",
+        MeshError,
+        "strategy {name!r} splits arrays over axis {axis!r}, which mesh {mesh} lacks.{near}",
+        _policy_axes,
+    ),
+    Requirement.row(
+        "buckets are of whole gradients",
+        StrategyConflictError,
+        "strategy {name!r} reduces each gradient to the ranks that own its shards, and "
+        "bucket_capacity={capacity} joins gradients that all ranks need whole; leave the capacity "
+        "out, or use ddp()",
+        _buckets,
+    ),
+    Requirement(
+        "there is host memory to offload to",
+        lambda placed: check_offload(placed.strategy.offload, placed.world),
+    ),
+    Requirement("the pipeline fits its axis", _pipeline),
+    Requirement.row(
+        "stages recompute block by block",
+        StrategyConflictError,
+        "strategy {name!r} is a pipeline, whose stages recompute block by block, and asks for "
+        "checkpoint interval {interval}; leave the interval at 1",
+        _stage_interval,
+    ),
+    Requirement.row(
+        "stages send nothing around",
+        StrategyConflictError,
+        "strategy {name!r} is a pipeline, whose stages do different things at a time, and sends "
+        "keys around the ring of axis {axis!r}, which all must do together; use "
+        "context_parallel('ulysses')",
+        _stage_rings,
+    ),
+    Requirement.row(
+        "stages see every sample",
+        StrategyConflictError,
+        "strategy {name!r} splits the batch over {axis!r}, along which the stages of its pipeline "
+        "lie, and every stage needs every sample; use another axis for the batch, such as 'dp' of "
+        "a mesh pp=2,dp=2, or leave the data parallelism out",
+        _stage_samples,
+    ),
+    Requirement.row(
+        "stages keep no statistics",
+        StrategyConflictError,
+        "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "
+        "broadcast_buffers at True",
+        _stage_statistics,
+    ),
+    Requirement.row(
+        "a pipeline reduces once",
+        StrategyConflictError,
+        "a pipeline got bucket_capacity={capacity} and sync={sync}; it reduces every gradient "
+        "once, after the last microbatch, and leaves the grouping to the compiler, so leave both "
+        "out",
+        _stage_buckets,
+    ),
+)
+"""The first broken rule speaks."""

@@ -1,0 +1,167 @@
+"""What a loss is to the samples of a batch: a mean, a sum, weighted, or what couples them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from ..core.typing import Path
+from .sample_values import Kind, Value
+
+
+class Use(enum.Enum):
+    """What a number that a loss function gives is to the samples.
+
+    MEAN is a mean over samples, or the same for all batches. SUM is a sum over them. WEIGHTED is a
+    sum divided by a sum: of a loss, its own weight; of a metric, the weight of the loss. SCALED is
+    a sum over the samples times another power of their number. CONSTANT, of a buffer, is the same
+    for all batches. MIXED adds terms that grow differently with the number of samples, and
+    COUPLED is what the parts of a batch cannot give on their own.
+    """
+
+    MEAN = "mean"
+    SUM = "sum"
+    WEIGHTED = "weighted"
+    SCALED = "scaled"
+    CONSTANT = "constant"
+    MIXED = "mixed"
+    COUPLED = "coupled"
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputUse:
+    """What one number is to the samples.
+
+    Args:
+        kind: see `Use`.
+        power: what the mean over equal parts of a batch is multiplied by to give the number of the
+            whole batch, as a power of the number of parts: 0 for a mean, 1 for a sum.
+        why: of MIXED and COUPLED, what is done to the samples.
+        where: the line of the user's that does it.
+    """
+
+    kind: Use
+    power: float = 0.0
+    why: str = ""
+    where: str = ""
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether the parts of a batch give it, each on its own."""
+        return self.kind not in (Use.MIXED, Use.COUPLED)
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        return self.kind.value + (f": {self.why}{place}" if self.why else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleUse:
+    """What one evaluation of a loss makes of the samples.
+
+    Args:
+        loss: the loss; where it has a weight, their quotient.
+        metrics: by name.
+        buffers: the new values, by path.
+        is_plain: whether the loss is a number without a weight of its own.
+
+    Example:
+        >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", where="a.py:3")
+        >>> use = SampleUse(OutputUse(Use.MEAN), {"median": coupled}, {})
+        >>> print(use)
+        loss: mean
+        metric 'median': coupled: takes `sort` along the samples (a.py:3)
+        >>> use.coupled
+        "the metric 'median' takes `sort` along the samples (a.py:3)"
+    """
+
+    loss: OutputUse
+    metrics: Mapping[str, OutputUse]
+    buffers: Mapping[Path, OutputUse]
+    is_plain: bool = True
+
+    def outputs(self) -> dict[str, OutputUse]:
+        """Everything, by what to call it."""
+        metrics = {f"metric {name!r}": use for name, use in self.metrics.items()}
+        buffers = {f"buffer {path!r}": use for path, use in self.buffers.items()}
+        return {"loss": self.loss, **metrics, **buffers}
+
+    @property
+    def coupled(self) -> str:
+        """What the parts of a batch cannot give, in words; "" where they can give everything."""
+        for name, use in self.outputs().items():
+            if not use.is_separable:
+                return f"the {name} {use.why}" + (f" ({use.where})" if use.where else "")
+        return ""
+
+    def __str__(self) -> str:
+        shown = {n: u for n, u in self.outputs().items() if u.kind is not Use.CONSTANT}
+        return "\n".join(f"{name}: {use}" for name, use in shown.items())
+
+
+def use_of(
+    loss: Value,
+    weight: Value,
+    metrics: Mapping[str, tuple[Value, Value]],
+    buffers: Mapping[Path, Value],
+    is_plain: bool = True,
+) -> SampleUse:
+    """Reads off what was found out about the outputs of a loss function.
+
+    Args:
+        loss: the total.
+        weight: what it is divided by.
+        metrics: by name, with what each is divided by.
+        buffers: the new values, by path.
+        is_plain: whether the loss is a number without a weight of its own.
+
+    Returns:
+        The uses.
+    """
+    return SampleUse(
+        _loss(loss, weight),
+        {name: _metric(value, own, weight) for name, (value, own) in metrics.items()},
+        {path: _buffer(value) for path, value in buffers.items()},
+        is_plain,
+    )
+
+
+def _degree(value: Value) -> float | None:
+    """Of a sum over the samples, as which a constant counts: `c = sum(c / B)`."""
+    if value.kind is Kind.CONSTANT:
+        return value.degree - 1
+    return value.degree if value.kind is Kind.TOTAL else None
+
+
+def _failed(value: Value) -> OutputUse:
+    kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
+    return OutputUse(kind, 0.0, value.why or "is no sum over the samples", value.where)
+
+
+def _summed(power: float) -> OutputUse:
+    return OutputUse({0.0: Use.MEAN, 1.0: Use.SUM}.get(power, Use.SCALED), power)
+
+
+def _loss(loss: Value, weight: Value) -> OutputUse:
+    mine, its = _degree(loss), _degree(weight)
+    if mine is None or its is None:
+        return _failed(loss if mine is None else weight)
+    use = _summed(mine - its)
+    is_plain = weight.kind is Kind.CONSTANT and not weight.degree
+    return use if is_plain or use.power else OutputUse(Use.WEIGHTED)
+
+
+def _metric(value: Value, own: Value, weight: Value) -> OutputUse:
+    if value.kind is Kind.RATIO and not value.degree and value.over == weight.number:
+        return OutputUse(Use.WEIGHTED)
+    return _loss(value, own)
+
+
+def _buffer(value: Value) -> OutputUse:
+    if value.kind is Kind.CONSTANT and not value.degree:
+        return OutputUse(Use.CONSTANT)
+    why = value.why or "changes with the samples of the batch"
+    if value.kind is Kind.CONSTANT:
+        why = "counts the samples of the batch"
+    return OutputUse(Use.COUPLED, 0.0, why, value.where)

@@ -1,0 +1,112 @@
+"""What `build_train_step` refuses: one table, walked before any array exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from ..core.errors import StrategyConflictError, UnsupportedError
+from ..core.requirement import Requirement, check_all
+from ..parallel import STRATEGY_RULES, Placed, check_sums
+from ..sharding import optimizer_shardings, shardings
+from .determinism import deterministic_options
+from .normalization import own_statistics
+from .spec import StepSpec
+
+Found = Mapping[str, Any] | None
+
+
+def _microbatches(spec: StepSpec) -> Found:
+    accumulate, count = spec.options.accumulate, spec.num_microbatches
+    return None if accumulate in (1, count) else {"accumulate": accumulate, "count": count}
+
+
+def _layers(spec: StepSpec) -> None:
+    for layers in spec.strategy.layers:
+        layers.check(spec.parts.abstract, spec.layout)
+
+
+def _statistics(spec: StepSpec) -> Found:
+    if not (spec.is_local and spec.reduction.sync_buffers):
+        return None
+    found = own_statistics(spec.parts.abstract)
+    return {"path": found[0]} if found else None
+
+
+def _stage_classes(spec: StepSpec) -> Found:
+    remat, rows = spec.strategy.remat, spec.storage.rows
+    if rows is None or remat is None or not remat.classes:
+        return None
+    modules = nnx.iter_modules(spec.parts.abstract)
+    blocks = sorted(
+        {type(module).__name__ for keys, module in modules if keys in rows.stages.blocks}
+    )
+    if set(remat.classes) == set(blocks):
+        return None
+    return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
+
+
+def _arrays(spec: StepSpec) -> None:
+    """Decides where every array lies."""
+    stored, mesh = spec.storage.strategy, spec.mesh
+    shardings(stored.params, spec.stored_shapes, mesh)
+    optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
+
+
+def _determinism(spec: StepSpec) -> None:
+    if spec.options.deterministic:
+        deterministic_options(spec.world)
+
+
+RULES: tuple[Requirement[StepSpec], ...] = (
+    Requirement("options have possible values", lambda spec: spec.options.validate()),
+    Requirement("devices can compute the same bits twice", _determinism),
+    *(rule.of(lambda spec: Placed(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    Requirement.row(
+        "microbatches are the pipeline's",
+        StrategyConflictError,
+        "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
+        "its accumulation; leave accumulate out, or change num_microbatches",
+        _microbatches,
+    ),
+    Requirement(
+        "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)
+    ),
+    Requirement("layers can be changed", _layers),
+    Requirement("the model can be cut into stages", lambda spec: spec.storage),
+    Requirement.row(
+        "stages recompute their blocks",
+        StrategyConflictError,
+        "the stages of a pipeline recompute block by block, here {blocks}, and activation "
+        "checkpointing names the classes {classes}; leave the classes out, or say them to the "
+        "pipeline: classes=(...)",
+        _stage_classes,
+    ),
+    Requirement("modules to gather or recompute exist", lambda spec: spec.view),
+    Requirement.row(
+        "statistics are of the whole batch",
+        UnsupportedError,
+        "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
+        "ranks from outside. Use nnx.BatchNorm, or reduce the gradients of each microbatch: "
+        'Reduction(per="microbatch")',
+        _statistics,
+    ),
+    Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.next_opt_state),
+    Requirement("every array can be laid out", _arrays),
+)
+"""What a step must fulfil, whatever its batch; what depends on the batch is traced."""
+
+
+def check_rules(spec: StepSpec) -> None:
+    """Raises what the first broken rule says, if there is one.
+
+    Args:
+        spec: the step.
+
+    Raises:
+        AxonDistError: of the kind that names what is wrong.
+    """
+    check_all(RULES, spec)

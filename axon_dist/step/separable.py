@@ -1,0 +1,312 @@
+"""Whether the parts of a batch give a loss, each on its own, and what is done where they do not.
+
+Microbatches and ranks see parts of a batch. Where the loss is a mean over samples, or a sum, or
+`Weighted`, the parts give that of the whole, and the step has the loss and the gradient of the
+whole batch however it is cut. Where the loss couples the samples, as one does that compares each
+with every other, the ranks must not compute it each for itself: the step then runs in global view,
+where a microbatch is whole, and averages over microbatches; or is refused, where ranks were asked
+for that work on their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from ..collectives import GradSyncStrategy
+from ..core.errors import AxonDistError, UnsupportedError
+from ..core.tree import leaves_with_paths
+from ..core.typing import Batch, LossFn, PyTree
+from ..core.weighted import Weighted
+from ..parallel import Reduction, Strategy
+from ..program.sample_use import OutputUse, SampleUse, Use, use_of
+from ..program.samples import RANKS, follow_samples
+from .objective import evaluate
+from .parts import ModelParts
+
+
+@dataclasses.dataclass(frozen=True)
+class Separation:
+    """How the loss of a batch is made of those of its parts.
+
+    Args:
+        loss_fn: the user's, weighed so that `sum(totals) / sum(weights)` over all parts is right.
+        is_per_rank: whether ranks compute it each from its own samples.
+        why: what keeps them from it where they would have; "" otherwise.
+    """
+
+    loss_fn: LossFn
+    is_per_rank: bool
+    why: str = ""
+
+    def __str__(self) -> str:
+        view = "per rank" if self.is_per_rank else "global view"
+        return view + (f", because {self.why}" if self.why else "")
+
+
+class Separator:
+    """Finds out, once for every shape of batch, how its loss is made of those of its parts.
+
+    Args:
+        parts: the model.
+        loss_fn: the user's loss.
+        strategy: the strategy, about the model's own leaves.
+        mesh: the mesh.
+        num_microbatches: how many microbatches the batch is cut into.
+        separable: True where the user promises that the parts give the loss; False where the
+            ranks shall not compute it on their own; None to read it from the program.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        loss_fn: LossFn,
+        strategy: Strategy,
+        mesh: Mesh,
+        num_microbatches: int,
+        separable: bool | None = None,
+    ):
+        self._parts, self._loss_fn, self._strategy = parts, loss_fn, strategy
+        self._microbatches, self._promise = num_microbatches, separable
+        self._sizes = {axis: mesh.shape[axis] for axis in strategy.batch_axes}
+        self._found: dict[Any, Separation] = {}
+
+    def of(self, batch: Batch) -> Separation:
+        """How the loss of such a batch is computed.
+
+        Args:
+            batch: a placed batch, leaves of shape [B, ...], or [K, B/K, ...] with K microbatches;
+                arrays or shapes.
+
+        Returns:
+            How.
+
+        Raises:
+            UnsupportedError: when ranks that compute on their own were asked for, and the loss
+                couples the samples; naming what does, and where.
+        """
+        lead = 0 if self._microbatches == 1 else 1
+        cut = lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
+        shapes = jax.tree.map(cut, batch)
+        leaves, structure = jax.tree.flatten(shapes)
+        key = (structure, *((x.shape, x.dtype) for x in leaves))
+        if key not in self._found:
+            self._found[key] = self._separate(shapes, leaves[0].shape[0])
+        return self._found[key]
+
+    @property
+    def _ranks(self) -> int:
+        return math.prod(self._sizes.values())
+
+    def _separate(self, batch: Batch, samples: int) -> Separation:
+        """`samples` is how many a microbatch has."""
+        per_rank, asked = wants_ranks(self._strategy, self._parts, self._microbatches)
+        ranks = self._ranks if per_rank else 1
+        if self._microbatches * ranks == 1:
+            return Separation(self._loss_fn, per_rank)
+        small = samples // ranks
+        # Programs for one sample squeeze and broadcast other dims than those for more.
+        sizes = max(small, 2), max(small, 2) * (ranks if ranks > 1 else self._microbatches)
+        use = sample_use(self._parts, self._loss_fn, batch, sizes)
+        why = self._obstacle(use) if ranks > 1 else ""
+        if why and asked:
+            raise UnsupportedError(self._refusal(why, asked))
+        if why:
+            per_rank, ranks = False, 1
+        self._check_mixed(use, ranks)
+        return Separation(in_parts(self._loss_fn, use, self._microbatches, ranks), per_rank, why)
+
+    def _check_mixed(self, use: SampleUse, ranks: int) -> None:
+        """A number that is no sum over the samples, and yet grows with them, has no mean."""
+        cut = ranks if not use.is_plain else ranks * self._microbatches
+        if use.loss.kind is Use.MIXED and cut > 1 and not self._promise:
+            raise UnsupportedError(
+                f"the loss {use.loss.why} ({use.loss.where}). Each of {cut} parts of the batch "
+                "would count that term, as one device would not. build_train_step(separable=True) "
+                "takes the mean over the parts all the same"
+            )
+
+    def _obstacle(self, use: SampleUse) -> str:
+        if self._promise is not None:
+            return "" if self._promise else "separable=False says that the loss couples samples"
+        reduction = self._strategy.reduction or Reduction()
+        if not reduction.sync_buffers:
+            # Each rank keeps statistics of its own then, as it was told to.
+            shapes = dict(leaves_with_paths(self._parts.buffers))
+            is_own = lambda path: jnp.issubdtype(shapes[path].dtype, jnp.floating)
+            kept = {path: found for path, found in use.buffers.items() if not is_own(path)}
+            use = dataclasses.replace(use, buffers=kept)
+        return use.coupled
+
+    def _refusal(self, why: str, asked: list[str]) -> str:
+        ranks = "×".join(f"{axis}={size}" for axis, size in self._sizes.items())
+        what = " and ".join(asked)
+        instead = "put the pipeline on a mesh without batch axes"
+        if self._strategy.pipeline is None:
+            instead = f"leave {what} out, and the step computes it over the whole batch"
+        return (
+            f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
+            f"asks for. Either {instead}; or make every sample count for itself; or, if what the "
+            "ranks find on their own is to be averaged, say so: build_train_step(separable=True)"
+        )
+
+
+def wants_ranks(
+    strategy: Strategy, parts: ModelParts, num_microbatches: int
+) -> tuple[bool, list[str]]:
+    """Whether gradients are computed per rank, and what asks for it that cannot be had otherwise.
+
+    Args:
+        strategy: the strategy.
+        parts: the model.
+        num_microbatches: how many microbatches a step has.
+
+    Returns:
+        Whether, and the words; without words global view would be as good.
+    """
+    if strategy.pipeline is not None:
+        return True, [f"a pipeline beside {'×'.join(strategy.batch_axes)}"]
+    compute = parts.dtype if strategy.precision is None else strategy.precision.compute
+    reduction = strategy.reduction or Reduction()
+    # Without batch axes no rank has gradients of its own to hold back.
+    if not (strategy.batch_axes and reduction.is_local(num_microbatches, compute)):
+        return False, []
+    recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
+    capacity = reduction.bucket_capacity
+    words = {
+        f"bucket_capacity={capacity}": capacity is not None,
+        f"sync={reduction.sync.name}": reduction.sync is GradSyncStrategy.OVERLAPPED,
+        "by_hand=True": reduction.by_hand,
+        "broadcast_buffers=False": not reduction.sync_buffers,
+        f"a reduction in {reduction.dtype} beside compute in {compute}": recast,
+    }
+    return True, [word for word, is_asked in words.items() if is_asked]
+
+
+def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> LossFn:
+    """A loss of parts whose sums of totals and weights make that of the whole.
+
+    `Weighted` says itself what microbatches come to, `sum(totals) / sum(weights)`; a number says
+    nothing, and becomes that of the whole batch. The ranks are never to be noticed.
+
+    Args:
+        loss_fn: the user's loss.
+        use: what it is to the samples.
+        microbatches: into how many the batch of a step is cut.
+        ranks: into how many parts each of these is cut.
+
+    Returns:
+        The loss function; the same where nothing is to be changed.
+    """
+    powers = {n: m.power for n, m in use.metrics.items() if m.kind in _SUMMED}
+    if use.loss.kind is Use.MEAN:
+        powers = {name: power for name, power in powers.items() if power}
+    if not use.loss.power and not powers:
+        return loss_fn
+
+    def weighed(value: Any, power: float) -> Weighted:
+        if isinstance(value, Weighted):
+            return Weighted(value.total, value.weight * ranks**-power)
+        return Weighted(value, float((ranks * microbatches) ** -power))
+
+    def run(model: nnx.Module, batch: Batch) -> Any:
+        returned = loss_fn(model, batch)
+        loss, *rest = returned if isinstance(returned, tuple) else (returned,)
+        if use.loss.power:
+            loss = weighed(loss, use.loss.power)
+        if not rest:
+            return loss
+        metrics = {n: weighed(m, powers[n]) if n in powers else m for n, m in rest[0].items()}
+        return loss, metrics
+
+    return run
+
+
+_SUMMED = (Use.MEAN, Use.SUM, Use.SCALED)
+
+
+def sample_use(
+    parts: ModelParts, loss_fn: LossFn, batch: Batch, sizes: tuple[int, int]
+) -> SampleUse:
+    """What a loss function makes of the samples of its batch, read from its program.
+
+    BatchNorm counts as one that averages its statistics over all parts, as the views that split
+    the batch have it do.
+
+    Args:
+        parts: the model.
+        loss_fn: the user's loss.
+        batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
+        sizes: the numbers of samples of a part and of a whole, the latter a multiple.
+
+    Returns:
+        What it is.
+    """
+    shapes = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(batch)]
+    names: list[str] = []
+    plain: list[bool] = []
+
+    def trace(count: int) -> Any:
+        leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
+        given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
+        run, found, is_plain = _forward(parts, loss_fn)
+        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, given)
+        names[:], plain[:] = found, is_plain
+        return jaxpr
+
+    whole = trace(sizes[1])
+    try:
+        part = trace(sizes[0])
+    except AxonDistError:
+        raise
+    except Exception as error:  # Whatever the user's loss does with fewer samples.
+        why = f"cannot be computed of {sizes[0]} samples alone: {str(error)[:200]}"
+        return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {})
+    traces = {sizes[0]: part, sizes[1]: whole}
+    values = follow_samples(lambda count: traces[count], sizes, len(shapes))
+    paths = [path for path, _ in leaves_with_paths(parts.buffers)]
+    total, weight, *rest = values
+    metrics = {name: tuple(rest[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    buffers = rest[2 * len(names) :]
+    return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
+
+
+def _forward(parts: ModelParts, loss_fn: LossFn) -> tuple[Any, list[str], list[bool]]:
+    """(params, buffers, batch) -> total, weight, those of each metric, buffers.
+
+    With it come, once it has run, the names of the metrics, and whether the loss has no weight.
+    """
+    names: list[str] = []
+    plain: list[bool] = []
+    norms = list(_batch_norms(parts.abstract))
+
+    def prepare(model: nnx.Module) -> None:
+        for module in _batch_norms(model):
+            module.axis_name = (RANKS,)  # type: ignore[assignment]
+
+    def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
+        outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare if norms else None)
+        names[:] = sorted(outcome.metrics)
+        plain[:] = [isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1]
+        numbers = [outcome.loss, *(outcome.metrics[name] for name in names)]
+        pairs = [x if isinstance(x, Weighted) else Weighted(x, 1.0) for x in numbers]
+        scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
+        return [*scalars, *jax.tree.leaves(outcome.buffers)]
+
+    if not norms:
+        return run, names, plain
+    whole = PartitionSpec()
+    mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return run, names, plain
+
+
+def _batch_norms(model: nnx.Module) -> Iterable[nnx.BatchNorm]:
+    return [m for _, m in nnx.iter_modules(model) if isinstance(m, nnx.BatchNorm)]

@@ -1,0 +1,283 @@
+"""Optimizers as their users write them, on pipelines: equal to the same optimizer on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import build_train_step
+from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.inspect import collectives
+from axon_dist.parallel import ddp, pipelined
+from axon_dist.sharding import shardings
+from axon_dist.step.optimizer import optimizer_for
+from axon_dist.step.parts import take_apart
+from axon_dist.step.storage import storage_of
+
+WIDTH, NUM_STEPS = 40, 3
+"""Kernels of 1600 elements: more than a pipeline hands around."""
+
+
+class Block(nnx.Module):
+    def __init__(self, hidden, rngs):
+        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+    """Blocks of different norms, something before and behind them."""
+
+    def __init__(self, widths):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Linear(8, WIDTH, rngs=rngs)
+        self.blocks = nnx.List(Block(width, rngs) for width in widths)
+        for number, block in enumerate(self.blocks):
+            block.up.kernel.set_value(block.up.kernel[...] * (1 + 3 * number))
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+MODELS = {"rows": (WIDTH,) * 4, "holes": (WIDTH,) * 3, "vectors": (WIDTH, 24, 48)}
+CLIP = optax.clip_by_global_norm(0.5)
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch():
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    return {"x": x, "y": np.sin(3 * x[:, :4])}
+
+
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def labels(text):
+    """`a` for leaves whose path has a text in it, else `b`."""
+    label = lambda path, _: "a" if text in jax.tree_util.keystr(path) else "b"
+    return lambda params: jax.tree_util.tree_map_with_path(label, params)
+
+
+def split(one, other, text):
+    return optax.multi_transform({"a": one, "b": other}, labels(text))
+
+
+def inject(rate):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate, momentum=0.9)
+
+
+def warm(peak):
+    return optax.sgd(optax.linear_schedule(peak / 10, peak, 4))
+
+
+def per_leaf(update):
+    return optax.stateless_with_tree_map(lambda g, p: update(g))
+
+
+RECIPES: dict[str, Callable[[], Any]] = {
+    "sgd momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-2),
+    "adamw bf16 mu": lambda: optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "adamw ndim mask": lambda: optax.adamw(1e-2, weight_decay=0.5, mask=matrices),
+    "clip adamw": lambda: optax.chain(CLIP, optax.adamw(optax.cosine_decay_schedule(1e-2, 10))),
+    "lamb": lambda: optax.lamb(1e-2),
+    "clip lamb": lambda: optax.chain(CLIP, optax.lamb(1e-2)),
+    "clip lars": lambda: optax.chain(CLIP, optax.lars(0.3)),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adafactor whole": lambda: optax.adafactor(1e-2),
+    "clip agc": lambda: optax.chain(CLIP, optax.adaptive_grad_clip(0.01), optax.sgd(0.3)),
+    "block rms": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(0.3)),
+    "centralize": lambda: optax.chain(optax.centralize(), CLIP, optax.sgd(0.3)),
+    "novograd": lambda: optax.chain(CLIP, optax.novograd(1e-2)),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "multi steps": lambda: optax.MultiSteps(optax.chain(CLIP, optax.adamw(1e-2)), 2),
+    "multi steps, skipping": lambda: optax.MultiSteps(
+        optax.lamb(1e-2), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "apply if finite": lambda: optax.apply_if_finite(optax.adamw(1e-2), 2),
+    "every other step": lambda: optax.conditionally_mask(
+        optax.lamb(1e-2), lambda step: step % 2 == 0
+    ),
+    "rates per layer": lambda: split(optax.sgd(0.01), optax.sgd(0.3), "[0]"),
+    "schedules per layer": lambda: split(warm(0.01), warm(0.3), "[0]"),
+    "injected per layer": lambda: split(inject(0.01), inject(0.3), "[0]"),
+    "another per layer": lambda: split(optax.lamb(0.01), optax.sgd(0.3), "[1]"),
+    "frozen layer, clip": lambda: optax.chain(CLIP, split(optax.set_to_zero(), inject(0.3), "[0]")),
+    "frozen embed, clip": lambda: optax.chain(
+        CLIP, split(optax.set_to_zero(), optax.adamw(1e-2), "embed")
+    ),
+    "clip one layer": lambda: split(optax.chain(CLIP, optax.sgd(0.3)), optax.sgd(0.1), "[2]"),
+    "lion": lambda: optax.lion(1e-3),
+    "rmsprop": lambda: optax.rmsprop(1e-2, centered=True),
+    "yogi": lambda: optax.yogi(1e-2),
+    "lookbehind": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.55, 0), optax.sgd(0.1)),
+    "schedule free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "prodigy": lambda: optax.contrib.prodigy(1.0),
+    "by size": lambda: per_leaf(lambda g: -g / g.shape[0]),
+    "by place": lambda: per_leaf(lambda g: -0.1 * jnp.flip(jnp.cumsum(g, axis=0), axis=0)),
+}
+
+
+def gradients(params, number):
+    """Gradients of different norms, some large."""
+    draw = lambda x, key: jax.random.normal(key, x.shape, x.dtype) * 10.0 ** (x.size % 3 - 1)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(number), len(leaves))
+    return structure.unflatten(map(draw, leaves, keys))
+
+
+def trained(optimizer, params, from_model=lambda tree: tree):
+    """Parameters and state after a few updates with given gradients."""
+
+    @jax.jit
+    def update(grads, state, stored, value):
+        updates, state = optimizer.update(grads, state, stored, value=value)
+        return optax.apply_updates(stored, updates), state
+
+    stored = from_model(params)
+    state = jax.jit(optimizer.init)(stored)
+    for number in range(NUM_STEPS):
+        grads = from_model(gradients(params, number))
+        stored, state = update(grads, state, stored, jnp.float32(number % 2))
+    return stored, state
+
+
+def assert_equal(got, want):
+    got, want = leaves_with_paths(got), leaves_with_paths(want)
+    assert [path for path, _ in got] == [path for path, _ in want]
+    for (path, mine), (_, theirs) in zip(got, want, strict=True):
+        mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+        scale = max(abs(theirs).max(), 1e-30)
+        np.testing.assert_allclose(mine, theirs, 0, 1e-5 * scale, err_msg=str(path))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_one_device(name, model, make_world):
+    parts, _ = take_apart(Net(MODELS[model]))
+    params = nnx.to_pure_dict(nnx.state(Net(MODELS[model]), nnx.Param))
+    strategy, world = pipelined(2, 2), make_world("pp=2")
+    storage = storage_of(parts, strategy)
+    optimizer, _ = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
+
+    def stored(tree):
+        rows = storage.from_model(tree)
+        return jax.device_put(rows, shardings(storage.strategy.params, rows, world.mesh))
+
+    params_rows, state_rows = trained(optimizer, params, stored)
+    want, want_state = trained(optax.with_extra_args_support(RECIPES[name]()), params)
+    assert_equal(storage.to_model(params_rows), want)
+    assert_equal(optimizer.state_form.to_model(state_rows), want_state)
+    # A rank without a block keeps its zeros, which are counted in norms of all that is stored.
+    again = storage.from_model(storage.to_model(params_rows))
+    jax.tree.map(np.testing.assert_array_equal, again, params_rows)
+
+
+def test_a_step_equals_one_device(make_world):
+    optimizer = optax.chain(CLIP, split(optax.lamb(1e-3), optax.lamb(1e-2), "[1]"))
+    model = Net(MODELS["rows"])
+    graph, state = nnx.split(model, nnx.Param)
+    params = nnx.to_pure_dict(state)
+    opt_state = optimizer.init(params)
+    step = build_train_step(model, optimizer, loss_fn, pipelined(2, 2), make_world("pp=2"))
+    stored = step.init()
+    for _ in range(NUM_STEPS):
+        grads = jax.grad(lambda p: loss_fn(nnx.merge(graph, p), batch()))(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        stored, _ = step(stored, batch())
+    assert_equal(step.storage.to_model(stored.params), params)
+
+
+@pytest.mark.parametrize("strategy", [ddp(), pipelined(2, 2)], ids=["ddp", "pipeline"])
+@pytest.mark.parametrize("form", [nnx.to_pure_dict, lambda state: state], ids=["dict", "State"])
+def test_static_masks_and_labels(form, strategy, make_world):
+    tree = form(nnx.state(Net(MODELS["rows"]), nnx.Param))
+    rates = {"a": optax.sgd(0.1), "b": optax.sgd(0.3)}
+    make = lambda mask, names: optax.chain(
+        optax.masked(optax.lamb(0.1), mask),
+        optax.add_decayed_weights(0.5, mask=mask),
+        optax.multi_transform(rates, names),
+    )
+    optimizer = make(matrices(tree), labels("bias")(tree))
+    parts, _ = take_apart(Net(MODELS["rows"]))
+    world = make_world("pp=2" if strategy.pipeline else "dp=2")
+    storage = storage_of(parts, strategy)
+    fitting, _ = optimizer_for(optimizer, parts, storage, world.mesh)
+    params = nnx.to_pure_dict(nnx.state(Net(MODELS["rows"]), nnx.Param))
+    got, state = trained(fitting, params, storage.from_model)
+    want, _ = trained(optax.with_extra_args_support(make(matrices, labels("bias"))), params)
+    assert_equal(storage.to_model(got), want)
+    assert not any(isinstance(x, nnx.State) for x in jax.tree.leaves(state, is_leaf=is_state))
+
+
+def is_state(tree):
+    return isinstance(tree, nnx.State)
+
+
+@pytest.mark.parametrize("strategy", [ddp(), pipelined(2, 2)], ids=["ddp", "pipeline"])
+def test_a_mask_of_another_model_is_refused(strategy, make_world):
+    mask = {"blocks": True}
+    world = make_world("pp=2" if strategy.pipeline else "dp=2")
+    with pytest.raises(ConfigError, match=r"cannot work on the parameters.*mask=lambda params"):
+        build_train_step(Net(MODELS["rows"]), optax.adamw(0.1, mask=mask), loss_fn, strategy, world)
+
+
+@pytest.mark.parametrize("model", ["rows", "vectors"])
+def test_what_needs_whole_blocks_of_several_stages_is_refused(model, make_world):
+    with pytest.raises(UnsupportedError, match=r"of 'grads/blocks/0/down/kernel', and the oper.*'"):
+        build_train_step(
+            Net(MODELS[model]),
+            optax.flatten(optax.adam(1e-3)),
+            loss_fn,
+            pipelined(2, 2),
+            make_world("pp=2"),
+        )
+
+
+def test_equal_blocks_are_updated_once_and_a_norm_is_one_reduction(make_world):
+    """One program for all ranks, and no more communication than the norm of what is stored."""
+    parts, _ = take_apart(Net(MODELS["rows"]))
+    world = make_world("pp=2")
+    storage = storage_of(parts, pipelined(2, 2))
+    clipped = optax.chain(CLIP, optax.adamw(1e-2))
+    optimizer, storage = optimizer_for(clipped, parts, storage, world.mesh)
+    shapes = jax.eval_shape(storage.from_model, parts.params)
+    placed = lambda tree, policy: jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        tree,
+        shardings(policy, tree, world.mesh),
+    )
+    params = placed(shapes, storage.strategy.params)
+    state = placed(jax.eval_shape(clipped.init, shapes), storage.strategy.opt_state)
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def compiled(update):
+        run = lambda grads, state, params, value: update(grads, state, params, value=value)
+        return jax.jit(run).lower(params, state, params, value).compile()
+
+    rows = optax.with_extra_args_support(clipped).update
+    mine, plain = compiled(optimizer.update), compiled(rows)
+    kinds = lambda program: sorted(row.kind for row in collectives(program, world.mesh))
+    assert kinds(mine) == kinds(plain)
+    assert mine.cost_analysis()["flops"] <= 1.01 * plain.cost_analysis()["flops"]
+    temp = lambda program: program.memory_analysis().temp_size_in_bytes
+    assert temp(mine) <= 1.01 * temp(plain) + 256
