@@ -122,6 +122,7 @@ def _trace(model: nnx.Module, inputs: tuple[Any, ...]) -> tuple[Flow, dict[Path,
     values += [Value(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
     for leaf in jax.tree.leaves(inputs):
         values.append(Value(flow.new(leaf.shape), from_input=True))
+        # Features of the input lie whole on every rank, so what they feed cannot be split by them.
         for node in values[-1].dims:
             flow.spoil(node, "is a dim of the model's input")
     outputs = follow(flow, closed.jaxpr, values)
@@ -193,6 +194,7 @@ class _Placement:
             whole, piece = self.flow.find(cut.whole), self.flow.find(cut.piece)
             if piece in self.reasons or whole in self.reasons or cut.whole in taken:
                 continue
+            # Split by its major factor, a dim stays in order; the next one would interleave it.
             if cut.parts == 1:
                 taken.add(cut.whole)
             parent[find(piece)] = find(whole)
@@ -233,6 +235,7 @@ class _Placement:
         products = self.flow.products
         makers = [(p, of_group(p.free)) for p in products if of_group(p.free)]
         users = [(p, of_group(p.contracted)) for p in products if of_group(p.contracted)]
+        # The residual stream is made after it was used: blocks add to what earlier ones have read.
         if not users or max(p.order for p, _ in makers) > min(p.order for p, _ in users):
             return
         if any(p.path in self.rules for p, _ in (*makers, *users)):
@@ -250,6 +253,7 @@ class _Placement:
     def _place_bias(self, product: Product, node: int) -> None:
         """A bias that is a parameter without a layer's name lies like the outputs."""
         for path, dims in self.nodes.items():
+            # Biases by their usual names go with the rule of their layer; others need their own.
             lone = len(dims) < len(self.nodes[product.path]) and path not in self.rules
             if lone and path.rpartition("/")[2] not in BIAS:
                 mine = [d for d in dims if self._segment(d) == self._segment(node)]

@@ -94,12 +94,14 @@ class Flow:
     def find(self, node: int) -> int:
         """The segment of a node."""
         while self._parent[node] != node:
+            # Halving the way while walking it keeps later walks short.
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
         return node
 
     def join(self, one: int, other: int) -> None:
         """Two dims are the same; dims of size 1 say nothing."""
+        # A broadcast dim meets every size, and would make one segment of all that it meets.
         if self.sizes[one] == self.sizes[other] != 1:
             self._parent[self.find(other)] = self.find(one)
 
@@ -161,6 +163,7 @@ def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[V
     if handler is not None:
         handler(flow, equation, operands, results)
     elif (inner := called(equation)) is not None:
+        # Of a function with its own derivative the first operands may be for that alone.
         found = follow(flow, inner.jaxpr, operands[len(operands) - len(inner.jaxpr.invars) :])
         return found[: len(results)]
     elif _is_elementwise(equation):
@@ -191,6 +194,7 @@ def _elementwise(flow: Flow, equation: Any, operands: list[Value], results: list
         for operand in arrays:
             for mine, theirs in zip(result.dims, operand.dims, strict=True):
                 flow.join(mine, theirs)
+        # A kernel times a scalar, cast or negated is that kernel; a sum of two is neither.
         result.origin = arrays[0].origin if len(arrays) == 1 else None
 
 
@@ -226,6 +230,7 @@ def _regroup(flow: Flow, left: Dims, right: Dims) -> None:
     if len(left) == len(right) == 1:
         flow.join(left[0], right[0])
     elif len(left) == 1 or len(right) == 1:
+        # Of three and more factors the last ones cannot be split, and need no cut of their own.
         whole, factors = (left[0], right) if len(left) == 1 else (right[0], left)
         flow.cuts.append(Cut(whole, factors[0], 1, True, factors[1] in flow.repeated))
         flow.cuts.append(Cut(whole, factors[1], flow.sizes[factors[0]], True))
@@ -239,6 +244,7 @@ def _dot(flow: Flow, equation: Any, operands: list[Value], results: list[Value])
     left, right = operands
     for mine, theirs in zip(*contract, strict=True):
         flow.join(left.dims[mine], right.dims[theirs])
+        # Between activations a sum over ranks is not what a row layer's is: scores need all of it.
         if left.origin is None and right.origin is None:
             flow.spoil(left.dims[mine], "is summed over between activations")
     for mine, theirs in zip(*batch, strict=True):
@@ -315,6 +321,7 @@ def _scan(flow: Flow, equation: Any, operands: list[Value], results: list[Value]
         inputs.append(Value(operand.dims[1:], operand.origin, operand.from_input))
     outputs = follow(flow, body, inputs)
     carried = inputs[num_consts:][:num_carry]
+    # The carried values are the first of both outputs and results, which go on with the stacked.
     for value, start, end in zip(outputs, carried, results, strict=False):
         for a, b, c in zip(value.dims, start.dims, end.dims, strict=True):
             flow.join(a, b)

@@ -118,7 +118,7 @@ def roll(
 
     def rolled(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        size = group if callable(group) else lambda _: group
+        size: Any = (lambda _: group) if isinstance(group, int) else group
         how = Rolling(size, remat, prefetch)
         results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -150,6 +150,8 @@ def find_chains(jaxpr: Any) -> list[Chain]:
 def _link(jaxpr: Any, chain: list[int], call: int) -> tuple[str | int, ...] | None:
     """The roles of the operands of `call` as the next of a chain, or None where it is not."""
     before, after = jaxpr.eqns[chain[-1]], jaxpr.eqns[call]
+    # Equal calls of one trace share their program: JAX has traced it once. To compare two programs
+    # would be to compare all their constants.
     if before.params["jaxpr"] is not after.params["jaxpr"]:
         return None
     tainted = _tainted(jaxpr, chain, call)
@@ -159,6 +161,7 @@ def _link(jaxpr: Any, chain: list[int], call: int) -> tuple[str | int, ...] | No
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
+            # A first input in another dtype than all later ones cannot be carried.
             if old.aval != new.aval:
                 return None
         elif not tainted.isdisjoint(variables([new])):

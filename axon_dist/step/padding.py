@@ -116,7 +116,7 @@ class Padding:
         outputs = [(name, False) for name in names]
         outputs += [(path, True) for path, _ in leaves_with_paths(parts.buffers)]
         tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
-        inputs = [*[""] * (len(jaxpr.invars) - len(tops)), *tops]
+        inputs = [*[""] * len(jax.tree.leaves((parts.params, parts.buffers))), *tops]
         for (name, is_buffer), sources in zip(outputs, sources_of(jaxpr), strict=True):
             yield name, is_buffer, {inputs[source] for source in sources} - {""}
 

@@ -109,6 +109,17 @@ def test_no_globals_and_no_stubs(path):
         assert name != "NotImplementedError", f"{path}:{node.lineno} is a stub"
 
 
+def test_jaxprs_are_read_in_two_rooms_alone():
+    fields = {"eqns", "invars", "outvars", "constvars"}
+    readers = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in fields
+    }
+    assert readers == {"program", "pipeline"}
+
+
 def test_importing_starts_no_backend_and_sets_no_variable():
     program = (
         "import os; before = dict(os.environ); import axon_dist, axon_dist.cli.main; "
