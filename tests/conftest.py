@@ -1,4 +1,9 @@
+import dataclasses
+import types
+
 import pytest
+
+from axon_dist.hardware import HARDWARE, hardware
 
 
 @pytest.fixture
@@ -30,3 +35,13 @@ def tiny(texts, tmp_path):
             "steps": 6, "global_batch": 8, "eval_every": 3, "eval_batches": 2, "log_every": 2,
         },
     }  # fmt: skip
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """Makes the devices of this process a chip of the table, compiled for without one pass."""
+    options = (("xla_disable_hlo_passes", "algsimp"),)
+    row = dataclasses.replace(hardware("v5p"), name="emulated", kinds=("cpu",), options=options)
+    rows = types.MappingProxyType({**HARDWARE, row.name: row})
+    monkeypatch.setattr("axon_dist.hardware.chips.HARDWARE", rows)
+    return row

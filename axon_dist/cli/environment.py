@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from axon_dist.core.errors import AxonDistError
+from axon_dist.hardware import machine_of
 from axon_dist.mesh import World
 
 _DISTRIBUTION = "axon_dist"
@@ -41,10 +42,18 @@ def devices() -> dict[str, Any]:
     """What JAX finds when it starts its backend here, or why it does not start."""
     cores = {"cpu cores": os.cpu_count()}
     try:
-        info = World.init().runtime_info()
-        return {key: value for key, value in info.items() if key not in _CORE} | cores
+        world = World.init()
+        info = {key: value for key, value in world.runtime_info().items() if key not in _CORE}
+        return info | {"chip": _chip(world)} | cores
     except (RuntimeError, AxonDistError) as error:
         return {"backend": f"does not start: {str(error).splitlines()[0]}", **cores}
+
+
+def _chip(world: World) -> str:
+    row = machine_of(world.mesh)
+    if row is None:
+        return "not in the table of chips: steps are compiled without options of their own"
+    return f"{row.name}: steps are compiled with {len(row.options)} options of its own"
 
 
 def mesh_suggestions(num_devices: int) -> tuple[str, ...]:

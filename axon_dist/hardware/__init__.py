@@ -10,6 +10,7 @@ from .chips import Machine as Machine
 from .chips import Wiring as Wiring
 from .chips import hardware as hardware
 from .chips import machine_of as machine_of
+from .chips import option_names as option_names
 from .chips import parse_cluster as parse_cluster
 from .compilers import missing_compiler as missing_compiler
 from .compilers import prepare_environment as prepare_environment

@@ -283,7 +283,12 @@ def hardware(name: str) -> Hardware:
 
 def chip_names() -> dict[str, str]:
     """The name of every chip that is known, by the names and aliases that it may be called."""
-    return {alias: row.name for row in MACHINES for alias in (row.name, *row.aliases)}
+    return {alias: row.name for row in HARDWARE.values() for alias in (row.name, *row.aliases)}
+
+
+def option_names() -> tuple[str, ...]:
+    """The names of all compiler options that are set for some chip."""
+    return tuple(sorted({name for row in HARDWARE.values() for name, _ in row.options}))
 
 
 def parse_cluster(text: str) -> tuple[Hardware, int]:

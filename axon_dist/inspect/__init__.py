@@ -1,7 +1,7 @@
 """The independent witness: what a compiled step sends, stores and computes on each device.
 
-Strategies claim; this room reads the optimised program that will run, and nothing else: it imports
-`core` and `mesh`, and knows no strategy.
+Strategies claim; this room reads the optimised program that will run, and nothing else: it knows
+no strategy. `hlo` reads the text, and this room judges it by the rates of `hardware`.
 
 * `collectives` lists what is sent, over which mesh axis, how often, and whether compute hides it;
   `expect_collectives` and `expect_bytes` turn that into tests.
@@ -10,11 +10,11 @@ Strategies claim; this room reads the optimised program that will run, and nothi
 * `flops` counts matrix operations with the trip counts of loops.
 * `report` joins the three.
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
-  `target_options` the compiler options to use with them.
+  `target_options` the compiler options of their chip, which a step built for them has already.
 
-Start reading in `hlo.py`, which shows the order of things: `parse.py` reads the text, `walk.py`
-follows its control flow, `transfers.py` finds the collectives, `groups.py` names their axes,
-`overlap.py` judges what hides them, `ledger.py` adds up.
+Start reading in `hlo.py`, which shows the order of things: of the room `hlo`, `parse.py` reads the
+text, `walk.py` follows its control flow, `transfers.py` finds the collectives and `groups.py` names
+their axes; here `overlap.py` judges what hides them, and `ledger.py` adds up.
 """
 
 from ..hardware import MACHINES as MACHINES

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, did_you_mean
-from ..hardware import HARDWARE, machine_of
+from ..hardware import machine_of, option_names
 from ..mesh import World
 from .determinism import deterministic_options
 
@@ -60,7 +60,7 @@ def _check_values(given: Mapping[str, Value | None] | None) -> None:
             f"compiler_options is {given!r}; it must be a mapping of names to values, such as "
             "{'xla_gpu_enable_pipelined_all_gather': False}"
         )
-    known = {name for row in HARDWARE.values() for name, _ in row.options}
+    known = option_names()
     for name, value in (given or {}).items():
         if not isinstance(name, str) or not isinstance(value, Value | None):
             raise ConfigError(
@@ -70,7 +70,7 @@ def _check_values(given: Mapping[str, Value | None] | None) -> None:
         if value is None and name not in known:
             raise ConfigError(
                 f"compiler_options takes {name!r} away, which is set for no chip."
-                f"{did_you_mean(name, sorted(known))}"
+                f"{did_you_mean(name, known)}"
             )
 
 

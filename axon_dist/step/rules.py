@@ -63,6 +63,7 @@ def _determinism(spec: StepSpec) -> None:
 RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
     Requirement("devices can compute the same bits twice", _determinism),
+    Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
     *(rule.of(lambda spec: Placed(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
     Requirement.row(
         "microbatches are the pipeline's",

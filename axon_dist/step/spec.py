@@ -17,6 +17,7 @@ from ..mesh import World
 from ..nn import Layout
 from ..parallel import Reduction, Strategy
 from ..sharding import shardings
+from .compiling import Value, compiler_options
 from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
@@ -68,6 +69,12 @@ class StepSpec:
     def reduction(self) -> Reduction:
         """How gradients become one."""
         return self.strategy.reduction or Reduction()
+
+    @cached_property
+    def compiler_options(self) -> dict[str, Value]:
+        """What the programs of the step are compiled with."""
+        options = self.options
+        return compiler_options(self.world, options.compiler_options, options.deterministic)
 
     @property
     def is_local(self) -> bool:

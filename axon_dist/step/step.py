@@ -26,7 +26,6 @@ from .arguments import check_arguments
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .compiling import Value
-from .compiling import compiler_options as chosen_options
 from .divergence import jit_of
 from .global_view import evaluation
 from .gradients import gradient_function
@@ -172,7 +171,6 @@ class TrainStep:
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
-        compiler_options: what its programs are compiled with.
         near: (state) -> the same state, all of it in device memory.
     """
 
@@ -187,10 +185,7 @@ class TrainStep:
         self._evaluation = evaluation(spec)
         self.near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
         self._in_flight = InFlight(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
-        self.compiler_options = chosen_options(
-            spec.world, spec.options.compiler_options, spec.options.deterministic
-        )
-        jit = functools.partial(jit_of(spec), compiler_options=self.compiler_options)
+        jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
         self._step = jit(
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
@@ -219,6 +214,11 @@ class TrainStep:
     def options(self) -> StepOptions:
         """What the step does besides the strategy."""
         return self.spec.options
+
+    @property
+    def compiler_options(self) -> Mapping[str, Value]:
+        """What its programs are compiled with."""
+        return self.spec.compiler_options
 
     @property
     def storage(self) -> Storage:

@@ -17,6 +17,12 @@ def test_says_what_is_here(capsys):
         assert words in text
 
 
+def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
+    assert environment.devices()["chip"] == "emulated: steps are compiled with 1 options of its own"
+    monkeypatch.setattr("axon_dist.hardware.chips.HARDWARE", {})
+    assert environment.devices()["chip"].startswith("not in the table of chips: steps are compiled")
+
+
 def test_a_backend_that_does_not_start_is_told_and_exit_code_1():
     done = subprocess.run(
         [sys.executable, "-m", "axon_dist.cli", "doctor"],

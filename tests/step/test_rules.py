@@ -106,6 +106,10 @@ EXAMPLES = {
         lambda: build(ddp(), world=of_unknown_kind(), deterministic=True),
         "abacus devices",
     ),
+    "the compiler takes its options": (
+        lambda: build(ddp(), compiler_options={"xla_bogus": True}),
+        "No such compile option: 'xla_bogus'",
+    ),
     "the axes of the batch exist": (lambda: build(ddp("fsdp")), "'fsdp', which mesh dp=8 lacks"),
     "the axes of the layers exist": (
         lambda: build(tensor_parallel({"0": "column"})),
@@ -202,6 +206,7 @@ MADE = {
     "the optimizer takes the parameters",
     "the optimizer works on stages",
     "devices can compute the same bits twice",
+    "the compiler takes its options",
     "the model can be cut into stages",
     "modules to gather or recompute exist",
     "every array can be laid out",

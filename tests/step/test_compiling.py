@@ -1,0 +1,120 @@
+"""Options of the compiler: the chip's, those of the user over them, and what is refused.
+
+Emulated devices have none: here the table has a row for them, with a pass of the compiler left out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import build_train_step, fsdp
+from axon_dist.core.errors import ConfigError
+from axon_dist.step.compiling import compiler_options
+
+NAME = "xla_disable_hlo_passes"
+
+
+def build(world, **options):
+    return build_train_step(
+        lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), optax.sgd(0.1),
+        lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        fsdp(axes=("dp",), min_elements=8), world, **options,
+    )  # fmt: skip
+
+
+def batch():
+    draw = np.random.default_rng(0).standard_normal
+    return {name: draw((16, 16)).astype(np.float32) for name in "xy"}
+
+
+def test_emulated_devices_have_none(world):
+    assert build(world).compiler_options == {}
+    assert compiler_options(world, {"xla_gpu_enable_pipelined_all_gather": None}) == {}
+
+
+def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
+    assert compiler_options(world) == {NAME: "algsimp"}
+    assert compiler_options(world, {NAME: "dce"}) == {NAME: "dce"}
+    assert compiler_options(world, {NAME: None}) == {}
+    more = {"xla_cpu_enable_fast_math": False}
+    assert build(world, compiler_options=more).compiler_options == {NAME: "algsimp", **more}
+
+
+def test_every_program_of_the_step_is_compiled_with_them(world, chip):
+    """The pass that was left out shows in what the compiler was given, for all three."""
+    found = {}
+    for name, given in (("chip", None), ("bare", {NAME: None})):
+        step = build(world, compiler_options=given)
+        state, placed = step.init(), step.place(batch())
+        programs = (
+            step.lower(batch()),
+            step._evaluate.lower(state, placed),
+            step._differentiate.lower(state, placed),
+        )
+        found[name] = [lowered.compile().as_text() for lowered in programs]
+    assert all(one != other for one, other in zip(found["chip"], found["bare"], strict=True))
+
+
+def test_what_runs_is_what_lower_compiles(world, chip):
+    """The executable that a call has made, asked of the runtime itself."""
+    client = world.mesh.devices.flat[0].client
+    step = build(world)
+    state, placed = step.init(), step.place(batch())
+    before = [id(program) for program in client.live_executables()]
+    state, _ = jax.block_until_ready(step(state, placed))
+    (ran,) = (p for p in client.live_executables() if id(p) not in before)
+    text = ran.hlo_modules()[0].to_string()
+    bare = build(world, compiler_options={NAME: None}).lower(batch()).compile().as_text()
+    assert operations(text) == operations(step.lower(batch()).compile().as_text())
+    assert operations(text) != operations(bare)
+
+
+def operations(text):
+    """Lines without their backend's settings, whose fields come in any order."""
+    return [line.partition(", backend_config=")[0] for line in text.splitlines()]
+
+
+def test_options_change_no_number(world, chip):
+    """The same step with the options of a chip and without them."""
+    losses = []
+    for given in (None, {NAME: None}):
+        step = build(world, compiler_options=given)
+        state = step.init()
+        for _ in range(3):
+            state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["xla"], r"compiler_options is \['xla'\]; it must be a mapping of names to values"),
+        ({"xla_cpu_x": [1]}, r"compiler_options has 'xla_cpu_x': \[1\]; names must be strings"),
+        ({7: True}, "compiler_options has 7: True; names must be strings"),
+        (
+            {"xla_gpu_enable_pipelined_all_gathr": None},
+            "takes 'xla_gpu_enable_pipelined_all_gathr' away, which is set for no chip. Did you "
+            "mean 'xla_gpu_enable_pipelined_all_gather'",
+        ),
+        ({"xla_bogus": True}, r"emulated devices refuses .*'xla_bogus'.*was given xla_bogus=True"),
+        ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),
+    ],
+)
+def test_wrong_options_are_refused_when_the_step_is_built(world, given, message):
+    with pytest.raises(ConfigError, match=message):
+        build(world, compiler_options=given)
+
+
+def test_deterministic_is_not_undone(world, monkeypatch):
+    fixed = {"xla_cpu_enable_fast_math": False}
+    monkeypatch.setattr("axon_dist.step.compiling.deterministic_options", lambda world: fixed)
+    assert compiler_options(world, deterministic=True) == fixed
+    assert compiler_options(world, {**fixed, NAME: "dce"}, deterministic=True) == {
+        **fixed, NAME: "dce"
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"compiles with xla_cpu_enable_fast_math=False, and com"):
+        compiler_options(world, {"xla_cpu_enable_fast_math": "true"}, deterministic=True)

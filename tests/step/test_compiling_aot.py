@@ -1,0 +1,93 @@
+"""What H100s would run is what was measured: the step brings the options of its chip along."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp
+from axon_dist.core.errors import ConfigError
+from axon_dist.hardware import missing_compiler, target_options
+from axon_dist.inspect import collectives, target_devices
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(missing_compiler("h100:8") is not None, reason="needs the CUDA compiler"),
+]
+LENGTH = 4096
+
+
+def build(num_layers=1, scan=False, accumulate=1, per="microbatch", **options):
+    config = TransformerConfig.preset(
+        "1b", num_layers=num_layers, attention="cudnn", max_length=LENGTH, scan_layers=scan
+    )
+    world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
+    return build_train_step(
+        lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.adamw(3e-4), next_token_loss,
+        fsdp(reduction=Reduction(per=per)), world, accumulate=accumulate, clip_norm=1.0,
+        precision="bf16", remat=ActivationCheckpointing(classes=("Block",)), **options,
+    )  # fmt: skip
+
+
+@functools.cache
+def ledger_of(num_layers, scan=False, accumulate=1, per="microbatch", bare=False):
+    without = dict.fromkeys(target_options("h100:8")) if bare else None
+    step = build(num_layers, scan, accumulate, per, compiler_options=without)
+    assert step.compiler_options == ({} if bare else target_options("h100:8"))
+    tokens = jax.ShapeDtypeStruct((8 * accumulate, LENGTH + 1), jnp.int32)
+    return collectives(step.lower({"tokens": tokens}).compile(), step.world.mesh)
+
+
+def test_the_step_itself_hides_its_collectives():
+    """1.3 B parameters: nothing is left open, and 115 MB without the options of the chip."""
+    tuned, bare = ledger_of(24), ledger_of(24, bare=True)
+    assert tuned.exposed_bytes() < 1e-6 * tuned.total_wire_bytes()
+    assert bare.exposed_bytes() > 1e-2 * bare.total_wire_bytes()
+    assert tuned.total_wire_bytes() == pytest.approx(bare.total_wire_bytes(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scan", "per", "times"),
+    [(True, "microbatch", 4), (True, "step", 1), (False, "step", 1)],
+    ids=["scan", "scan, once", "list, once"],
+)
+def test_accumulation_sends_what_it_says_with_collectives_that_cross_iterations(scan, per, times):
+    """Loops of microbatches around loops of layers, which the pass once failed on.
+
+    openxla/xla#14332 was a failed check there, and #19363 a wrong counter of such a loop: bytes
+    that a shifted loop sent once too often, or once too seldom, would show.
+    """
+    ledger = ledger_of(8, scan, accumulate=4, per=per)
+    config = TransformerConfig.preset("1b", num_layers=8)
+    once = 2 * num_params(config) * 7 / 8
+    assert ledger.total_wire_bytes("reduce-scatter", "fsdp") == pytest.approx(
+        times * once, rel=0.01
+    )
+    gathers = ledger.total_wire_bytes("all-gather", "fsdp")
+    assert 0.99 * times * once <= gathers <= 2.01 * times * once
+    assert ledger.total_wire_bytes("all-reduce") < 1e6
+    assert ledger.exposed_bytes() < 1e-4 * ledger.total_wire_bytes()
+    plain = ledger_of(8, scan, accumulate=4, per=per, bare=True)
+    assert plain.total_wire_bytes() == pytest.approx(ledger.total_wire_bytes(), rel=1e-3)
+
+
+def test_deterministic_adds_to_the_options_of_the_chip():
+    tuned = target_options("h100:8")
+    step = build(deterministic=True, compiler_options={"xla_gpu_enable_pipelined_all_reduce": None})
+    assert step.compiler_options == {
+        "xla_gpu_deterministic_ops": True,
+        **{name: value for name, value in tuned.items() if "all_reduce" not in name},
+    }
+    with pytest.raises(ConfigError, match=r"with xla_gpu_deterministic_ops=True, and.*'0'"):
+        build(deterministic=True, compiler_options={"xla_gpu_deterministic_ops": "0"})
+    agreed = {"xla_gpu_deterministic_ops": True}
+    assert build(deterministic=True, compiler_options=agreed).compiler_options == tuned | agreed
+
+
+def test_what_the_gpu_compiler_refuses_is_refused_when_the_step_is_built():
+    with pytest.raises(ConfigError, match=r"these nccl devices refuses.*'xla_gpu_bogus'"):
+        build(compiler_options={"xla_gpu_bogus": True})
