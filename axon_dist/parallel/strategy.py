@@ -30,7 +30,7 @@ class Reduction:
     Args:
         per: `"step"` adds K microbatches up in a whole gradient on every rank and reduces once;
             `"microbatch"` reduces each, which moves K times the bytes and holds only shards. None
-            has not said: another part of the strategy may, or else `chosen` decides.
+            has not said: another part of the strategy may, and else it is `"step"`.
         sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype on the wire; None is the gradients' own.
@@ -68,18 +68,6 @@ class Reduction:
                 f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "
                 "None to leave the grouping to the compiler"
             )
-
-    def chosen(self, splits_grads: bool) -> Reduction:
-        """The reduction with `per` said: once per step, unless gradients are kept split.
-
-        Split gradients, as those of ZeRO-2, ZeRO-3 and FSDP, are reduced once per microbatch, so
-        that no rank ever holds a whole one.
-
-        Args:
-            splits_grads: whether the strategy keeps gradients split.
-        """
-        per = self.per or ("microbatch" if splits_grads else "step")
-        return dataclasses.replace(self, per=per)
 
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be held per rank before they are reduced.
@@ -177,7 +165,7 @@ class Strategy:
             num_microbatches: how many microbatches a step has.
         """
         reduction = self.reduction or Reduction()
-        reduces_once = num_microbatches > 1 and reduction.per == "step"
+        reduces_once = num_microbatches > 1 and reduction.per != "microbatch"
         return not self.opt_state.split_axes or self.pipeline is not None or reduces_once
 
     def validate(self, world: World) -> None:
@@ -291,7 +279,6 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
     return dataclasses.replace(
         strategy,
         params=rows_alike(strategy.params, stacks),
-        grads=rows_alike(strategy.grads, stacks),
         opt_state=rows_alike(strategy.opt_state, stacks),
     )
 

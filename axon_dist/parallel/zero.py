@@ -112,8 +112,15 @@ def zero(
         batch_axes=axes,
         params=place(row.params),
         opt_state=place(row.opt_state),
-        reduction=reduction or Reduction(),
+        reduction=_said(reduction or Reduction(), row),
     )
+
+
+def _said(reduction: Reduction, row: Split) -> Reduction:
+    """The reduction, once per microbatch where no rank is to hold a whole gradient."""
+    if reduction.per is not None or not row.grads:
+        return reduction
+    return dataclasses.replace(reduction, per="microbatch")
 
 
 class ZeROOptimizer:

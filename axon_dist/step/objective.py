@@ -145,7 +145,7 @@ def mean_metrics(outcome: Outcome) -> dict[str, Array]:
 
 
 def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
-    """The metrics as sums that add up over parts of a batch: those without a weight by the loss's."""
+    """The metrics as sums over parts of a batch, weighed by the loss where they have no weight."""
     own = outcome.loss.weight
     # A mean over nothing may be NaN, and must not spoil the means of others.
     counted = lambda x: x if _is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))

@@ -98,7 +98,9 @@ def resolve(
         remat=remat,
     )
     merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
-    reduction = (merged.reduction or Reduction()).chosen(bool(merged.grads.split_axes))
+    reduction = merged.reduction or Reduction()
     own = dtype if merged.precision is None else merged.precision.reduce_dtype
     wire = reduction.dtype or own
-    return dataclasses.replace(merged, reduction=dataclasses.replace(reduction, dtype=wire))
+    return dataclasses.replace(
+        merged, reduction=dataclasses.replace(reduction, per=reduction.per or "step", dtype=wire)
+    )
