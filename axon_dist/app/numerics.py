@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from ..parallel import Strategy, ddp, fsdp, zero
 from ..program import wrap_calls
 from ..step import build_train_step
 from .sentinels import FEATURES, POSITIONS, SENTINELS, Sentinel
+
+Device: TypeAlias = Any
+"""What `mesh.devices` holds."""
 
 TOLERANCE = 1e-4
 """The largest error of a gradient, relative to its largest element, that rounding explains."""
@@ -154,7 +157,7 @@ class Guard(nnx.Module):
 
 
 def check_numerics(
-    devices: Sequence[jax.Device], names: Iterable[str] | None = None, full: bool = False
+    devices: Sequence[Device], names: Iterable[str] | None = None, full: bool = False
 ) -> list[Finding]:
     """Compares the gradients of operations, laid out over devices, with those of one device.
 
@@ -194,7 +197,7 @@ def check_numerics(
     with jax.default_matmul_precision("highest"):
         expected = _on_one(Guard(chosen, nnx.Rngs(0)), batch, devices[0])
         return [
-            Finding(*path.split("/")[1:2], layout, path.split("/")[2], _error(got, expected[path]))
+            Finding(path.split("/")[1], layout, path.split("/")[2], _error(got, expected[path]))
             for layout, row in LAYOUTS.items()
             if full or row.core
             for path, got in _laid_out(row, chosen, batch, devices).items()
@@ -205,7 +208,7 @@ def _loss(model: nnx.Module, batch: Batch) -> Array:
     return model(batch["x"])  # type: ignore[operator]
 
 
-def _on_one(model: nnx.Module, batch: Batch, device: jax.Device) -> dict[str, Array]:
+def _on_one(model: nnx.Module, batch: Batch, device: Device) -> dict[str, Array]:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     loss = lambda params, batch: _loss(nnx.merge(graphdef, params, rest, copy=True), batch)
     given = jax.device_put((params, batch), device)
@@ -213,7 +216,7 @@ def _on_one(model: nnx.Module, batch: Batch, device: jax.Device) -> dict[str, Ar
 
 
 def _laid_out(
-    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[jax.Device]
+    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[Device]
 ) -> dict[str, Array]:
     sizes = {row.axes[0]: len(devices) // 2, row.axes[1]: 2}
     world = World.init(sizes, list(devices))

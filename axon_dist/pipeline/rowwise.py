@@ -26,7 +26,7 @@ from .form import Place
 from .layout import Keys
 from .storage import Cell
 
-Slot: TypeAlias = tuple[int, int, Keys]
+Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
 
 Name: TypeAlias = Hashable
@@ -154,12 +154,12 @@ class RowProgram:
         Returns:
             The stored leaves of all results.
         """
-        known = {
+        known: dict[Atom, Any] = {
             value: stored[slot]
             for value, slot in self._slots.items()
             if self._program.owners[value] is None
         }
-        made: list[dict[Name, Any]] = [dict(stored) for _ in self._variants]
+        made: list[dict[Name, Any]] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._hand_over(level - 1, made, known)
             for op in self._program.of(None):
@@ -321,7 +321,7 @@ class RowProgram:
 
     def _collect(self, made: list[dict[Name, Any]], known: Mapping[Atom, Any]) -> dict[Slot, Any]:
         found: dict[Slot, Any] = {}
-        rows: dict[Slot, dict[int, Atom]] = {}
+        rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
             slot: Any = (tree, place.part, place.slot)
             if place.cell is None:

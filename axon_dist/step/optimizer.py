@@ -110,9 +110,9 @@ def _as_state(
     def init(params: PyTree) -> PyTree:
         return hide(optimizer.init(show(params)))
 
-    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         state = inside().unflatten(jax.tree.leaves(state))
-        updates, state = optimizer.update(show(grads), state, show(params), **extra)
+        updates, state = optimizer.update(show(updates), state, show(params), **extra)
         return hide(updates), hide(state)
 
     return optax.GradientTransformationExtraArgs(init, update)

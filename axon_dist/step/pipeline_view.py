@@ -260,7 +260,8 @@ class StagedPlan:
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
         total, weight, metrics = all_sum(sums.loss, self.axes)
-        return total, weight, _nested(dict(zip(trace.metrics, metrics, strict=True)))
+        names: Any = trace.metrics
+        return total, weight, _nested(dict(zip(names, metrics, strict=True)))
 
 
 def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:

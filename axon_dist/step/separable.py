@@ -273,7 +273,7 @@ def sample_use(
     values = follow_samples(lambda count: traces[count], sizes, len(shapes))
     paths = [path for path, _ in leaves_with_paths(parts.buffers)]
     total, weight, *rest = values
-    metrics = {name: tuple(rest[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
     buffers = rest[2 * len(names) :]
     return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
 
