@@ -70,7 +70,10 @@ def _numbers(x: Array) -> Array:
 
 
 def _recurrent(x: Array, kernel: Array) -> Array:
-    step = lambda carry, now: (jnp.tanh(carry @ kernel + now),) * 2
+    def step(carry: Array, now: Array) -> tuple[Array, Array]:
+        new = jnp.tanh(carry @ kernel + now)
+        return new, new
+
     _, out = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
     return out
 

@@ -93,7 +93,7 @@ class ColumnParallelLinear(nnx.Module):
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
         axis = split_axis(self.group)
-        if is_manual(axis):
+        if axis is not None and is_manual(axis):
             return gathered(y, axis, y.ndim - 1) if self.gather_output else y
         y = pinned(y, self.group, -1)
         return pinned(y, self.group, None) if self.gather_output else y
@@ -156,7 +156,7 @@ class RowParallelLinear(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
         axis = split_axis(self.group)
-        if is_manual(axis):
+        if axis is not None and is_manual(axis):
             y = all_sum(_product(self, x if self.input_is_parallel else _part(x, axis)), axis)
         else:
             y = pinned(_product(self, pinned(x, self.group, -1)), self.group, None)
