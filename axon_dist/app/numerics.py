@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from ..parallel import Strategy, ddp, fsdp, zero
 from ..program import wrap_calls
 from ..step import build_train_step
 from .sentinels import FEATURES, POSITIONS, SENTINELS, Sentinel
-
-Device: TypeAlias = Any
-"""What `mesh.devices` holds."""
 
 TOLERANCE = 1e-4
 """The largest error of a gradient, relative to its largest element, that rounding explains."""
@@ -157,7 +154,7 @@ class Guard(nnx.Module):
 
 
 def check_numerics(
-    devices: Sequence[Device], names: Iterable[str] | None = None, full: bool = False
+    devices: Sequence[Any], names: Iterable[str] | None = None, full: bool = False
 ) -> list[Finding]:
     """Compares the gradients of operations, laid out over devices, with those of one device.
 
@@ -196,19 +193,19 @@ def check_numerics(
     batch = {"x": draws.astype(np.float32)}
     with jax.default_matmul_precision("highest"):
         expected = _on_one(Guard(chosen, nnx.Rngs(0)), batch, devices[0])
-        return [
-            Finding(path.split("/")[1], layout, path.split("/")[2], _error(got, expected[path]))
-            for layout, row in LAYOUTS.items()
-            if full or row.core
-            for path, got in _laid_out(row, chosen, batch, devices).items()
-        ]
+        found: list[Finding] = []
+        for layout in (name for name, row in LAYOUTS.items() if full or row.core):
+            for path, got in _laid_out(LAYOUTS[layout], chosen, batch, devices).items():
+                _, sentinel, leaf = path.split("/")
+                found.append(Finding(sentinel, layout, leaf, _error(got, expected[path])))
+    return found
 
 
 def _loss(model: nnx.Module, batch: Batch) -> Array:
     return model(batch["x"])  # type: ignore[operator]
 
 
-def _on_one(model: nnx.Module, batch: Batch, device: Device) -> dict[str, Array]:
+def _on_one(model: nnx.Module, batch: Batch, device: Any) -> dict[str, Array]:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     loss = lambda params, batch: _loss(nnx.merge(graphdef, params, rest, copy=True), batch)
     given = jax.device_put((params, batch), device)
@@ -216,7 +213,7 @@ def _on_one(model: nnx.Module, batch: Batch, device: Device) -> dict[str, Array]
 
 
 def _laid_out(
-    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[Device]
+    row: Laid, names: Sequence[str], batch: Batch, devices: Sequence[Any]
 ) -> dict[str, Array]:
     sizes = {row.axes[0]: len(devices) // 2, row.axes[1]: 2}
     world = World.init(sizes, list(devices))
