@@ -123,7 +123,7 @@ class RowProgram:
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._slots = {
+        self._slots: dict[int, Any] = {
             value: (tree, place.part, place.slot)
             for value, (tree, place) in zip(program.inputs, sources, strict=True)
         }
@@ -154,12 +154,12 @@ class RowProgram:
         Returns:
             The stored leaves of all results.
         """
-        known = {
+        known: dict[Atom, Any] = {
             value: stored[slot]
             for value, slot in self._slots.items()
             if self._program.owners[value] is None
         }
-        made: list[dict[Name, Any]] = [dict(stored) for _ in self._variants]
+        made: list[dict[Name, Any]] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._hand_over(level - 1, made, known)
             for op in self._program.of(None):
@@ -321,7 +321,7 @@ class RowProgram:
 
     def _collect(self, made: list[dict[Name, Any]], known: Mapping[Atom, Any]) -> dict[Slot, Any]:
         found: dict[Slot, Any] = {}
-        rows: dict[Slot, dict[int, Atom]] = {}
+        rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
             slot: Any = (tree, place.part, place.slot)
             if place.cell is None:
