@@ -123,7 +123,7 @@ class RowProgram:
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._slots = {
+        self._slots: dict[int, Any] = {
             value: (tree, place.part, place.slot)
             for value, (tree, place) in zip(program.inputs, sources, strict=True)
         }

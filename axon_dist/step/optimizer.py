@@ -98,24 +98,37 @@ def _as_state(
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
     model = nnx.merge(parts.graphdef, parts.params, parts.buffers)
     structure = jax.tree.structure(nnx.state(model, nnx.Param))
-    show = lambda params: structure.unflatten(jax.tree.leaves(params))
+    # The leaves of the two forms may be ordered differently: numbers among names.
+    numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
+    order = jax.tree.leaves(numbered)
+    show = lambda params: structure.unflatten(
+        leaf for _, leaf in sorted(zip(order, jax.tree.leaves(params), strict=True), key=_first)
+    )
     is_state = lambda tree: isinstance(tree, nnx.State)
     hide = lambda tree: jax.tree.map(
         lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state
     )
-    inside: Any = lambda: jax.tree.structure(
-        jax.eval_shape(lambda params: optimizer.init(show(params)), parts.params)
-    )
+
+    def inside(state: PyTree) -> PyTree:
+        """The state as the optimizer itself has it."""
+        shapes = jax.eval_shape(lambda params: optimizer.init(show(params)), parts.params)
+        own = jax.tree.structure(shapes)
+        places = jax.tree.leaves(hide(own.unflatten(range(own.num_leaves))))
+        leaves = sorted(zip(places, jax.tree.leaves(state), strict=True), key=_first)
+        return own.unflatten(leaf for _, leaf in leaves)
 
     def init(params: PyTree) -> PyTree:
         return hide(optimizer.init(show(params)))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        state = inside().unflatten(jax.tree.leaves(state))
-        updates, state = optimizer.update(show(updates), state, show(params), **extra)
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+        updates, state = optimizer.update(show(updates), inside(state), show(params), **extra)
         return hide(updates), hide(state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
 
 
 def _first_line(error: Exception) -> str:

@@ -52,6 +52,7 @@ class Net(nnx.Module):
 
 
 MODELS = {"rows": (WIDTH,) * 4, "holes": (WIDTH,) * 3, "vectors": (WIDTH, 24, 48)}
+MODELS["alike stages"] = (WIDTH, 24, WIDTH, 24)
 CLIP = optax.clip_by_global_norm(0.5)
 
 
@@ -184,7 +185,7 @@ def cases():
     """Every recipe on rows; on the other forms all of them only in the full run."""
     for name in RECIPES:
         yield pytest.param(name, "rows")
-        for model in ("holes", "vectors"):
+        for model in ("holes", "vectors", "alike stages"):
             yield pytest.param(name, model, marks=() if name in EVERYWHERE else pytest.mark.full)
 
 
