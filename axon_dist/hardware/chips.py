@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..core.errors import ConfigError, did_you_mean
 from ..hlo.groups import Groups
-from .options import ASYNC_GATHERS, PIPELINED, SPARSE_CORE
+from .options import ASYNC_GATHERS, NO_WINDOWS, PIPELINED, SPARSE_CORE
 
 Platform: TypeAlias = Literal["cpu", "cuda", "tpu"]
 """Which compiler a chip needs."""
@@ -189,8 +189,8 @@ _TORUS_3D = Wiring("tpu", ("2x2x2", "4x4x4"), (3,), 16, 4)
 _TORUS_V4 = dataclasses.replace(_TORUS_3D, topology=(("chip_config_name", "megacore"),))
 
 _ON_GPU = tuple(PIPELINED.items())
-_ON_TPU = tuple(ASYNC_GATHERS.items())
-_ON_SPARSE_CORE = tuple({**ASYNC_GATHERS, **SPARSE_CORE}.items())
+_ON_V5E = tuple({**NO_WINDOWS, **ASYNC_GATHERS}.items())
+_ON_SPARSE_CORE = tuple({**NO_WINDOWS, **SPARSE_CORE}.items())
 
 # All SXM cards with the same chip have the same dense bfloat16 rate.
 _AMPERE, _HOPPER = 312e12, 989e12
@@ -235,7 +235,7 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
             _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TORUS_V4, "TPU v4"),
             # Without a sparse core.
             _tpu("v5e", 16 * _GB, 197e12, 819e9, 90e9, _TORUS_2D, "TPU v5 lite", "TPU v5e",
-                 aliases=("v5litepod",), options=_ON_TPU),
+                 aliases=("v5litepod",), options=_ON_V5E),
             _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TORUS_3D, "TPU v5", "TPU v5p"),
             _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TORUS_2D, "TPU v6 lite", "TPU v6e",
                  aliases=("trillium",)),

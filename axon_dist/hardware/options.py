@@ -21,11 +21,16 @@ PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(
 )
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
 
+NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(
+    {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+)
+"""By default a product with a gathered operand becomes, on a TPU, a loop of thousands of
+collective-permutes (windowed einsum, Wang et al., ASPLOS 2023)."""
+
 ASYNC_GATHERS: MappingProxyType[str, str | bool] = MappingProxyType(
     {
-        # By default a product with a gathered operand becomes a loop of thousands of
-        # collective-permutes (windowed einsum, Wang et al., ASPLOS 2023).
-        "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+        # For v5e alone: elsewhere it has made wrong numbers (jax-ml/jax issue 38741), and libtpu
+        # refuses it there since 0.0.50.
         "xla_tpu_enable_async_collective_fusion": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
@@ -37,9 +42,11 @@ ASYNC_GATHERS: MappingProxyType[str, str | bool] = MappingProxyType(
 
 SPARSE_CORE: MappingProxyType[str, str | bool] = MappingProxyType(
     {
-        # Both are needed; offloading the all-gathers too makes them synchronous.
+        # The first two together: a reduce-scatter over a whole slice otherwise becomes an
+        # all-reduce of twice the bytes.
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     }
 )
-"""A reduce-scatter over a whole slice otherwise becomes an all-reduce of twice the bytes."""
+"""The sparse core of a TPU sends while the others compute."""

@@ -13,7 +13,6 @@ import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from ..core.compat import CALLS, REMATS
 from ..core.errors import UnsupportedError
 from ..core.typing import Path
 from .alike import hashable_params
@@ -31,10 +31,7 @@ Owner: TypeAlias = Hashable
 SMALL = 1024
 """The most elements of a value that one owner hands to the others."""
 
-CALLS = MappingProxyType(
-    dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"))
-    | dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
-)
+LOOKED_INTO = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 """Equations that run an inner program once, and are looked into; any other stays one operation."""
 
 
@@ -353,7 +350,7 @@ class _Flat:
 
 def _called(equation: Any) -> Any | None:
     """The program that an equation runs once, and is not more than."""
-    if equation.primitive.name not in CALLS:
+    if equation.primitive.name not in LOOKED_INTO:
         return None
     found = (equation.params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     inner = next((program for program in found if program is not None), None)

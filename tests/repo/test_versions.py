@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 COMPAT = ROOT / "axon_dist" / "core" / "compat.py"
 # Runs by its path, in a process of its own that imports no more than it must.
-ALONE = ROOT / "axon_dist" / "core" / "coordinator.py"
+ALONE = ROOT / "axon_dist" / "launch" / "coordinator.py"
 OTHERS = sorted({*(ROOT / "axon_dist").rglob("*.py")} - {COMPAT, ALONE})
 
 PRIVATE = re.compile(r"jax\._src|jax\.interpreters|jaxlib\.|jax\.lib\b")
@@ -71,3 +71,9 @@ def test_the_readme_names_every_python():
     _, found = classifiers()
     (line,) = re.findall(r"^Python 3.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert set(re.findall(r"\b3\.\d+", line)) == set(found)
+
+
+def test_the_gate_names_tests_that_exist():
+    named = re.findall(r"(?<=\s)(?:tests|axon_dist)/[\w/.]+", (ROOT / ".ci" / "run").read_text())
+    assert len(named) > 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
