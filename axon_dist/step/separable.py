@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from ..core.weighted import Weighted
 from ..parallel import Reduction, Strategy
 from ..program.sample_use import OutputUse, SampleUse, Use, use_of
 from ..program.samples import RANKS, follow_samples
-from .objective import evaluate
+from .objective import Prepare, evaluate
 from .parts import ModelParts
 
 
@@ -62,6 +62,7 @@ class Separator:
         num_microbatches: how many microbatches the batch is cut into.
         separable: True where the user promises that the parts give the loss; False where the
             ranks shall not compute it on their own; None to read it from the program.
+        adapt: gives what changes the merged model, such as its dtypes, before it runs.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Separator:
         mesh: Mesh,
         num_microbatches: int,
         separable: bool | None = None,
+        adapt: Callable[[], Prepare] | None = None,
     ):
         self._parts, self._loss_fn, self._strategy = parts, loss_fn, strategy
         self._microbatches, self._promise = num_microbatches, separable
         self._sizes = {axis: mesh.shape[axis] for axis in strategy.batch_axes}
         self._found: dict[Any, Separation] = {}
+        self._adapt = adapt
 
     def of(self, batch: Batch) -> Separation:
         """How the loss of such a batch is computed.
@@ -114,7 +117,8 @@ class Separator:
         small = samples // ranks
         # Programs for one sample squeeze and broadcast other dims than those for more.
         sizes = max(small, 2), max(small, 2) * (ranks if ranks > 1 else self._microbatches)
-        use = sample_use(self._parts, self._loss_fn, batch, sizes)
+        adapt = None if self._adapt is None else self._adapt()
+        use = sample_use(self._parts, self._loss_fn, batch, sizes, adapt)
         why = self._obstacle(use) if ranks > 1 else ""
         if why and asked:
             raise UnsupportedError(self._refusal(why, asked))
@@ -233,7 +237,11 @@ _SUMMED = (Use.MEAN, Use.SUM, Use.SCALED)
 
 
 def sample_use(
-    parts: ModelParts, loss_fn: LossFn, batch: Batch, sizes: tuple[int, int]
+    parts: ModelParts,
+    loss_fn: LossFn,
+    batch: Batch,
+    sizes: tuple[int, int],
+    adapt: Prepare | None = None,
 ) -> SampleUse:
     """What a loss function makes of the samples of its batch, read from its program.
 
@@ -245,6 +253,7 @@ def sample_use(
         loss_fn: the user's loss.
         batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
         sizes: the numbers of samples of a part and of a whole, the latter a multiple.
+        adapt: changes the merged model first.
 
     Returns:
         What it is.
@@ -256,7 +265,7 @@ def sample_use(
     def trace(count: int) -> Any:
         leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
         given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
-        run, found, is_plain = _forward(parts, loss_fn)
+        run, found, is_plain = _forward(parts, loss_fn, adapt)
         jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, given)
         names[:], plain[:] = found, is_plain
         return jaxpr
@@ -278,7 +287,9 @@ def sample_use(
     return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
 
 
-def _forward(parts: ModelParts, loss_fn: LossFn) -> tuple[Any, list[str], list[bool]]:
+def _forward(
+    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None
+) -> tuple[Any, list[str], list[bool]]:
     """(params, buffers, batch) -> total, weight, those of each metric, buffers.
 
     With it come, once it has run, the names of the metrics, and whether the loss has no weight.
@@ -288,11 +299,13 @@ def _forward(parts: ModelParts, loss_fn: LossFn) -> tuple[Any, list[str], list[b
     norms = list(_batch_norms(parts.abstract))
 
     def prepare(model: nnx.Module) -> None:
+        if adapt is not None:
+            adapt(model)
         for module in _batch_norms(model):
             module.axis_name = (RANKS,)  # type: ignore[assignment]
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
-        outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare if norms else None)
+        outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
         names[:] = sorted(outcome.metrics)
         plain[:] = [isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1]
         numbers = [outcome.loss, *(outcome.metrics[name] for name in names)]

@@ -96,6 +96,7 @@ class StepSpec:
             self.mesh,
             self.num_microbatches,
             self.options.separable,
+            lambda: self.view.prepare(None),
         )
 
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
