@@ -88,8 +88,8 @@ def of_unknown_kind():
     return dataclasses.replace(World.emulate(8, "dp=8"), backend="abacus")
 
 
-def headed():
-    return Net(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+def wide():
+    return Net(width=64)
 
 
 def raising():
@@ -178,7 +178,7 @@ EXAMPLES = {
         r"cannot work on the parameters of the model: 'nothing' \(KeyError\)",
     ),
     "the optimizer works on stages": (
-        lambda: build(pipelined(2, 4), PP, headed, optax.flatten(optax.adam(0.1))),
+        lambda: build(pipelined(2, 4), PP, wide, optax.flatten(optax.adam(0.1))),
         "of 'grads/layers/0/",
     ),
     "every array can be laid out": (
