@@ -183,7 +183,8 @@ MUTATIONS = (
     ),
     # Random draws and the order of the data.
     row(
-        "program/randomness.py", "jnp.int32) * shape[found.dim]\n        if", "jnp.int32)\n        if",
+        "program/randomness.py", "jnp.int32) * shape[found.dim]\n        if",
+        "jnp.int32)\n        if",
         "program/test_randomness.py::test_rows_of_the_global_draw",
     ),
     row(

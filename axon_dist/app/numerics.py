@@ -70,6 +70,9 @@ class SplitPositions:
         """Never."""
         return False
 
+    def check(self, model: nnx.Module, layout: Layout) -> None:
+        """Any model can be run so."""
+
     def extend(self, layout: Layout) -> Layout:
         """Positions are split in every layer."""
         return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
