@@ -27,8 +27,8 @@ class RowsAlike(Policy):
         >>> rule = RowsAlike(LargestDim(("fsdp",)), frozenset({"blocks"}))
         >>> rule("blocks/up/kernel", (512, 64, 64), MeshSpec(fsdp=4))
         P(None, 'fsdp')
-        >>> rule("head/kernel", (512, 64), MeshSpec(fsdp=4))
-        P('fsdp')
+        >>> rule("head/kernel", (64, 512), MeshSpec(fsdp=4))
+        P(None, 'fsdp')
     """
 
     policy: Policy

@@ -46,8 +46,8 @@ def last(rest, data, wire):
     (x,), (number,) = wire.floats, wire.others
     y, weight = x * rest[HEAD], data.batch[1]
     mean = jnp.mean(y**2) + 0.01 * number
-    # The mean over nothing is not a number.
-    return Loss(mean * weight, weight, [jnp.mean(y) * weight / weight, jnp.max(y)])
+    # Metrics come weighed, as `weighed_metrics` has them.
+    return Loss(mean * weight, weight, [jnp.mean(y) * weight, jnp.max(y) * weight])
 
 
 def programs(stages_by_chunk):
@@ -80,9 +80,8 @@ def wanted(num_stages):
     kernels, rest = array(4, num_stages, WIDTH, WIDTH), rest_of()
     runs = [gradient(kernels, rest, batch_of(), index) for index in range(COUNT)]
     grads = jax.tree.map(lambda *g: sum(g), *[grads for grads, _ in runs])
-    counted = [(loss, loss.weight) for _, loss in runs if loss.weight]
-    metrics = [sum(loss.metrics[i] * weight for loss, weight in counted) for i in range(2)]
-    sums = [sum(loss.total for _, loss in runs), sum(weight for _, weight in counted)]
+    metrics = [sum(loss.metrics[i] for _, loss in runs) for i in range(2)]
+    sums = [sum(loss.total for _, loss in runs), sum(loss.weight for _, loss in runs)]
     return grads, [*sums, *metrics]
 
 
