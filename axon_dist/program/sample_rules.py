@@ -70,7 +70,7 @@ def _compare(op: Operation, values: list[Value]) -> Value:
 
 def _power(op: Operation, values: list[Value]) -> Value:
     powers = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
-    power = powers.get(op.name, op.params.get("y", 1.0))
+    power = powers[op.name] if op.name in powers else float(op.params["y"])
     degree = values[0].degree
     if values[0].is_constant and values[0].known is None and degree is not None:
         return dataclasses.replace(values[0], degree=degree * power)
