@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import optax
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import Loader
@@ -57,8 +57,11 @@ def config_facts(config: RunConfig) -> dict[str, object]:
         1000
     """
     flat = flatten_dict(config.to_dict(), sep=".", keep_empty_nodes=True)
-    names = {key: key.rsplit(".", 1)[-1] for key in flat}
-    return {key: value for key, value in flat.items() if names[key] not in PLACES}
+    return {
+        key: {} if value is empty_node else value
+        for key, value in flat.items()
+        if key.rsplit(".", 1)[-1] not in PLACES
+    }
 
 
 def build_step(

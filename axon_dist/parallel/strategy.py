@@ -30,7 +30,7 @@ class Reduction:
     Args:
         per: `"step"` adds K microbatches up in a whole gradient on every rank and reduces once;
             `"microbatch"` reduces each, which moves K times the bytes and holds only shards. None
-            has not said: another part of the strategy may, and else it is `"step"`.
+            has not said: another part of the strategy may, and else `Strategy.reduces_per` does.
         sync: SYNCHRONOUS reduces bucket after bucket, OVERLAPPED leaves their order to XLA.
         bucket_capacity: elements in one reduction; None leaves the grouping to XLA.
         dtype: the dtype on the wire; None is the gradients' own.
@@ -155,6 +155,17 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
 
+    @property
+    def reduces_per(self) -> str:
+        """`"step"` or `"microbatch"`: what was said, or what the layout of the parameters asks for.
+
+        Where the data-parallel ranks split the parameters, none of them is to hold a whole
+        gradient, so each microbatch is reduced.
+        """
+        said = None if self.reduction is None else self.reduction.per
+        splits = not set(self.batch_axes).isdisjoint(self.params.split_axes)
+        return said or ("microbatch" if splits else "step")
+
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
         """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
 
@@ -164,8 +175,7 @@ class Strategy:
         Args:
             num_microbatches: how many microbatches a step has.
         """
-        reduction = self.reduction or Reduction()
-        reduces_once = num_microbatches > 1 and reduction.per != "microbatch"
+        reduces_once = num_microbatches > 1 and self.reduces_per == "step"
         return not self.opt_state.split_axes or self.pipeline is not None or reduces_once
 
     def validate(self, world: World) -> None:

@@ -77,7 +77,8 @@ def zero(
             sharding: split over these, replicated over the others.
         min_elements: leaves with fewer elements stay whole.
         reduction: how gradients become one; by default stage 1 reduces once per step, stages 2
-            and 3 once per microbatch, so that they never hold a whole gradient.
+            and 3 once per microbatch, so that they never hold a whole gradient. Stage 2 is nothing
+            else than that; stage 3 leaves it to what it is composed with to say otherwise.
         name: what tables call it.
 
     Returns:
@@ -117,8 +118,8 @@ def zero(
 
 
 def _said(reduction: Reduction, row: Split) -> Reduction:
-    """The reduction, once per microbatch where no rank is to hold a whole gradient."""
-    if reduction.per is not None or not row.grads:
+    """The reduction, once per microbatch where that alone makes the stage."""
+    if reduction.per is not None or not row.grads or row.params:
         return reduction
     return dataclasses.replace(reduction, per="microbatch")
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ..core.compat import eval_equation, eval_jaxpr, inner_programs
+from ..core.compat import eval_equation, eval_jaxpr, inner_programs, scan_counts
 from .units import UNIT_NAME, RealOnly, RematPolicy
 from .walk import (
     CALLS,
@@ -161,8 +161,9 @@ def _link(jaxpr: Any, chain: list[int], call: int) -> tuple[str | int, ...] | No
             roles.append(SHARED)
         elif new in before.outvars:
             roles.append(before.outvars.index(new))
-            # A first input in another dtype than all later ones cannot be carried.
-            if old.aval != new.aval:
+            # A first input in another dtype than all later ones cannot be carried. The mesh that an
+            # aval names says nothing: that of an input traced as a shape is empty.
+            if _kind(old.aval) != _kind(new.aval):
                 return None
         elif not tainted.isdisjoint(variables([new])):
             return None
@@ -174,6 +175,11 @@ def _link(jaxpr: Any, chain: list[int], call: int) -> tuple[str | int, ...] | No
 def _tainted(jaxpr: Any, calls: Sequence[int], stop: int) -> set[Any]:
     """The variables before equation `stop` that depend on results of the calls."""
     return depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in calls), stop)
+
+
+def _kind(aval: Any) -> tuple[Any, ...]:
+    """What a carried value has to keep."""
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -233,7 +239,7 @@ def _run(equation: Any, operands: Sequence[Any], how: Rolling) -> Sequence[Any]:
 def _scan_of_model(equation: Any, operands: Sequence[Any], how: Rolling) -> list[Any]:
     """A loop that the model itself has: what one iteration runs is protected."""
     params, closed = equation.params, equation.params["jaxpr"]
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_counts(equation)
     values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
     consts, carry = values[:num_consts], values[num_consts:][:num_carry]
     is_one = _runs_one_unit(closed.jaxpr)

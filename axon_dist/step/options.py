@@ -102,5 +102,5 @@ def resolve(
     own = dtype if merged.precision is None else merged.precision.reduce_dtype
     wire = reduction.dtype or own
     return dataclasses.replace(
-        merged, reduction=dataclasses.replace(reduction, per=reduction.per or "step", dtype=wire)
+        merged, reduction=dataclasses.replace(reduction, per=merged.reduces_per, dtype=wire)
     )

@@ -1,10 +1,9 @@
 """What process 0 decides, and how its errors reach the others."""
 
 import pytest
-from axon_dist.checkpoint.errors import DamagedCheckpointError
 
 from axon_dist.checkpoint.agree import from_main, is_main, on_main
-from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 
 def test_any_json_comes_through_whole():

@@ -76,8 +76,9 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
 
 def norm_of(tree) -> float:
     """The root of the sum of all squares, in float64."""
-    squares = [np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in jax.tree.leaves(tree)]
-    return float(np.sqrt(sum(squares)))
+    # A norm in float64 of float32 numbers: the absolute value of complex ones is real already.
+    leaves = [np.abs(np.asarray(leaf)).astype(np.float64) for leaf in jax.tree.leaves(tree)]
+    return float(np.sqrt(sum(np.sum(leaf**2) for leaf in leaves)))
 
 
 def weighted_mean(values: list, weights: list) -> float:

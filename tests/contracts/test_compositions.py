@@ -180,10 +180,10 @@ def test_defaults_of_the_reduction_do_not_conflict(accumulate):
     for first in (ddp(), zero(1, min_elements=8)):
         both = compose(first, fsdp(min_elements=8))
         step, _ = equals_one_device(decoder(), both, "dp=2,fsdp=2", accumulate)
-        assert step.reduction.per == "microbatch"
+        assert step.spec.reduction.per == "microbatch"
     said = compose(ddp(per="step"), fsdp(min_elements=8))
     step, _ = equals_one_device(decoder(), said, "dp=2,fsdp=2", accumulate)
-    assert step.reduction.per == "step"
+    assert step.spec.reduction.per == "step"
 
 
 def test_what_was_said_twice_and_differently_conflicts():

@@ -55,4 +55,5 @@ def main(kind, *arguments):
     Trainer(step=step, batches=[batch] * 4, options=LoopOptions(num_steps=steps)).fit()
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -34,9 +34,10 @@ def test_the_stages_are_rows_of_one_table():
 
 
 def test_split_gradients_are_reduced_every_microbatch_by_default():
-    said = [zero(stage).reduction.per for stage in range(4)]
-    assert said == [None, None, "microbatch", "microbatch"]
-    assert zero(3, reduction=Reduction(per="step")).reduction.per == "step"
+    does = [zero(stage).reduces_per for stage in range(4)]
+    assert does == ["step", "step", "microbatch", "microbatch"]
+    for stage in range(4):
+        assert zero(stage, reduction=Reduction(per="step")).reduces_per == "step"
 
 
 def test_impossible_stages_and_axes():
