@@ -9,6 +9,7 @@ from .convolution import ByRank as ByRank
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
+from .reads import read_outside_units as read_outside_units
 from .rewrite import Rewriting as Rewriting
 from .rolling import SHARED as SHARED
 from .rolling import Chain as Chain

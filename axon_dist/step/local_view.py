@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_mean, all_sum, on_wire
-from ..core.tree import is_key
+from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
+from ..program import is_inside, read_outside_units
 from ..program.randomness import Rows, find_rows, with_rank, without_rank
-from ..sharding import Policy, specs
+from ..sharding import Policy, spec_axes, specs
 from .accumulate import SumsFn, accumulate
 from .normalization import synchronise_statistics
 from .objective import Forward, GradientFn, GradientResult, Sums, forward_of, gradient_sums
@@ -46,7 +47,10 @@ def local_gradients(spec: StepSpec) -> GradientFn:
     def gradients(
         params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
-        rows = sample_rows(spec, batch, 0 if spec.num_microbatches == 1 else 1)
+        lead = 0 if spec.num_microbatches == 1 else 1
+        rows = sample_rows(spec, batch, lead)
+        if not plan.gathers_once:
+            check_reads(spec, batch, lead)
         buffer_specs = buffer_partition(buffers, spec.reduction, plan.axes)
         mapped = jax.shard_map(
             lambda p, b, x, s: plan.run(p, b, x, s, rows),
@@ -178,6 +182,33 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]
         return jax.make_jaxpr(run)(spec.parts.params, spec.parts.buffers, shapes)
 
     return find_rows(trace, samples // ranks, ranks)
+
+
+def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
+    """Raises where a weight that its unit gathers for itself is read elsewhere, where it is a shard.
+
+    Args:
+        spec: the step; its units gather.
+        batch: placed leaves of shape [..., samples of all ranks, ...].
+        lead: the dim of the samples.
+
+    Raises:
+        UnsupportedError: naming the weight and the unit.
+    """
+    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
+    run = lambda p, b, x: forward(p, b, x).loss
+    jaxpr = jax.make_jaxpr(run)(spec.parts.params, spec.parts.buffers, shapes).jaxpr
+    paths = [path for path, _ in leaves_with_paths(spec.parts.params)]
+    for path in read_outside_units(jaxpr, paths):
+        own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)
+        unit = next((unit for unit in spec.view.units if is_inside(path, unit)), None)
+        if unit is not None and spec_axes(only_axes(own, spec.strategy.batch_axes)):
+            raise UnsupportedError(
+                f"the loss reads {path!r} outside {unit!r}, which gathers its weights for itself "
+                "alone; a rank holds a shard of it there. Leave by_hand=True out, or reduce once "
+                'per step: Reduction(per="step")'
+            )
 
 
 def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch
 from ..program import sources_of
-from .objective import evaluate
+from .objective import evaluate, mean_metrics
 from .spec import StepSpec
 
 
@@ -110,7 +110,7 @@ class Padding:
                 )
             names.extend(f"metric {name!r}" for name in sorted(outcome.metrics))
             loss = jnp.asarray(outcome.loss.total), jnp.asarray(outcome.loss.weight)
-            return *loss, outcome.metrics, outcome.buffers
+            return *loss, mean_metrics(outcome), outcome.buffers
 
         jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, shapes).jaxpr
         outputs = [(name, False) for name in names]

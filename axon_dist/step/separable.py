@@ -183,10 +183,11 @@ def wants_ranks(
     if not (strategy.batch_axes and reduction.is_local(num_microbatches, compute)):
         return False, []
     recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
-    capacity = reduction.bucket_capacity
+    capacity, overlaps = reduction.bucket_capacity, reduction.sync is GradSyncStrategy.OVERLAPPED
     words = {
-        f"bucket_capacity={capacity}": capacity is not None,
-        f"sync={reduction.sync.name}": reduction.sync is GradSyncStrategy.OVERLAPPED,
+        # Overlapped reductions have buckets of a default size.
+        f"bucket_capacity={capacity}": capacity is not None and not overlaps,
+        f"sync={reduction.sync.name}": overlaps,
         "by_hand=True": reduction.by_hand,
         "broadcast_buffers=False": not reduction.sync_buffers,
         f"a reduction in {reduction.dtype} beside compute in {compute}": recast,

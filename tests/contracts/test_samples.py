@@ -1,0 +1,291 @@
+"""A loss is computed in parts where its parts give it: equal to one device, or refused."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import Reduction, Weighted, World, build_train_step, compose, ddp
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.parallel import fsdp, pipelined
+
+from .models import Case, ragged_batch
+from .reference import assert_close, train
+
+WIDTH = 8
+
+
+class Net(nnx.Module):
+    """Two equal blocks."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return x
+
+
+class Deep(Net):
+    """Stochastic depth: every sample draws from a key of its own whether a block counts."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.rngs = rngs.dropout.fork()
+
+    def __call__(self, x):
+        for block in self.blocks:
+            keys = jax.random.split(self.rngs(), x.shape[0])
+            keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5))(keys)
+            x = x + keep[:, None] * jnp.tanh(block(x))
+        return x
+
+
+class Watching(Net):
+    """A running mean of its own, which is no BatchStat, and a count."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.seen = nnx.Variable(jnp.zeros(WIDTH))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.seen[...] = 0.5 * self.seen[...] + 0.5 * x.mean(0)
+        self.count[...] += x.shape[0]
+        return super().__call__(x)
+
+
+def batch(step: int) -> dict:
+    """Eight features, scaled unevenly over the samples, and uneven weights."""
+    full = ragged_batch(step)
+    x = full["x"][:16, :WIDTH] * np.linspace(0.3, 2, 16, dtype=np.float32)[:, None]
+    return {"x": x, "y": np.sin(2 * x), "weight": full["weight"][:16]}
+
+
+def error(model, batch):
+    """Of each sample."""
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
+
+
+def contrast(model, batch):
+    """Each sample against the targets of all."""
+    z = model(batch["x"])
+    norm = lambda v: v / jnp.linalg.norm(v, axis=-1, keepdims=True)
+    scores = norm(z) @ norm(batch["y"]).T
+    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(z))).mean()
+
+
+def decayed(model):
+    """A term without samples."""
+    return 0.1 * sum(jnp.sum(block.kernel[...] ** 2) for block in model.blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss function, its model, and what couples its samples; "" where nothing does."""
+
+    loss_fn: Callable
+    model: Callable = Net
+    why: str = ""
+
+    @property
+    def case(self) -> Case:
+        """For the reference."""
+        return Case(lambda: self.model(nnx.Rngs(0, dropout=1)), self.loss_fn, batch)
+
+
+LOSSES = {
+    "mean": Loss(lambda m, b: error(m, b).mean()),
+    "decayed": Loss(lambda m, b: error(m, b).mean() + decayed(m)),
+    "sum": Loss(lambda m, b: error(m, b).sum()),
+    "weighted": Loss(lambda m, b: Weighted((error(m, b) * b["weight"]).sum(), b["weight"].sum())),
+    "keys": Loss(lambda m, b: error(m, b).mean(), Deep),
+    "root": Loss(lambda m, b: jnp.sqrt(error(m, b).mean()), why="loss takes `sqrt` of a total"),
+    "contrast": Loss(contrast, why="loss multiplies every sample with every other"),
+    "watching": Loss(
+        lambda m, b: error(m, b).mean(), Watching, "the buffer 'count' depends on how many samples"
+    ),
+}
+OPTIONS = {
+    "accumulate": (lambda: ddp(), "dp=2", 2),
+    "microbatch": (lambda: ddp(per="microbatch"), "dp=2", 2),
+    "buckets": (lambda: ddp(bucket_capacity=64), "dp=4", 1),
+    "overlapped": (lambda: ddp(sync="overlapped"), "dp=2", 2),
+    "recast": (lambda: ddp(reduce_dtype="bfloat16"), "dp=2", 1),
+    "full_shard": (
+        lambda: fsdp(axes="dp", min_elements=8, reduction=Reduction(per="step")), "dp=4", 2
+    ),
+    "by_hand": (
+        lambda: fsdp(
+            axes="dp", min_elements=8, reduction=Reduction(per="microbatch", by_hand=True)
+        ),
+        "dp=2", 2,
+    ),
+    "pipeline": (lambda: compose(ddp(), pipelined(2, 2)), "pp=2,dp=2", 2),
+    "pipeline_alone": (lambda: pipelined(2, 2), "pp=2", 2),
+}  # fmt: skip
+"""The strategy, the mesh and the microbatches."""
+ASKS = {
+    "buckets": "as bucket_capacity=64 asks for. Either leave bucket_capacity=64 out",
+    "overlapped": "as sync=OVERLAPPED asks for",
+    "recast": "as a reduction in bfloat16 beside compute in float32 asks for",
+    "by_hand": "as by_hand=True asks for",
+    "pipeline": "as a pipeline beside dp asks for. Either put the pipeline on a mesh without batch",
+}
+
+
+def world_of(mesh: str) -> World:
+    """The devices of a mesh."""
+    size = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    return World.emulate(size, mesh)
+
+
+def built(name: str, loss: Loss, **options):
+    """A step of one of the options, with microbatches as it says."""
+    make, mesh, count = OPTIONS[name]
+    strategy = make()
+    accumulate = 1 if strategy.pipeline is not None else count
+    return build_train_step(
+        loss.case.make(), optax.sgd(0.5), loss.loss_fn, strategy, world_of(mesh),
+        accumulate=accumulate, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_one_device_or_says_what_couples_the_samples(name, option):
+    loss, (_, _, count) = LOSSES[name], OPTIONS[option]
+    step = built(option, loss)
+    if loss.why and option in ASKS:
+        message = f"(?s){loss.why}.*test_samples.py:.*{ASKS[option]}.*separable=True"
+        with pytest.raises(UnsupportedError, match=message):
+            step(step.init(), batch(0))
+        return
+    refused = {
+        ("watching", "pipeline_alone"): "only counters may change",
+        ("decayed", "pipeline"): "the loss reads a parameter of 'blocks/0'",
+        ("decayed", "pipeline_alone"): "the loss reads a parameter of 'blocks/0'",
+        ("decayed", "by_hand"): "the loss reads 'blocks/0/kernel' outside 'blocks/0'",
+    }
+    if message := refused.get((name, option)):
+        with pytest.raises(UnsupportedError, match=message):
+            step(step.init(), batch(0))
+        return
+    factor = count if name == "sum" else 1
+    want = train(loss.case, optax.sgd(0.5), 1, accumulate=count)
+    grads, metrics = step.gradients(step.init(), batch(0))
+    expected = jax.tree.map(lambda g: g * factor, want.grads[0])
+    loose = 1000 if option == "recast" else 1
+    # Rows of stages are compared after a step, in the form of the model.
+    if step.storage.rows is None:
+        assert_close(grads, expected, 2e-5 * loose, "gradient")
+    assert float(metrics["loss"]) == pytest.approx(want.losses[0] * factor, rel=1e-5)
+    state, _ = step(step.init(), batch(0))
+    graphdef, params, _ = nnx.split(loss.case.make(), nnx.Param, ...)
+    del graphdef
+    before = nnx.to_pure_dict(params)
+    after = jax.tree.map(lambda p, g: p - 0.5 * g, before, expected)
+    got = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
+    assert_close(got, after, 1e-5 * loose, "parameter")
+    assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+
+
+def test_a_sum_and_a_term_of_its_own_are_refused_where_parts_would_each_count_it():
+    loss = Loss(lambda m, b: error(m, b).sum() + decayed(m))
+    for option in ("accumulate", "buckets", "pipeline_alone"):
+        step = built(option, loss)
+        message = "sum over the samples and a term that does not grow.*test_samples.py"
+        with pytest.raises(UnsupportedError, match=message):
+            step(step.init(), batch(0))
+    step = build_train_step(
+        loss.case.make(), optax.sgd(0.5), loss.loss_fn, ddp(), World.emulate(4, "dp=4")
+    )
+    want = train(loss.case, optax.sgd(0.5), 1)
+    state, metrics = step(step.init(), batch(0))
+    assert float(metrics["loss"]) == pytest.approx(want.losses[0], rel=1e-5)
+    assert_close(state.params, want.params, 1e-5, "parameter")
+
+
+@pytest.mark.parametrize("option", ["accumulate", "buckets", "pipeline"])
+@pytest.mark.parametrize("weighs", [False, True])
+def test_metrics_are_those_of_the_whole_batch(option, weighs):
+    def loss_fn(model, batch):
+        each, weight = error(model, batch), batch["weight"]
+        metrics = {
+            "mean": each.mean(),
+            "count": jnp.sum(weight > 0).astype(jnp.float32),
+            "own": Weighted((each * weight).sum(), weight.sum()),
+            "fixed": jnp.float32(3),
+        }
+        if not weighs:
+            return each.sum(), metrics
+        count = weight.sum()
+        metrics["masked"] = (each**2 * weight).sum() / count
+        return Weighted((each * weight).sum(), count), metrics
+
+    loss = Loss(loss_fn)
+    whole = loss_fn(loss.case.make(), batch(0))[1]
+    step = built(option, loss)
+    _, metrics = step(step.init(), batch(0))
+    for name, want in whole.items():
+        want = want.mean if isinstance(want, Weighted) else want
+        assert float(metrics[name]) == pytest.approx(float(want), rel=1e-5), name
+
+
+def test_a_metric_that_couples_samples_is_not_averaged_over_ranks():
+    loss = Loss(lambda m, b: (error(m, b).mean(), {"worst": error(m, b).max()}))
+    step = built("buckets", loss)
+    with pytest.raises(UnsupportedError, match="the metric 'worst' takes `reduce_max` over the s"):
+        step(step.init(), batch(0))
+    step = built("accumulate", loss)
+    assert str(step.separation(batch(0))).startswith("global view, because the metric 'worst'")
+    _, metrics = step(step.init(), batch(0))
+    halves = [jax.tree.map(lambda x, h=h: np.split(x, 2)[h], batch(0)) for h in range(2)]
+    worst = [float(error(loss.case.make(), half).max()) for half in halves]
+    assert float(metrics["worst"]) == pytest.approx(sum(worst) / 2, rel=1e-5)
+
+
+def test_what_is_promised_is_averaged_and_what_is_denied_runs_in_global_view():
+    loss = LOSSES["root"]
+    step = built("buckets", loss, separable=True)
+    _, metrics = step(step.init(), batch(0))
+    parts = [jax.tree.map(lambda x, r=r: np.split(x, 4)[r], batch(0)) for r in range(4)]
+    mean = np.mean([float(loss.loss_fn(loss.case.make(), part)) for part in parts])
+    assert float(metrics["loss"]) == pytest.approx(mean, rel=1e-5)
+    denied = built("accumulate", LOSSES["mean"], separable=False)
+    assert str(denied.separation(batch(0))) == (
+        "global view, because separable=False says that the loss couples samples"
+    )
+    assert str(built("accumulate", LOSSES["mean"]).separation(batch(0))) == "per rank"
+
+
+def test_a_loss_that_needs_all_its_samples_runs_in_global_view():
+    def loss_fn(model, batch):
+        assert len(batch["x"]) == 8
+        return error(model, batch).mean()
+
+    step = built("accumulate", Loss(loss_fn))
+    assert "cannot be computed of 4 samples alone" in str(step.separation(batch(0)))
+    step(step.init(), batch(0))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_that_weighs_nothing_has_loss_and_gradient_zero(count):
+    loss_fn = lambda m, b: Weighted(
+        (error(m, b) * b["weight"]).sum() + decayed(m), b["weight"].sum()
+    )
+    step = build_train_step(
+        Net(nnx.Rngs(0)), optax.sgd(0.5), loss_fn, ddp(per="microbatch"), World.emulate(2, "dp=2"),
+        accumulate=count,
+    )  # fmt: skip
+    empty = batch(0) | {"weight": np.zeros(16, np.float32)}
+    grads, metrics = step.gradients(step.init(), empty)
+    assert float(metrics["loss"]) == 0.0
+    assert all(float(jnp.abs(g).max()) == 0.0 for g in jax.tree.leaves(grads))
+    assert float(step.evaluate(step.init(), empty)["loss"]) == 0.0
