@@ -17,7 +17,10 @@ class Weighted:
     A mean over tokens cannot be averaged over shards when the shards hold different numbers of
     tokens: the mean of `[1, 2, 3]` and of `[4]` is not the mean of their means. A loss function
     that returns its sum and its weight lets the step compute `sum(totals) / sum(weights)` over
-    every shard and microbatch, which is what one device would have computed.
+    every shard and microbatch, which is what one device would have computed. A microbatch that is
+    all padding adds nothing; where no sample of the step weighs anything, loss and gradient are 0.
+
+    A metric may be `Weighted` too, and is then divided by its own weight.
 
     Args:
         total: scalar, the sum of the losses of the samples (or tokens) that count.

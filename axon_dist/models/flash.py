@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.per_sample import per_sample
 from axon_dist.core.typing import Array
 
 _BLOCKS = (512, 256, 128)
@@ -41,7 +42,7 @@ def flash_attention(
         UnsupportedError: T is not a multiple of 128.
     """
     length, num_heads = query.shape[1:3]
-    attend = jax.vmap(_kernel(length, num_heads, causal, interpret))
+    attend = per_sample(jax.vmap(_kernel(length, num_heads, causal, interpret)))
     query = query * query.shape[-1] ** -0.5
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     return jnp.swapaxes(attend(query, key, value), 1, 2)

@@ -27,6 +27,7 @@ def operation(pair: tuple[Any, Any]) -> Operation:
         shapes(one.invars, two.invars),
         shapes(one.outvars, two.outvars),
         (dtype(one.invars), dtype(one.outvars)),
+        next((str(v.aval.dtype) for v in one.invars[:1] if is_key(v.aval)), ""),
     )
 
 
@@ -41,8 +42,19 @@ def _dtype(aval: Any) -> Any:
     return np.dtype("float32") if floats or is_key(aval) else np.dtype(found)
 
 
+CALLS = frozenset(
+    {
+        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map",
+        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite",
+    }
+)  # fmt: skip
+"""What runs an inner program once, on its operands in order."""
+
+
 def inner(pair: tuple[Any, Any]) -> tuple[Any, Any] | None:
     """The programs that an equation calls once."""
+    if pair[0].primitive.name not in CALLS:
+        return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if key in pair[0].params and key in pair[1].params:
             return pair[0].params[key], pair[1].params[key]

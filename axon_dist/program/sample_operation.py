@@ -23,6 +23,7 @@ class Operation:
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
         dtypes: those of the first operand and the first result.
+        generator: of a random key as the first operand, what draws with it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Operation:
     inputs: tuple[Shapes, ...]
     outputs: tuple[Shapes, ...]
     dtypes: tuple[Any, Any]
+    generator: str = ""
 
 
 Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]

@@ -305,6 +305,8 @@ def _draw(op: Operation, values: list[Value]) -> Value:
     """Random bits, or keys split off another: with a row for every sample."""
     key = values[0]
     nonlinear(op.name, values)
+    if key.is_rows and "rbg" in op.generator and op.name == "random_bits":
+        raise Coupling(FIRST_KEY)
     if key.is_rows:
         return key
     own = len(op.inputs[0][0])
@@ -318,6 +320,10 @@ def _draw(op: Operation, values: list[Value]) -> Value:
     return rows(dims[0])
 
 
+FIRST_KEY = (
+    "draws with keys of the samples' own by the generator rbg, which under vmap takes the first "
+    "key for all; make the keys with impl='threefry2x32'"
+)
 MADE = (
     "is drawn with a row for every sample from a key that is made on the way, such as "
     "jax.random.key(0) within the model or the loss, so that every rank would draw the same; keep "
@@ -330,12 +336,15 @@ def _make_key(op: Operation, values: list[Value]) -> Value:
 
 
 def _attention(op: Operation, values: list[Value]) -> list[Value]:
-    """Fused kernels whose arrays all have the samples in front."""
+    """Fused kernels whose arrays have the samples in front, or nothing of them."""
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     result = nonlinear(op.name, beside)
-    if result.is_rows and (result.dim, result.outer) != (0, 1):
+    if not result.is_rows:
+        return [result] * len(op.outputs)
+    if (result.dim, result.outer) != (0, 1):
         raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
-    return [result] * len(op.outputs)
+    # What has no samples is the gradient of a bias that all of them share.
+    return [result if grown(shapes) else total(0.0) for shapes in op.outputs]
 
 
 _ELEMENTWISE = """
@@ -384,7 +393,8 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "iota": _iota,
         **dict.fromkeys(("random_bits", "random_split"), _draw),
         **dict.fromkeys(("random_seed", "random_wrap"), _make_key),
-        "dot_product_attention_fwd_wrapper": _attention,
+        **{f"dot_product_attention_{way}_wrapper": _attention
+           for way in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")},
     }
 )  # fmt: skip
 """By the name of the primitive."""

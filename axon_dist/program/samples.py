@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Literal
 
 from ..core.compat import scan_counts, source_line
+from ..core.per_sample import PER_SAMPLE
 from ..core.tree import is_key
 from .sample_constants import DIFFERS, grown_constant, scalar
 from .sample_equation import inner, is_float, is_of_jax, operation, parting, pullback
@@ -40,29 +40,6 @@ from .sample_values import (
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may average what all ranks know then."""
-
-PER_SAMPLE = "axon_dist_per_sample"
-"""The name of a call that is promised to treat the samples, dim 0 of its arrays, one by one."""
-
-
-def per_sample(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Promises that a function treats samples one by one, where its program cannot show it.
-
-    Such as a kernel of Pallas or a call into foreign code: dim 0 of each of its arrays that counts
-    samples stays so.
-
-    Args:
-        function: takes and returns arrays.
-
-    Returns:
-        The function, marked.
-    """
-
-    def run(*args: Any) -> Any:
-        return function(*args)
-
-    run.__name__ = run.__qualname__ = PER_SAMPLE
-    return jax.jit(run)
 
 
 def follow_samples(
@@ -185,8 +162,12 @@ class Walk:
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
             return [_told(min(spoiled, key=lambda v: SIZES in v.why), at)] * count
+        rule = RULES.get(name, _unknown)
         try:
-            result = RULES.get(name, _unknown)(op, operands)
+            result = rule(op, operands)
+        except (KeyError, AttributeError, LookupError, TypeError):
+            # Versions of JAX differ in the parameters of operations.
+            return [coupled(unread(name), at)] * count
         except Mixing as problem:
             return [Value(Kind.MIXED, why=str(problem), where=at)] * count
         except Coupling as problem:
@@ -373,7 +354,15 @@ def _unknown(op: Operation, values: list[Value]) -> Value:
         return CONSTANT
     if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
         return rows(None)
-    raise Coupling(f"goes through `{op.name}`, of which it is not known what it does to samples")
+    raise Coupling(unread(op.name))
+
+
+def unread(name: str) -> str:
+    """What to say of an operation that no rule can read."""
+    return (
+        f"goes through `{name}`, of which it is not known what it does to samples; "
+        "axon_dist.per_sample marks a function that treats them one by one"
+    )
 
 
 def _promised(pair: tuple[Any, Any], operands: list[Value]) -> list[Value]:

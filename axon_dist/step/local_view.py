@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..collectives import plan_buckets, reduce_buckets
+from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree, Shape
@@ -185,7 +186,7 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]
 
 
 def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
-    """Raises where a weight that its unit gathers for itself is read elsewhere, where it is a shard.
+    """Raises where a weight that its unit gathers is read elsewhere, where it is a shard.
 
     Args:
         spec: the step; its units gather.

@@ -7,6 +7,7 @@ import pytest
 
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.program.randomness import Rows, find_rows, with_rank, without_rank
+from axon_dist.program.samples import follow_samples
 
 RANKS, LOCAL = 4, 3
 
@@ -26,6 +27,12 @@ DRAWS = {
     "half": lambda key, n: jax.random.uniform(key, (n, 4), jnp.bfloat16),
     "split": lambda key, n: jax.random.normal(jax.random.split(key, 3)[1], (n, 2)),
     "folded": lambda key, n: jax.random.normal(jax.random.fold_in(key, 7), (n, 2)),
+    "keys of samples": lambda key, n: jax.vmap(lambda k: jax.random.normal(k, (2,)))(
+        jax.random.split(key, n)
+    ),
+    "keys of samples, split again": lambda key, n: jax.vmap(
+        lambda k: jax.random.normal(jax.random.split(k)[1], (2,))
+    )(jax.random.split(jax.random.fold_in(key, 1), n)),
     "in a scan": lambda key, n: jax.lax.scan(
         lambda c, k: (c + jax.random.normal(k, (n, 2)), None),
         jnp.zeros((n, 2)),
@@ -82,6 +89,14 @@ def test_keys_are_put_back_and_counts_kept():
             r"of shape \(3,\) both with and without a batch dim.*change the local batch size",
         ),
         (
+            lambda key, n: (jax.random.split(key, n), jax.random.split(key, 3)),
+            r"random keys of shape \(3,\) both with and without a batch dim.*change the local",
+        ),
+        (
+            lambda key, n: jax.vmap(jax.random.normal)(jax.random.split(jax.random.key(0), n)),
+            r"every rank would draw the same. Keep the key in the model",
+        ),
+        (
             lambda key, n: jax.random.normal(key, (n, n)),
             r"of shape \(3, 3\) grows to \(12, 12\) with the batch in 2 dims",
         ),
@@ -98,6 +113,16 @@ def test_keys_are_put_back_and_counts_kept():
 def test_draws_that_cannot_be_cut(draw, message):
     with pytest.raises(UnsupportedError, match=message):
         rows_of(draw)
+
+
+def test_keys_of_samples_need_a_generator_that_takes_each():
+    draw = DRAWS["keys of samples"]
+    key = jax.random.key(0, impl="rbg")
+    trace = lambda samples: jax.make_jaxpr(lambda key: draw(key, samples))(key)
+    with pytest.raises(UnsupportedError, match=r"takes the first key for all.*threefry2x32"):
+        find_rows(trace, LOCAL, RANKS)
+    (drawn,) = follow_samples(trace, (LOCAL, LOCAL * RANKS), 0)
+    assert "takes the first key for all" in drawn.why
 
 
 def test_keys_made_on_the_way_may_draw_what_all_ranks_share():

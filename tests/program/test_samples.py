@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from axon_dist.core.per_sample import per_sample
 from axon_dist.program.sample_use import Use, use_of
-from axon_dist.program.samples import follow_samples, per_sample
+from axon_dist.program.samples import follow_samples
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 PARAMS = {
