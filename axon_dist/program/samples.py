@@ -150,9 +150,8 @@ class Walk:
             return _checked(pair, [self._named(value, object()) for value in found], at)
         if (called := inner(pair)) is not None:
             results = self._call(pair, called, operands, where)
-            return results if not name.startswith("custom_vjp") else self._backward(
-                pair, operands, results, at
-            )  # fmt: skip
+            own = name.startswith("custom_") and not is_of_jax(str(one.params.get("name", "")))
+            return self._backward(pair, operands, results, at) if own else results
         return self._primitive(pair, operands, at)
 
     def _primitive(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
@@ -212,11 +211,15 @@ class Walk:
         traces = [pullback(equation, floats) for equation in pair]
         jaxprs, consts = (trace.jaxpr for trace in traces), (trace.consts for trace in traces)
         found = self.program(tuple(jaxprs), tuple(consts), [*operands, *seeds], at)
+        degrees = {v.degree for v in results if not v.is_constant} or {0.0}
+        varies = any(not v.is_constant for v in results)
         for index, value in zip(floats, found, strict=True):
-            wanted = {Kind.CONSTANT, Kind.ROWS if operands[index].is_rows else Kind.TOTAL}
-            if value.kind not in wanted:
-                why = f"has a backward pass of its own that {value.why or 'mixes the samples'}"
-                return [coupled(why, at)] * len(results)
+            same = Kind.CONSTANT if operands[index].is_rows or not varies else Kind.TOTAL
+            kinds = (same, Kind.ROWS if operands[index].is_rows else Kind.TOTAL)
+            if not value.is_zero and (value.kind not in kinds or {value.degree} != degrees):
+                why = value.why or "mixes the samples or depends on their number"
+                why = f"has a backward pass of its own that {why}"
+                return [coupled(why, value.where or at)] * len(results)
         return results
 
     def scan(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:

@@ -99,6 +99,13 @@ def per_sample_keys(p, b):
     return jax.vmap(lambda key: jax.random.bernoulli(key, 0.5))(keys)
 
 
+def with_backward(forward, backward):
+    """A function of one array with a backward pass of its own."""
+    f = jax.custom_vjp(forward)
+    f.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+    return f
+
+
 def clipped_vjp(x):
     """The identity, whose gradient is divided by its norm over the batch."""
     f = jax.custom_vjp(lambda x: x)
@@ -235,6 +242,22 @@ SEPARABLE = {
         lambda p, b: jnp.mean(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"])))(b["x"]) ** 2),
         Use.MEAN,
     ),
+    "a backward pass of each sample": (
+        lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: jnp.clip(g, -1, 1))(b["x"])),
+        Use.MEAN,
+    ),
+    "a sum with a backward pass": (
+        lambda p, b: with_backward(
+            lambda w: jnp.sum(b["x"] @ w), lambda w, g: g * jnp.sum(b["x"], 0)[:, None] + 0 * w
+        )(p["w"]),
+        Use.SUM,
+    ),
+    "a mean with a backward pass": (
+        lambda p, b: with_backward(jnp.mean, lambda x, g: jnp.full_like(x, g / x.size))(
+            error(p, b)
+        ),
+        Use.MEAN,
+    ),
     "counts of labels": (lambda p, b: jnp.bincount(b["label"], length=3) @ p["w"][0], Use.SUM),
     "a kernel that is promised": (
         lambda p, b: jnp.mean(per_sample(lambda x: jnp.cumsum(x, 0))(b["x"])),
@@ -350,6 +373,12 @@ COUPLED = {
             jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(b["x"].shape, jnp.float32), b["x"])
         ),
         "goes through `pure_callback`, of which it is not known",
+    ),
+    "a gradient by the size of the batch": (
+        lambda p, b: jnp.mean(
+            with_backward(lambda x: x, lambda x, g: g / len(x))(error(p, b))
+        ),
+        "backward pass of its own that mixes the samples or depends on their number",
     ),
     "a gradient by the norm of the batch": (
         lambda p, b: jnp.mean(clipped_vjp(error(p, b))),
