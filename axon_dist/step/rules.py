@@ -13,6 +13,7 @@ from ..parallel import STRATEGY_RULES, Placed, check_sums
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
 from .normalization import own_statistics
+from .separable import wants_ranks
 from .spec import StepSpec
 
 Found = Mapping[str, Any] | None
@@ -31,8 +32,12 @@ def _layers(spec: StepSpec) -> None:
 def _statistics(spec: StepSpec) -> Found:
     if not (spec.is_local and spec.reduction.sync_buffers):
         return None
+    _, asked = wants_ranks(spec.strategy, spec.parts, spec.num_microbatches)
+    if spec.options.separable:
+        asked = [*asked, "separable=True"]
     found = own_statistics(spec.parts.abstract)
-    return {"path": found[0]} if found else None
+    # Where nothing asks for ranks, such a model runs in global view.
+    return {"path": found[0], "asked": " and ".join(asked)} if found and asked else None
 
 
 def _stage_classes(spec: StepSpec) -> Found:
@@ -90,8 +95,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "statistics are of the whole batch",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
-        "ranks from outside. Use nnx.BatchNorm, or reduce the gradients of each microbatch: "
-        'Reduction(per="microbatch")',
+        "ranks from outside, as {asked} would need. Use nnx.BatchNorm, or leave that out",
         _statistics,
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),

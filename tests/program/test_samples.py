@@ -247,13 +247,13 @@ SEPARABLE = {
         Use.MEAN,
     ),
     "a sum with a backward pass": (
-        lambda p, b: with_backward(
-            lambda w: jnp.sum(b["x"] @ w), lambda w, g: g * jnp.sum(b["x"], 0)[:, None] + 0 * w
-        )(p["w"]),
+        lambda p, b: with_backward(lambda x: jnp.sum(x), lambda x, g: g * jnp.ones_like(x))(
+            error(p, b)
+        ),
         Use.SUM,
     ),
     "a mean with a backward pass": (
-        lambda p, b: with_backward(jnp.mean, lambda x, g: jnp.full_like(x, g / x.size))(
+        lambda p, b: with_backward(lambda x: x.mean(), lambda x, g: jnp.full_like(x, g / x.size))(
             error(p, b)
         ),
         Use.MEAN,
