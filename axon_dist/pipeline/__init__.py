@@ -12,6 +12,9 @@ from .loss_trace import buffers_over_time as buffers_over_time
 from .loss_trace import trace_loss as trace_loss
 from .policy import Staged as Staged
 from .products import with_joined_rows as with_joined_rows
+from .stacks import OfBlocks as OfBlocks
+from .stacks import Stacks as Stacks
+from .stacks import UnstackedOptimizer as UnstackedOptimizer
 from .stage import Data as Data
 from .stage import Loss as Loss
 from .stage import StageProgram as StageProgram

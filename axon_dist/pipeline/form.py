@@ -11,7 +11,7 @@ import jax
 from ..core.errors import UnsupportedError
 from ..core.tree import path_str
 from ..core.typing import Path, PyTree
-from .layout import Keys, flatten, nest
+from .layout import Keys, flatten, is_like, keys_of, nest
 from .storage import Cell, ModelStorage
 
 
@@ -50,14 +50,14 @@ class StoredForm:
 
     def __init__(self, storage: ModelStorage, shapes: PyTree):
         self.shapes = shapes
-        self._names = frozenset(flatten(storage.shapes))
-        self._top = storage.shapes.keys()
-        parts, self._outer = jax.tree.flatten(shapes, is_leaf=self._is_like_params)
-        is_part = [self._is_like_params(part) for part in parts]
+        names = frozenset(flatten(storage.shapes))
+        like = lambda tree: is_like(tree, storage.shapes.keys(), names)
+        parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
+        is_part = [like(part) for part in parts]
         self._inner = [jax.tree.structure(part) for part in parts]
-        self._keys = [list(_flatten(part)) for part in parts]
+        self._keys = [list(keys_of(part)) for part in parts]
         self.storages: list[ModelStorage | None] = [
-            storage.like(nest(_flatten(part))) if is_like else None
+            storage.like(nest(keys_of(part))) if is_like else None
             for part, is_like in zip(parts, is_part, strict=True)
         ]
         self._check_rows()
@@ -107,7 +107,7 @@ class StoredForm:
     def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Any]:
         """The stored leaves by part and keys."""
         parts = enumerate(self._outer.flatten_up_to(stored))
-        return {(number, keys): x for number, part in parts for keys, x in _flatten(part).items()}
+        return {(number, keys): x for number, part in parts for keys, x in keys_of(part).items()}
 
     def of_slots(self, slots: dict[tuple[int, Keys], Any]) -> PyTree:
         """The inverse of `slots`."""
@@ -117,15 +117,6 @@ class StoredForm:
         return self._outer.unflatten(
             flat[number][()] if storage is None else nest(flat[number])
             for number, storage in enumerate(self.storages)
-        )
-
-    def _is_like_params(self, tree: Any) -> bool:
-        """Whether a tree is a dict like the parameters, each leaf at or below one of them."""
-        if not isinstance(tree, dict) or tree.keys() != self._top:
-            return False
-        found = _flatten(tree)
-        return bool(found) and all(
-            any(keys[:end] in self._names for end in range(1, len(keys) + 1)) for keys in found
         )
 
     def _parts(self, tree: PyTree) -> list[tuple[Any, ModelStorage | None]]:
@@ -171,12 +162,3 @@ def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> P
     if storage is None or number is None:
         return Place(path, None, part, keys, keys)
     return Place(path, storage.cell_of(number), part, keys, storage.slot_of(number, keys))
-
-
-def _flatten(tree: PyTree) -> dict[Keys, Any]:
-    """Leaves by keys, names and positions, in the order of `jax.tree.leaves`."""
-    name = lambda entry: next(
-        getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)
-    )
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(map(name, path)): leaf for path, leaf in paths}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +19,31 @@ def flatten(tree: PyTree) -> dict[Keys, Any]:
     """Nested dicts as one dict by keys, in the order of `jax.tree.leaves`."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {tuple(entry.key for entry in path): leaf for path, leaf in paths}
+
+
+def keys_of(tree: PyTree) -> dict[Keys, Any]:
+    """The leaves of any tree by keys, names and positions, in the order of `jax.tree.leaves`."""
+    name = lambda entry: next(
+        getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)
+    )
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(map(name, path)): leaf for path, leaf in paths}
+
+
+def is_like(tree: Any, top: Collection[Any], names: Collection[Keys]) -> bool:
+    """Whether a tree is a dict like the parameters of a model, with all leaves at or below these.
+
+    Args:
+        tree: any.
+        top: the outermost keys of the parameters.
+        names: the keys of all parameters.
+    """
+    if not isinstance(tree, dict) or set(tree) != set(top):
+        return False
+    found = keys_of(tree)
+    return bool(found) and all(
+        any(keys[:end] in names for end in range(1, len(keys) + 1)) for keys in found
+    )
 
 
 def nest(flat: dict[Keys, Any]) -> PyTree:

@@ -18,6 +18,7 @@ from ..program.owners import OwnedProgram, owned
 from .elementwise import Layout, elementwise
 from .form import Place, StoredForm
 from .rowwise import RowProgram
+from .stacks import UnstackedOptimizer
 from .storage import FlatStorage, ModelStorage
 from .vectorwise import VectorProgram
 
@@ -30,7 +31,7 @@ class StagedOptimizer:
     the blocks live. Everything that cannot be is refused here, before a state exists.
 
     Args:
-        optimizer: any optax transformation.
+        optimizer: any optax transformation of the parameters that the storage holds.
         storage: the stored form of the parameters.
         mesh: the mesh.
         axis: the axis of the pipeline.
@@ -42,12 +43,12 @@ class StagedOptimizer:
 
     def __init__(
         self,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformationExtraArgs | UnstackedOptimizer,
         storage: ModelStorage,
         mesh: Mesh,
         axis: str,
     ):
-        self._optimizer = optax.with_extra_args_support(optimizer)
+        self._optimizer = optimizer
         self._storage, self._mesh, self._axis = storage, mesh, axis
         params = StoredForm(storage, storage.shapes)
         self.state_form = StoredForm(storage, jax.eval_shape(self._optimizer.init, params.shapes))
@@ -77,6 +78,17 @@ class StagedOptimizer:
         """
         updates, state = self._update(grads, state, params, value.astype(jnp.float32))
         return updates, state
+
+    def state_to_model(self, stored: PyTree) -> PyTree:
+        """A state in stored form as the optimizer has it for the model."""
+        apart = self.state_form.to_model(stored)
+        is_apart = isinstance(self._optimizer, UnstackedOptimizer)
+        return self._optimizer.state_together(apart) if is_apart else apart
+
+    def state_from_model(self, state: PyTree) -> PyTree:
+        """The inverse of `state_to_model`, exactly."""
+        is_apart = isinstance(self._optimizer, UnstackedOptimizer)
+        return self.state_form.from_model(self._optimizer.state_apart(state) if is_apart else state)
 
     def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
         return self._optimizer.update(grads, state, params, value=value)

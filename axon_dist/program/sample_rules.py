@@ -347,7 +347,7 @@ def _attention(op: Operation, values: list[Value]) -> list[Value]:
     return [result if grown(shapes) else total(0.0) for shapes in op.outputs]
 
 
-_ELEMENTWISE = """
+_NONLINEAR = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
     cbrt ceil clamp clz complex cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor
     ge gt igamma igamma_grad_a igammac is_finite le le_to lgamma log log1p log2 logistic lt_to
@@ -357,21 +357,29 @@ _ELEMENTWISE = """
     threefry2x32 xor zeta
 """
 _LINEAR = (
-    "neg copy copy_p real imag conj reduce_precision stop_gradient name sharding_constraint "
-    "mesh_cast pvary pcast layout_constraint to_edtype from_edtype tie reshard"
+    "neg copy copy_p real imag conj reduce_precision stop_gradient name to_edtype from_edtype tie"
 )
+_PLACING = "sharding_constraint mesh_cast pvary pcast layout_constraint reshard"
+_POWERS = "sqrt rsqrt square integer_pow"
+_ARITHMETIC = "add sub add_any mul div lt convert_element_type select_n"
+
+ELEMENTWISE: frozenset[str] = frozenset(
+    " ".join((_NONLINEAR, _LINEAR, _POWERS, _ARITHMETIC)).split()
+)
+"""Operations that make every element of the elements at its place, or of numbers."""
 
 RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys(_ELEMENTWISE.split(), _nonlinear),
+        **dict.fromkeys(_NONLINEAR.split(), _nonlinear),
         **dict.fromkeys(_LINEAR.split(), _linear),
+        **dict.fromkeys(_PLACING.split(), _linear),
         **dict.fromkeys(("optimization_barrier", "device_put"), _same),
         **dict.fromkeys(("add", "sub", "add_any"), lambda op, v: plus(*_signed(op, v))),
         "mul": lambda op, v: times(*v),
         "div": lambda op, v: over(*v),
         "lt": _compare,
         "convert_element_type": _convert,
-        **dict.fromkeys(("sqrt", "rsqrt", "square", "integer_pow"), _power),
+        **dict.fromkeys(_POWERS.split(), _power),
         "broadcast_in_dim": _broadcast,
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
         "transpose": _transpose,

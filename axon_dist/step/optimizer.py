@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ..core.errors import AxonDistError, ConfigError
 from ..core.typing import PyTree
+from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
 from .parts import ModelParts
 from .storage import Storage
@@ -51,6 +52,8 @@ def optimizer_for(
     if storage.rows is None:
         return fitting, storage
     pipeline: Any = storage.strategy.pipeline
+    if storage.stacks.depths:
+        fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
     staged = StagedOptimizer(fitting, storage.rows, mesh, pipeline.axis)
     return staged, storage.with_state_rows(staged.state_form.row_paths)
 

@@ -20,6 +20,7 @@ from ..pipeline import (
     Executor,
     LossTrace,
     ModelStorage,
+    Stacks,
     StageProgram,
     SwitchStages,
     UniformStages,
@@ -30,6 +31,7 @@ from ..pipeline import (
 )
 from ..pipeline import Sums as PipelineSums
 from ..program.randomness import Rows, with_rank, without_rank
+from ..program.rows import Stacked, by_rows, whole
 from .local_view import sample_rows
 from .objective import GradientFn, GradientResult, Sums, evaluate, weighed_metrics
 from .spec import StepSpec
@@ -116,6 +118,11 @@ class StagedPlan:
         return self.spec.storage.rows
 
     @property
+    def stacks(self) -> Stacks:
+        """The modules of the model that hold many blocks."""
+        return self.spec.storage.stacks
+
+    @property
     def reduction(self) -> Reduction:
         """How gradients become one."""
         return self.spec.reduction
@@ -133,7 +140,8 @@ class StagedPlan:
     @cached_property
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
-        blocks = frozenset("/".join(map(str, keys)) for keys in self.rows.stages.blocks)
+        modules = {self.stacks.in_model(keys) for keys in self.rows.stages.blocks}
+        blocks = frozenset("/".join(map(str, keys)) for keys in modules)
         return View(
             self.strategy.precision,
             blocks,
@@ -189,7 +197,7 @@ class StagedPlan:
         remat = self.strategy.remat
         spec, policy = self.spec, None if remat is None else remat.remat
         prepare = self.view.prepare(None, spec.change_layers, policy)
-        params = jax.eval_shape(self.view.cast, spec.parts.params)
+        params = jax.eval_shape(self.view.cast, self.rows.shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
         def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
@@ -203,7 +211,13 @@ class StagedPlan:
                 outcome.buffers,
             )
 
-        return trace_loss(spelled(forward, self.strategy, self.mesh), params, buffers, one)
+        spelling = spelled(forward, self.strategy, self.mesh)
+        if self.stacks.depths:
+            # A loop over stacked blocks, as the model has it, hides which of them a call reads.
+            layers = by_rows(spelling)
+            together = lambda params: self.stacks.together(params, Stacked)
+            spelling = lambda params, *rest: jax.tree.map(whole, layers(together(params), *rest))
+        return trace_loss(spelling, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""

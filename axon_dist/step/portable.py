@@ -48,9 +48,9 @@ class PortableForm:
         self._is_same = step.storage.rows is None
         if self._is_same:
             return
-        storage, moments = step.storage, step.spec.stored_optimizer.state_form
-        to_model = functools.partial(_convert, storage.to_model, moments.to_model)
-        to_rows = functools.partial(_convert, storage.from_model, moments.from_model)
+        storage, optimizer = step.storage, step.spec.stored_optimizer
+        to_model = functools.partial(_convert, storage.to_model, optimizer.state_to_model)
+        to_rows = functools.partial(_convert, storage.from_model, optimizer.state_from_model)
         portable = jax.eval_shape(to_model, step.abstract_state)
         mesh = step.world.mesh
         where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)

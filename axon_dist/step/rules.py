@@ -44,10 +44,9 @@ def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.storage.rows
     if rows is None or remat is None or not remat.classes:
         return None
-    modules = nnx.iter_modules(spec.parts.abstract)
-    blocks = sorted(
-        {type(module).__name__ for keys, module in modules if keys in rows.stages.blocks}
-    )
+    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.blocks}
+    found = nnx.iter_modules(spec.parts.abstract)
+    blocks = sorted({type(module).__name__ for keys, module in found if keys in modules})
     if set(remat.classes) == set(blocks):
         return None
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}

@@ -13,7 +13,8 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
-from ..pipeline import Keys, ModelStorage, Staged, Stages, storage_for
+from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
+from ..program import stacks_of
 from ..schedule import partition
 from .parts import ModelParts
 
@@ -30,12 +31,14 @@ class Storage:
         from_model: the model's nested dict -> the stored tree.
         to_model: the inverse, exactly.
         rows: the rows of a pipeline; None without one.
+        stacks: the modules of the model that a pipeline takes apart first.
     """
 
     strategy: Strategy
     from_model: Callable[[PyTree], PyTree] = lambda params: params
     to_model: Callable[[PyTree], PyTree] = lambda params: params
     rows: ModelStorage | None = None
+    stacks: Stacks = Stacks()
 
     def with_state_rows(self, paths: frozenset[Path]) -> Storage:
         """The same, knowing which leaves of the optimizer's state are rows."""
@@ -62,24 +65,31 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
     """
     if strategy.pipeline is None:
         return Storage(strategy)
-    rows = storage_for(_stages(parts, strategy.pipeline), parts.params)
-    stored = jax.eval_shape(rows.from_model, parts.params)
-    return Storage(_staged(strategy, rows, stored), rows.from_model, rows.to_model, rows)
+    stages, stacks = _stages(parts, strategy.pipeline)
+    rows = storage_for(stages, stacks.apart(parts.params))
+    return Storage(
+        _staged(strategy, rows, stacks),
+        lambda params: rows.from_model(stacks.apart(params)),
+        lambda stored: stacks.together(rows.to_model(stored)),
+        rows,
+        stacks,
+    )
 
 
-def _stages(parts: ModelParts, plan: PipelinePlan) -> Stages:
-    model = nnx.merge(parts.graphdef, parts.params, parts.buffers)
+def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
+    model = parts.abstract
     blocks = block_keys(model, plan.classes)
     if len(blocks) < plan.schedule.num_stages:
         classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
         raise UnsupportedError(
             f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
-            f"blocks to cut between ({', '.join(plan.classes) or 'modules kept in lists'}). Use "
+            f"blocks to cut between ({', '.join(plan.classes) or 'modules kept in lists or stacked by nnx.vmap'}). Use "
             f"fewer stages, name the class of the blocks among {', '.join(classes)}, or give each "
             "stage its module: Pipeline.from_modules([...])"
         )
     boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)
-    return Stages.of(plan.schedule, tuple(blocks), boundaries)
+    stacks = Stacks(tuple(item for item in _stacked(model).items() if (*item[0], 0) in blocks))
+    return Stages.of(plan.schedule, tuple(blocks), boundaries), stacks
 
 
 def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
@@ -88,7 +98,8 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
     Args:
         model: a model.
         classes: names of the block classes; none takes the modules that the model keeps in lists
-            and that have parameters; of lists in lists, the modules in the innermost ones.
+            and that have parameters; of lists in lists, the modules in the innermost ones; and
+            the layers of stacked modules, which are numbered as those of a list are.
 
     Returns:
         Keys, nothing inside a block being one.
@@ -99,13 +110,24 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         [('layers', 0)]
     """
     found: list[Keys] = []
+    stacks = _stacked(model)
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         # A list in a list only holds blocks; what a block holds in lists is found after the block.
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
-        chosen = type(module).__name__ in classes if classes else listed and _has_params(module)
+        listed = (listed and _has_params(module)) or keys in stacks
+        chosen = type(module).__name__ in classes if classes else listed
         if chosen and not any(keys[: len(outer)] == outer for outer in found):
             found.append(keys)
-    return sorted(found, key=lambda keys: [_counted(key) for key in keys])
+    layers = lambda keys: [(*keys, row) for row in range(stacks[keys])]
+    blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
+    return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
+
+
+def _stacked(model: nnx.Module) -> dict[Keys, int]:
+    """The keys of the stacked modules of a model, and how many layers each holds."""
+    paths = stacks_of(model)
+    by_path = {"/".join(map(str, keys)): keys for keys, _ in nnx.iter_modules(model)}
+    return {by_path[path]: count for path, count in paths.items()}
 
 
 def _counted(key: str | int) -> tuple[bool, list[str | int]]:
@@ -118,10 +140,11 @@ def _has_params(module: nnx.Module) -> bool:
     return bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
-def _staged(strategy: Strategy, rows: ModelStorage, stored: PyTree) -> Strategy:
+def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
     plan: Any = strategy.pipeline
     of_rows = frozenset("/".join(map(str, keys)) for keys in rows.row_keys)
-    wrap = lambda policy: Staged(policy, plan.axis, of_rows)
+    of_blocks = lambda policy: OfBlocks(policy, stacks) if stacks.depths else policy
+    wrap = lambda policy: Staged(of_blocks(policy), plan.axis, of_rows)
     return dataclasses.replace(
         strategy,
         params=wrap(strategy.params),

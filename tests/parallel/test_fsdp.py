@@ -21,7 +21,7 @@ def test_full_shard_is_the_default_and_every_name_a_stage(world):
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
     kept = FSDP(model.module, world.group("dp"), ShardingStrategy.SHARD_GRAD_OP)
     assert kept.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    layout = lambda s: (s.params.split_axes, s.reduction.per, s.opt_state.split_axes)
+    layout = lambda s: (s.params.split_axes, s.reduces_per, s.opt_state.split_axes)
     stages = {"no_shard": 0, "shard_grad_op": 2, "full_shard": 3}
     for name, stage in stages.items():
         assert layout(fsdp(name, ("dp",))) == layout(zero(stage, ("dp",)))

@@ -67,7 +67,7 @@ def test_compose_adds_axes_and_overlays_policies():
     assert both.name == "zero3 + tp"
     assert both.batch_axes == ("fsdp",)
     assert both.params("w", (8, 64), MeshSpec(fsdp=4, tp=2)) == P("fsdp", "tp")
-    assert both.reduction == Reduction(per="microbatch")
+    assert (both.reduction, both.reduces_per) == (Reduction(), "microbatch")
     assert compose(TP).params == TP.params
 
 

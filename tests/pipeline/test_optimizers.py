@@ -51,6 +51,24 @@ class Net(nnx.Module):
         return self.head(x)
 
 
+class StackedNet(nnx.Module):
+    """Blocks in one module, a row of each array for each of them."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Linear(8, WIDTH, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: Block(WIDTH, rngs))(nnx.Rngs(1).split(4))
+        self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(run(self.embed(x), self.blocks))
+
+
+def make(model):
+    return StackedNet() if model == "stack" else Net(MODELS[model])
+
+
 MODELS = {"rows": (WIDTH,) * 4, "holes": (WIDTH,) * 3, "vectors": (WIDTH, 24, 48)}
 MODELS["alike stages"] = (WIDTH, 24, WIDTH, 24)
 CLIP = optax.clip_by_global_norm(0.5)
@@ -189,9 +207,31 @@ def cases():
             yield pytest.param(name, model, marks=() if name in EVERYWHERE else pytest.mark.full)
 
 
+def stacked_cases():
+    """Recipes that work on whole stacks, which are what one leaf is on one device."""
+    for name in RECIPES:
+        if name not in OVER_LAYERS:
+            yield pytest.param(name, marks=() if name in EVERYWHERE else pytest.mark.full)
+
+
+OVER_LAYERS = ("clip agc", "prodigy", "by place")
+"""Recipes that sum or shift along the dim that counts layers."""
+
+
+@pytest.mark.parametrize("name", list(stacked_cases()))
+def test_stacked_blocks_equal_one_device(name, make_world):
+    check_on(name, "stack", pipelined(2, 2), make_world("pp=2"))
+
+
+@pytest.mark.parametrize("name", OVER_LAYERS)
+def test_what_works_along_the_stacked_layers_is_refused(name, make_world):
+    with pytest.raises(UnsupportedError, match=r"'grads/blocks/0/\w+/kernel', and the operation"):
+        check_on(name, "stack", pipelined(2, 2), make_world("pp=2"))
+
+
 def check_on(name, model, strategy, world):
-    parts, _ = take_apart(Net(MODELS[model]))
-    params = nnx.to_pure_dict(nnx.state(Net(MODELS[model]), nnx.Param))
+    parts, _ = take_apart(make(model))
+    params = nnx.to_pure_dict(nnx.state(make(model), nnx.Param))
     storage = storage_of(parts, strategy)
     optimizer, storage = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
 
@@ -202,7 +242,7 @@ def check_on(name, model, strategy, world):
     params_rows, state_rows = trained(optimizer, params, stored)
     want, want_state = trained(optax.with_extra_args_support(RECIPES[name]()), params)
     assert_equal(storage.to_model(params_rows), want)
-    assert_equal(optimizer.state_form.to_model(state_rows), want_state)
+    assert_equal(optimizer.state_to_model(state_rows), want_state)
     # A rank without a block keeps its zeros, which are counted in norms of all that is stored.
     again = storage.from_model(storage.to_model(params_rows))
     jax.tree.map(np.testing.assert_array_equal, again, params_rows)
@@ -235,7 +275,7 @@ def test_the_state_of_blocks_lies_on_their_stages_ranks(make_world):
     strategy = compose(pipelined(2, 2), zero(1, min_elements=8))
     for name in ("adafactor", "novograd", "muon", "frozen layer, clip"):
         for model in ("rows", "vectors"):
-            parts, _ = take_apart(Net(MODELS[model]))
+            parts, _ = take_apart(make(model))
             storage = storage_of(parts, strategy)
             optimizer, storage = optimizer_for(RECIPES[name](), parts, storage, world.mesh)
             params = jax.eval_shape(storage.from_model, parts.params)
