@@ -1,8 +1,8 @@
 """The watchdog: a process that is killed, hangs or fails is named by the others, which then end.
 
 Without it they wait in a collective for good, or JAX aborts them without a name. Every process
-writes a pulse into the key-value store of `jax.distributed`; process 0 reads all pulses and posts
-who is lost on a bulletin; the others read that, and the pulse of process 0. So the traffic grows
+writes a heartbeat into the key-value store of `jax.distributed`; process 0 reads all heartbeats and posts
+who is lost on a bulletin; the others read that, and the heartbeat of process 0. So the traffic grows
 with the number of processes and not with its square.
 """
 
@@ -21,7 +21,11 @@ from .roll_call import Attendee
 EXIT_PEER_LOST = 75
 """The exit code of a process that ended because another one was lost (`EX_TEMPFAIL`)."""
 
-_PULSES, _FAILURES, _BULLETIN = "axon/watch/pulse/", "axon/watch/failed/", "axon/watch/bulletin/"
+_HEARTBEATS, _FAILURES, _BULLETIN = (
+    "axon/watch/heartbeat/",
+    "axon/watch/failed/",
+    "axon/watch/bulletin/",
+)
 _SHORTEST, _LONGEST = 0.2, 1.0
 _STACK_LINES = 12
 
@@ -112,7 +116,7 @@ class Watchdog:
         while not self._stopped.wait(self.period):
             count += 1
             try:
-                self.store.set(f"{_PULSES}{self.me}", str(count))
+                self.store.set(f"{_HEARTBEATS}{self.me}", str(count))
                 self._listen(count)
             except Exception:
                 # The store is gone: JAX says so itself, and ends the process.
@@ -120,14 +124,14 @@ class Watchdog:
 
     def _listen(self, count: int) -> None:
         if self.me == 0:
-            self.store.set(f"{_BULLETIN}pulse", str(count))
-            self._silences.hear(_by_process(self.store.items(_PULSES)))
+            self.store.set(f"{_BULLETIN}heartbeat", str(count))
+            self._silences.hear(_by_process(self.store.items(_HEARTBEATS)))
             failed = _by_process(self.store.items(_FAILURES))
             posted = self.store.items(_BULLETIN).get("verdict")
             self._verdict = self._verdict or posted or self._failure(failed)
             return
         bulletin = self.store.items(_BULLETIN)
-        self._silences.hear({0: bulletin.get("pulse", "")})
+        self._silences.hear({0: bulletin.get("heartbeat", "")})
         self._verdict = bulletin.get("verdict")
 
     def _watch(self) -> None:

@@ -1,6 +1,6 @@
 """The step watch: a process that lives but takes no step is named, and all end.
 
-The watchdog hears a pulse from a thread, which goes on beating while the main thread hangs: in a
+The watchdog hears a heartbeat from a thread, which goes on while the main thread hangs: in a
 lock, in a file system that does not answer, in a batch that never comes. The others then wait for
 it in a collective for good. So the loop tells its step, and where nobody's step has changed for too
 long, whoever is behind the others holds them up.

@@ -1,6 +1,6 @@
-"""Pieces of models that parallelism needs: units of a model, rolled loops, rematerialisation.
+"""Pieces of models that parallelism needs: units of a model, loops over layers, rematerialisation.
 
-Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `rolling.py`.
+Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `layer_scan.py`.
 """
 
 from ..program import GATHER as GATHER
@@ -10,7 +10,7 @@ from ..program import check_some as check_some
 from ..program import find_chains as find_chains
 from ..program import is_inside as is_inside
 from ..program import mark_units as mark_units
-from ..program import roll as roll
+from ..program import scan_over_layers as scan_over_layers
 from ..program import units_of as units_of
 from ..program import wrap_calls as wrap_calls
 from .attention import TensorParallelAttention as TensorParallelAttention
@@ -36,3 +36,6 @@ from .remat import by_class as by_class
 from .remat import summed as summed
 from .ring import ring_attention as ring_attention
 from .ring import ulysses_attention as ulysses_attention
+
+roll = scan_over_layers
+"""The name that `scan_over_layers` had in version 0.1."""

@@ -29,7 +29,7 @@ def why_not_in_order(
     if tied := next((owners for owners in calls if len(owners) > 1), None):
         shared = " and ".join(repr(blocks[number]) for number in sorted(tied))
         return (
-            f"the blocks {shared} share a parameter: they are tied, and each may lie on another "
+            f"the blocks {shared} share a parameter, and each may lie on another "
             "rank. Give each block parameters of its own, or keep what is shared in a module "
             "outside the blocks and hand its value to them"
         )

@@ -1,21 +1,21 @@
-"""Tools over traced programs: units, rolled loops, pieces, and the flow of dims through them.
+"""Tools over traced programs: units, loops over layers, pieces, and the flow of dims through them.
 
 Imports `core` alone. Start reading in `walk.py`, the few ways in which all others read a jaxpr;
-then `units.py`, `rolling.py` and `piece.py`.
+then `units.py`, `layer_scan.py` and `piece.py`.
 """
 
 from .calls import wrap_calls as wrap_calls
 from .convolution import ByRank as ByRank
+from .layer_scan import SHARED as SHARED
+from .layer_scan import Chain as Chain
+from .layer_scan import find_chains as find_chains
+from .layer_scan import is_unit as is_unit
+from .layer_scan import scan_over_layers as scan_over_layers
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
 from .reads import read_outside_units as read_outside_units
 from .rewrite import Rewriting as Rewriting
-from .rolling import SHARED as SHARED
-from .rolling import Chain as Chain
-from .rolling import find_chains as find_chains
-from .rolling import is_unit as is_unit
-from .rolling import roll as roll
 from .stacks import num_stacked as num_stacked
 from .stacks import stacks_of as stacks_of
 from .units import GATHER as GATHER

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..core.compat import inner_programs
-from .rolling import has_units, is_unit
+from .layer_scan import has_units, is_unit
 
 
 def read_outside_units(jaxpr: Any, names: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.compat import CALLS, REMATS, eval_equation, scan_counts
-from .rolling import has_units, is_unit
+from .layer_scan import has_units, is_unit
 from .sample_rules import ELEMENTWISE
 from .walk import called, interpret
 

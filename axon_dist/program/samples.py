@@ -56,7 +56,7 @@ def follow_samples(
         How each output depends on the samples.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> shape = lambda count: jax.ShapeDtypeStruct((count, 3), jnp.float32)
         >>> loss = lambda x: (jnp.mean(x**2), jnp.max(x))
         >>> mean, largest = follow_samples(

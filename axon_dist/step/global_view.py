@@ -67,7 +67,7 @@ def global_forward(spec: StepSpec, also: Prepare) -> Forward:
     splits = spec.strategy.params.split_axes or spec.strategy.opt_state.split_axes
     prepare = spec.view.prepare(gather_of(spec) if splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
-    return spec.view.rolled(spelled(forward, spec.strategy, spec.mesh))
+    return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
 
 def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, Array]]:

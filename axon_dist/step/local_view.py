@@ -137,7 +137,7 @@ class LocalPlan:
 
         prepare = spec.view.prepare(make_gather, also)
         forward = forward_of(spec.parts, spec.loss_fn, prepare)
-        return spec.view.rolled(spelled(forward, spec.strategy, spec.mesh))
+        return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
     def _gather(self, path: Path) -> LocalGather:
         shape = self.spec.parts.shape_of(path)

@@ -26,9 +26,10 @@ from .arguments import check_arguments
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .compiling import Value
-from .divergence import jit_of
+from .deadlock_guard import jit_of
 from .global_view import evaluation
 from .gradients import gradient_function
+from .in_flight import InFlightLimit
 from .local_view import mean_buffers, stack_buffers
 from .nonfinite import FLAG, Nonfinite, nonfinite_policy
 from .objective import GradientFn, GradientResult
@@ -40,7 +41,6 @@ from .separable import Separation
 from .spec import StepSpec
 from .state import TrainState, check_usable
 from .storage import Storage
-from .throttle import InFlight
 from .update import are_finite, clip, skip_overflow, undo_nonfinite
 
 STEPS_IN_FLIGHT = 16
@@ -184,7 +184,7 @@ class TrainStep:
         self._gradient_fn: GradientFn = gradient_function(spec)
         self._evaluation = evaluation(spec)
         self.near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
-        self._in_flight = InFlight(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
+        self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
         self._step = jit(
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)

@@ -80,11 +80,12 @@ def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
     model = parts.abstract
     blocks = block_keys(model, plan.classes)
     if len(blocks) < plan.schedule.num_stages:
+        where = ", ".join(plan.classes) or "modules kept in lists or stacked by nnx.vmap"
         classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
         raise UnsupportedError(
             f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
-            f"blocks to cut between ({', '.join(plan.classes) or 'modules kept in lists or stacked by nnx.vmap'}). Use "
-            f"fewer stages, name the class of the blocks among {', '.join(classes)}, or give each "
+            f"blocks to cut between ({where}). Use fewer stages, "
+            f"name the class of the blocks among {', '.join(classes)}, or give each "
             "stage its module: Pipeline.from_modules([...])"
         )
     boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)

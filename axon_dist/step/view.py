@@ -22,7 +22,7 @@ from ..program import (
     check_some,
     is_inside,
     mark_units,
-    roll,
+    scan_over_layers,
     whole_slices,
 )
 from .objective import Forward, Prepare
@@ -67,7 +67,7 @@ class View:
             make_gather: how weights are gathered, each within its unit; None where they are
                 whole already.
             also: a further change, made first.
-            remat: what each unit keeps for its backward pass; None where `rolled` sees to it.
+            remat: what each unit keeps for its backward pass; None where the scan does.
 
         Returns:
             The function.
@@ -93,14 +93,14 @@ class View:
 
         return adapt
 
-    def rolled(self, forward: Forward) -> Forward:
+    def with_layer_scan(self, forward: Forward) -> Forward:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
         regather = regather_in_backward if self.splits_params else None
         remat = self.remat.remat if self.remat else regather
         group = self.remat.group_size if self.remat else 1
-        return roll(forward, group, remat, prefetch=not self.moves_activations)
+        return scan_over_layers(forward, group, remat, prefetch=not self.moves_activations)
 
 
 def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:

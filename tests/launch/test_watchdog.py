@@ -44,11 +44,11 @@ def run(dog, store, rounds, also=()):
 
     def tick(seconds, real=dog._silences.tick):
         number = str(next(beats))
-        store.set(f"axon/watch/pulse/{dog.me}", number)
+        store.set(f"axon/watch/heartbeat/{dog.me}", number)
         for other in also:
-            store.set(f"axon/watch/pulse/{other}", number)
+            store.set(f"axon/watch/heartbeat/{other}", number)
             if other == 0:
-                store.set("axon/watch/bulletin/pulse", number)
+                store.set("axon/watch/bulletin/heartbeat", number)
         dog._listen(int(number))
         real(seconds)
 

@@ -256,7 +256,7 @@ def test_skipping_counts_and_tells(steps):
     assert all("train/nonfinite" not in row for _, row in rows)
 
 
-def test_rolling_back_goes_on_past_the_batches(steps):
+def test_layer_scan_back_goes_on_past_the_batches(steps):
     saves = Saves({5: np.nan})
     trainer, notes, _ = fit(steps["rollback"], saves, save_every=3)
     result = trainer.fit()
@@ -272,7 +272,7 @@ def test_rolling_back_goes_on_past_the_batches(steps):
     assert bits(result.state) == bits(state)
 
 
-def test_rolling_back_ends(steps):
+def test_layer_scan_back_ends(steps):
     saves = Saves(dict.fromkeys(range(3, 100), np.nan))
     trainer, notes, _ = fit(steps["rollback"], saves, save_every=2, max_rollbacks=2)
     with pytest.raises(NonfiniteError, match=r"step 3: the loss is nan after 2 rollbacks; the st"):
@@ -284,7 +284,7 @@ def test_rolling_back_ends(steps):
     assert sorted(saves.states) == [1]
 
 
-def test_rolling_back_needs_somewhere_to_go(steps):
+def test_layer_scan_back_needs_somewhere_to_go(steps):
     trainer = Trainer(
         step=steps["rollback"], batches=[batch_of(0)], options=LoopOptions(num_steps=1)
     )

@@ -30,7 +30,7 @@ from axon_dist.parallel import (
 )
 from axon_dist.sharding import LargestDim
 from axon_dist.step import RULES
-from axon_dist.step.divergence import WithoutDivergence
+from axon_dist.step.deadlock_guard import DeadlockGuard
 
 
 class Net(nnx.Module):
@@ -391,8 +391,8 @@ def test_a_permutation_that_a_stage_asks_for_is_seen_before_compiling(world):
     run = jax.shard_map(
         stages, mesh=world.mesh, in_specs=(P(), P("dp")), out_specs=P("dp"), check_vma=False
     )
-    guarded = WithoutDivergence(jax.jit(run))
+    guarded = DeadlockGuard(jax.jit(run))
     with pytest.raises(UnsupportedError, match=r"ppermute over .*dp.*forever|forever: ppermute"):
         guarded.lower(jnp.int32(1), jnp.ones(8))
     outside = jax.shard_map(turn, mesh=world.mesh, in_specs=P("dp"), out_specs=P("dp"))
-    assert WithoutDivergence(jax.jit(outside)).lower(jnp.ones(8))
+    assert DeadlockGuard(jax.jit(outside)).lower(jnp.ones(8))

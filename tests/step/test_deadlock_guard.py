@@ -11,7 +11,7 @@ from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import tensor_parallel
 from axon_dist.program import Rewriting
 from axon_dist.step import view
-from axon_dist.step.divergence import check_branches
+from axon_dist.step.deadlock_guard import check_branches
 
 TEXT = """\
 HloModule example

@@ -1,7 +1,7 @@
-"""Rolling: equal units called one after another become one `lax.scan` over stacked weights.
+"""Scan over layers: equal units called one after another become one `lax.scan` over weights.
 
 A model that loops over its layers in Python compiles every layer anew, and lets the compiler keep
-or move what should live for one layer only. Rolling works on the jaxpr, where the flow of data is
+or move what should live for one layer only. It works on the jaxpr, where the flow of data is
 explicit: a chain of calls of the same inner program, each fed by the one before, is the loop
 
     for weights in stacked: x = unit(weights, x)
@@ -66,7 +66,7 @@ class Chain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rolling:
+class LayerScan:
     """How units run.
 
     Args:
@@ -92,7 +92,7 @@ class Rolling:
         return jax.checkpoint(body, policy=RealOnly(self.remat), prevent_cse=barrier)
 
 
-def roll(
+def scan_over_layers(
     function: Callable[..., Any],
     group: int | Callable[[int], int] = 1,
     remat: RematPolicy | None = None,
@@ -116,14 +116,14 @@ def roll(
         A function of the same arguments with the same results.
     """
 
-    def rolled(*args: Any) -> Any:
+    def scanned(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         size: Any = (lambda _: group) if isinstance(group, int) else group
-        how = Rolling(size, remat, prefetch)
+        how = LayerScan(size, remat, prefetch)
         results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return rolled
+    return scanned
 
 
 def is_unit(equation: Any) -> bool:
@@ -188,7 +188,7 @@ def _same(old: Any, new: Any) -> bool:
     return old is new
 
 
-def _evaluate(closed: Any, values: Sequence[Any], how: Rolling) -> list[Any]:
+def _evaluate(closed: Any, values: Sequence[Any], how: LayerScan) -> list[Any]:
     jaxpr = closed.jaxpr
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr)}
     inside = {call for chain in chains.values() for call in chain.calls}
@@ -216,7 +216,7 @@ def _evaluate(closed: Any, values: Sequence[Any], how: Rolling) -> list[Any]:
     return env.read(jaxpr.outvars)
 
 
-def _run(equation: Any, operands: Sequence[Any], how: Rolling) -> Sequence[Any]:
+def _run(equation: Any, operands: Sequence[Any], how: LayerScan) -> Sequence[Any]:
     """Runs an equation; units are protected wherever in it they are called."""
     evaluate = functools.partial(eval_equation, equation)
     if is_unit(equation):
@@ -236,7 +236,7 @@ def _run(equation: Any, operands: Sequence[Any], how: Rolling) -> Sequence[Any]:
     return how.protect(evaluate, 1)(operands)
 
 
-def _scan_of_model(equation: Any, operands: Sequence[Any], how: Rolling) -> list[Any]:
+def _scan_of_model(equation: Any, operands: Sequence[Any], how: LayerScan) -> list[Any]:
     """A loop that the model itself has: what one iteration runs is protected."""
     params, closed = equation.params, equation.params["jaxpr"]
     num_consts, num_carry = scan_counts(equation)
@@ -268,7 +268,7 @@ def _scan_of_model(equation: Any, operands: Sequence[Any], how: Rolling) -> list
 
 
 def _remat_of_model(
-    equation: Any, jaxpr: Any, operands: Sequence[Any], how: Rolling
+    equation: Any, jaxpr: Any, operands: Sequence[Any], how: LayerScan
 ) -> Sequence[Any]:
     """A checkpoint that the model itself has: it keeps what both it and ours would keep."""
     policy = equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
@@ -326,7 +326,7 @@ def _as_array(value: Any, aval: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
 
 
-def _scan(jaxpr: Any, chain: Chain, env: Known, how: Rolling) -> dict[Any, Any]:
+def _scan(jaxpr: Any, chain: Chain, env: Known, how: LayerScan) -> dict[Any, Any]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]

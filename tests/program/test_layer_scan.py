@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from axon_dist.nn import ActivationCheckpointing, by_class
-from axon_dist.program import find_chains, mark_units, roll
+from axon_dist.program import find_chains, mark_units, scan_over_layers
 
 WIDTH = 6
 
@@ -56,7 +56,7 @@ def functions(model, group=1, remat=None, unit_remat=None, **options):
 
         return run
 
-    return forward(False), roll(forward(True), group, remat, **options), params, rest
+    return forward(False), scan_over_layers(forward(True), group, remat, **options), params, rest
 
 
 def scans(function, *args):
@@ -147,7 +147,7 @@ def unequal(remat=None, group=1):
             mark_units(module, by_class("Linear"))
         return module(x)
 
-    return run, roll(run, group, remat), params
+    return run, scan_over_layers(run, group, remat), params
 
 
 def test_what_lies_between_two_units_is_not_a_chain():
@@ -199,8 +199,8 @@ def test_two_chains_are_two_scans():
             mark_units(module, by_class("Linear"))
         return module(x)
 
-    assert scans(roll(run), params, X) == [3, 2]
-    np.testing.assert_allclose(roll(run)(params, X), run(params, X, False), rtol=1e-6)
+    assert scans(scan_over_layers(run), params, X) == [3, 2]
+    np.testing.assert_allclose(scan_over_layers(run)(params, X), run(params, X, False), rtol=1e-6)
 
 
 class Parallel(nnx.Module):
@@ -237,11 +237,11 @@ def test_flows_that_are_no_chain_are_left_as_they_are(kind):
             mark_units(module, by_class("Linear" if kind is Parallel else "Block"))
         return module(x)
 
-    assert scans(roll(run), params, X) == []
+    assert scans(scan_over_layers(run), params, X) == []
     # To the last digits, so compiled as programs usually are.
     usual = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
     expected = usual(lambda params: run(params, X, False))(params)
-    np.testing.assert_allclose(usual(roll(run))(params, X), expected, rtol=1e-6)
+    np.testing.assert_allclose(usual(scan_over_layers(run))(params, X), expected, rtol=1e-6)
 
 
 def test_a_chain_keeps_its_boundaries_and_nothing_else():

@@ -16,7 +16,7 @@ from ..program import in_branches
 from .spec import StepSpec
 
 
-class WithoutDivergence:
+class DeadlockGuard:
     """A jitted function whose compiled program is looked through before it runs for the first time.
 
     The stages of a pipeline take different branches. Sums and gathers over the ranks of one stage
@@ -73,7 +73,7 @@ def jit_of(spec: StepSpec) -> Callable[..., Any]:
         return jax.jit
     by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
     left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
-    guarded = lambda *args, **options: WithoutDivergence(jax.jit(*args, **options))
+    guarded = lambda *args, **options: DeadlockGuard(jax.jit(*args, **options))
     return guarded if left else jax.jit
 
 

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from axon_dist.step.throttle import InFlight
+from axon_dist.step.in_flight import InFlightLimit
 
 
 class Result:
@@ -23,7 +23,7 @@ class Result:
 
 @pytest.mark.parametrize(("limit", "waited"), [(2, [0, 1, 2]), (4, [0]), (0, [])])
 def test_the_oldest_is_waited_for(limit, waited):
-    log, running = [], InFlight(limit)
+    log, running = [], InFlightLimit(limit)
     for number in range(5):
         running.add(Result(log, number))
     assert log == waited

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-class InFlight:
+class InFlightLimit:
     """Waits for an old step once too many are under way.
 
     Every emulated device of every step in flight parks a thread while it waits for the others;
