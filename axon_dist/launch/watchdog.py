@@ -1,9 +1,9 @@
 """The watchdog: a process that is killed, hangs or fails is named by the others, which then end.
 
 Without it they wait in a collective for good, or JAX aborts them without a name. Every process
-writes a heartbeat into the key-value store of `jax.distributed`; process 0 reads all heartbeats and posts
-who is lost on a bulletin; the others read that, and the heartbeat of process 0. So the traffic grows
-with the number of processes and not with its square.
+writes a heartbeat into the key-value store of `jax.distributed`; process 0 reads all of them and
+posts who is lost on a bulletin; the others read that, and the heartbeat of process 0. So the
+traffic grows with the number of processes and not with its square.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from axon_dist.parallel import (
 
 from .models import Case, mean_square, regression_batch, token_batch, transformer
 from .reference import assert_close, train
+from .rows import and_full, part
 
 STEPS = 3
 TRANSFORMER = {"width": 32, "ffn_width": 32, "vocab_size": 32, "max_length": 16, "num_heads": 4}
@@ -79,7 +80,7 @@ BF16 = {
 }
 
 
-@pytest.mark.parametrize("name", BF16)
+@pytest.mark.parametrize("name", part(BF16, ["zero1 x tp", "buckets x tp", "pp x cp x tp"]))
 def test_bf16_in_manual_regions_beside_automatic_axes(name):
     """XLA:CPU ends the process over a bfloat16 reduction that is not widened."""
     make, mesh, accumulate = BF16[name]
@@ -98,7 +99,10 @@ def test_bf16_in_manual_regions_beside_automatic_axes(name):
 
 @pytest.mark.parametrize(
     ("mesh", "heads", "sequence"),
-    [("pp=2,cp=2,tp=2", 4, False), ("pp=2,cp=2,tp=2", 8, True), ("pp=2,cp=4", 4, False)],
+    and_full(
+        [("pp=2,cp=2,tp=2", 8, True)],
+        [("pp=2,cp=2,tp=2", 4, False), ("pp=2,cp=4", 4, False)],
+    ),
 )
 def test_pipelines_with_context_and_tensor_parallelism(mesh, heads, sequence):
     parts = [pipelined(2, 2), context_parallel("ulysses")]
@@ -106,7 +110,7 @@ def test_pipelines_with_context_and_tensor_parallelism(mesh, heads, sequence):
     equals_one_device(decoder(num_heads=heads), compose(*parts), mesh, 2)
 
 
-@pytest.mark.parametrize("mode", ["ulysses", "ring"])
+@pytest.mark.parametrize("mode", part(["ulysses", "ring"], ["ring"]))
 def test_heads_are_divided_by_tensor_ranks_once(mode):
     strategy = compose(ddp(), by_plan(), context_parallel(mode))
     equals_one_device(decoder(), strategy, "dp=2,cp=2,tp=2", 2)
@@ -163,7 +167,8 @@ class FusedNet(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "sequence"), [("split", True), ("stacked", False), ("heads", True), ("split", False)]
+    ("how", "sequence"),
+    and_full([("split", True)], [("stacked", False), ("heads", True), ("split", False)]),
 )
 def test_fused_kernels_in_pipelines_with_tensor_parallelism(how, sequence):
     case = Case(lambda: FusedNet(how), next_token_loss, token_batch)
@@ -175,7 +180,7 @@ def test_fused_kernels_in_pipelines_with_tensor_parallelism(how, sequence):
     assert kernels
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", part([1, 2], [2]))
 def test_defaults_of_the_reduction_do_not_conflict(accumulate):
     for first in (ddp(), zero(1, min_elements=8)):
         both = compose(first, fsdp(min_elements=8))
@@ -268,7 +273,9 @@ COMPLEX = {
 }
 
 
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize(
+    "name", part(COMPLEX, ["ddp, buckets x tp", "full_shard by hand", "pipeline"])
+)
 def test_complex_parameters(name):
     make, mesh, accumulate = COMPLEX[name]
     case = Case(ComplexNet, mean_square, regression_batch)
@@ -310,7 +317,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("name", part(CONVOLUTIONS, ["ddp", "hybrid"]))
 def test_convolutions_on_meshes_with_two_axes(name):
     """XLA multiplies the gradients of grouped kernels by the size of the other axis."""
     make, mesh, accumulate = CONVOLUTIONS[name]
@@ -337,7 +344,7 @@ def test_a_convolution_that_cannot_be_reached_is_refused():
         equals_one_device(case, ddp(), "dp=2,tp=2")
 
 
-@pytest.mark.parametrize("offload", ["params", "full"])
+@pytest.mark.parametrize("offload", part(["params", "full"], ["full"]))
 def test_a_pipeline_in_host_memory_is_merged(offload):
     strategy = compose(pipelined(2, 2), fsdp(min_elements=8, cpu_offload=offload))
     equals_one_device(decoder(), strategy, "pp=2,fsdp=2", 2)

@@ -154,14 +154,23 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "by place": lambda: per_leaf(lambda g: -0.1 * jnp.flip(jnp.cumsum(g, axis=0), axis=0)),
 }
 
-EVERYWHERE = (
-    "clip adamw",
-    "adamw ndim mask",
-    "clip lamb",
-    "adafactor",
-    "frozen layer, clip",
-    "noise",
-)
+DEFAULT = {
+    "rows": (
+        "clip adamw",
+        "adamw ndim mask",
+        "clip lamb",
+        "adafactor",
+        "multi steps",
+        "frozen layer, clip",
+        "injected per layer",
+        "noise",
+    ),
+    "holes": ("clip lamb",),
+    "vectors": ("clip adamw", "adafactor"),
+    "alike stages": ("adamw ndim mask",),
+    "stack": ("clip lamb", "adafactor", "apply if finite"),
+}
+"""The recipes that are tried on a form of storage in every run; a full one tries all."""
 
 
 def gradients(params, number):
@@ -199,28 +208,17 @@ def assert_equal(got, want):
         np.testing.assert_allclose(mine, theirs, 0, 1e-5 * scale, err_msg=str(path))
 
 
-def cases():
-    """Every recipe on rows; on the other forms all of them only in the full run."""
+def cases(*models):
+    """Every recipe on every form of storage."""
     for name in RECIPES:
-        yield pytest.param(name, "rows")
-        for model in ("holes", "vectors", "alike stages"):
-            yield pytest.param(name, model, marks=() if name in EVERYWHERE else pytest.mark.full)
-
-
-def stacked_cases():
-    """Recipes that work on whole stacks, which are what one leaf is on one device."""
-    for name in RECIPES:
-        if name not in OVER_LAYERS:
-            yield pytest.param(name, marks=() if name in EVERYWHERE else pytest.mark.full)
+        for model in models:
+            if model != "stack" or name not in OVER_LAYERS:
+                marks = () if name in DEFAULT[model] else pytest.mark.full
+                yield pytest.param(name, model, marks=marks)
 
 
 OVER_LAYERS = ("clip agc", "prodigy", "by place")
 """Recipes that sum or shift along the dim that counts layers."""
-
-
-@pytest.mark.parametrize("name", list(stacked_cases()))
-def test_stacked_blocks_equal_one_device(name, make_world):
-    check_on(name, "stack", pipelined(2, 2), make_world("pp=2"))
 
 
 @pytest.mark.parametrize("name", OVER_LAYERS)
@@ -248,19 +246,28 @@ def check_on(name, model, strategy, world):
     jax.tree.map(np.testing.assert_array_equal, again, params_rows)
 
 
-@pytest.mark.parametrize(("name", "model"), list(cases()))
+@pytest.mark.parametrize(("name", "model"), list(cases(*DEFAULT)))
 def test_equals_one_device(name, model, make_world):
     check_on(name, model, pipelined(2, 2), make_world("pp=2"))
 
 
-@pytest.mark.parametrize("model", ["rows", "vectors"])
-@pytest.mark.parametrize("name", ["clip lamb", "adafactor", "clip adamw"])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("clip lamb", "rows"),
+        ("adafactor", "vectors"),
+        pytest.param("clip lamb", "vectors", marks=pytest.mark.full),
+        pytest.param("adafactor", "rows", marks=pytest.mark.full),
+        pytest.param("clip adamw", "rows", marks=pytest.mark.full),
+        pytest.param("clip adamw", "vectors", marks=pytest.mark.full),
+    ],
+)
 def test_equals_one_device_where_another_axis_splits_the_state(name, model, make_world):
     strategy = compose(pipelined(2, 2), zero(1, min_elements=8))
     check_on(name, model, strategy, make_world("pp=2,dp=2"))
 
 
-@pytest.mark.parametrize("name", ["clip lamb", "adafactor"])
+@pytest.mark.parametrize("name", ["clip lamb", pytest.param("adafactor", marks=pytest.mark.full)])
 def test_branches_of_ranks_move_nothing(name, make_world):
     """Ranks of unequal stages take different branches, in which a permutation would hang."""
     world = make_world("pp=2,dp=2")
