@@ -82,13 +82,15 @@ class StagedOptimizer:
     def state_to_model(self, stored: PyTree) -> PyTree:
         """A state in stored form as the optimizer has it for the model."""
         apart = self.state_form.to_model(stored)
-        is_apart = isinstance(self._optimizer, UnstackedOptimizer)
-        return self._optimizer.state_together(apart) if is_apart else apart
+        if isinstance(self._optimizer, UnstackedOptimizer):
+            return self._optimizer.state_together(apart)
+        return apart
 
     def state_from_model(self, state: PyTree) -> PyTree:
         """The inverse of `state_to_model`, exactly."""
-        is_apart = isinstance(self._optimizer, UnstackedOptimizer)
-        return self.state_form.from_model(self._optimizer.state_apart(state) if is_apart else state)
+        if isinstance(self._optimizer, UnstackedOptimizer):
+            state = self._optimizer.state_apart(state)
+        return self.state_form.from_model(state)
 
     def _updates(self, grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
         return self._optimizer.update(grads, state, params, value=value)
