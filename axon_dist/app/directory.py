@@ -26,7 +26,7 @@ class RunDirectory:
     """What a run leaves behind.
 
     Args:
-        path: the folder.
+        path: of the folder of the run.
     """
 
     path: Path

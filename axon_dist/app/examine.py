@@ -36,7 +36,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     Nothing is trained and no parameter is made. The batch is the config's global batch.
 
     Args:
-        config: the run.
+        config: a run as YAML describes it, checked.
         target: a machine such as `"h100:8"` or `"v5p:2x2x2"`, which need not be there; None
             takes the config's own devices.
 

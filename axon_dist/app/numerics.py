@@ -126,7 +126,7 @@ class Guarded(nnx.Module):
     """A product, and one operation after it.
 
     Args:
-        sentinel: the operation.
+        sentinel: an operation whose gradient XLA has got wrong.
         rngs: source of the weights.
     """
 

@@ -27,7 +27,7 @@ def open_checkpoints(
     """The checkpoints that a run writes.
 
     Args:
-        run: the run.
+        run: what is trained, with its loader.
         directory: its folder.
         tell: takes a sentence when something fails.
     """
@@ -53,7 +53,7 @@ def save_state(
     """Saves a state with all that it takes to go on from it: config and place in the data.
 
     Args:
-        run: the run.
+        run: what is trained, with its loader.
         form: in which its states are kept.
         checkpoints: its checkpoints.
         state: the state; its arrays may be donated when this returns.
@@ -86,7 +86,7 @@ def find_start(
     """Restores the state that a run goes on from, and moves its loader to where that was taken.
 
     Args:
-        run: the run.
+        run: what is trained, with its loader.
         form: in which its states are kept.
         directory: its folder.
         resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or the

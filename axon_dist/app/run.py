@@ -59,7 +59,7 @@ def train(
     that was not.
 
     Args:
-        config: the run.
+        config: a run as YAML describes it, checked.
         console: where process 0 tells how it goes; None tells nothing.
         resume: where to go on, `"auto"` or a path; see `find_start`.
 

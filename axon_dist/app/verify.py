@@ -80,7 +80,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     Microbatches, clipping, dropout and precision are the config's.
 
     Args:
-        config: the run.
+        config: a run as YAML describes it, checked.
         steps: how many steps.
 
     Returns:

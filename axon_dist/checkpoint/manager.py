@@ -27,7 +27,7 @@ class Restored:
     """What a run goes on from.
 
     Args:
-        path: the checkpoint.
+        path: of the folder of one checkpoint.
         state: its state.
         manifest: what it says about itself.
     """

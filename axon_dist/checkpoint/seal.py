@@ -67,7 +67,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Reads what a checkpoint says about itself, without its values.
 
     Args:
-        folder: the checkpoint.
+        folder: of one checkpoint, all of whose files are written.
 
     Returns:
         The manifest; `meta` in it is what the checkpoint was saved with.

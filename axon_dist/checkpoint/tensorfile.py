@@ -72,7 +72,7 @@ def write_tensors(
     """Writes arrays one after the other.
 
     Args:
-        path: the file.
+        path: where the safetensors file goes.
         specs: dtype and shape by name, in the order of `plan_order`.
         arrays: the values, in the same order; made when they are written, if this is a generator.
         metadata: texts to put into the header.

@@ -16,7 +16,7 @@ class Verb:
     """One row of the table of verbs.
 
     Args:
-        name: the word.
+        name: what is typed after `axon`.
         help: a sentence for `axon --help`.
         add_arguments: declares the arguments.
         run: does it; returns the exit code.

@@ -70,8 +70,8 @@ def build_step(
     """Builds the step of a run; nothing is compiled yet.
 
     Args:
-        config: the run.
-        world: the devices.
+        config: a run as YAML describes it, checked.
+        world: the devices, and the mesh they form.
         optimizer: in place of the config's own.
 
     Raises:
@@ -114,8 +114,8 @@ def build_loader(
     """Reads the data and makes the batches of this process.
 
     Args:
-        config: the run.
-        world: the devices.
+        config: a run as YAML describes it, checked.
+        world: the devices, and the mesh they form.
         batch_axes: the mesh axes that split the batch; None stands for all.
 
     Raises:
@@ -140,8 +140,8 @@ class Run:
 
     Args:
         config: what it was made from.
-        world: the devices.
-        step: the step.
+        world: the devices, and the mesh they form.
+        step: what the config's model, strategy and optimizer come to.
         loader: the batches of this process, and those of the validation.
     """
 

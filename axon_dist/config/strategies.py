@@ -39,7 +39,7 @@ def build_strategy(parallel: Mapping[str, Mapping[str, Any]], model: Any, world:
     Args:
         parallel: options by strategy name, as plain data.
         model: a module or a factory of one.
-        world: the devices.
+        world: the devices, and the mesh they form.
 
     Raises:
         ConfigError: for an unknown strategy or option, an option of the wrong type, or a missing

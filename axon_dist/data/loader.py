@@ -192,7 +192,7 @@ class Windows:
     """The windows of a text as samples.
 
     Args:
-        text: the text.
+        text: training and validation tokens, one dim each.
         length: tokens a model sees, T; windows hold T + 1.
 
     Raises:
@@ -260,7 +260,7 @@ class Pictures:
     """Images and their labels as samples.
 
     Args:
-        images: the images.
+        images: of training and validation, with their labels.
     """
 
     def __init__(self, images: Images):

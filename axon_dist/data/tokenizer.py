@@ -41,7 +41,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     """Loads a `tokenizer.json` as Hugging Face `tokenizers` writes it.
 
     Args:
-        path: the file.
+        path: of the `tokenizer.json`.
 
     Returns:
         The tokenizer; special tokens are added as the file's own post-processor says.

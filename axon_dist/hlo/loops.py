@@ -44,7 +44,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     """Returns how often the body of a `while` runs, or None where only the data decide.
 
     Args:
-        module: the program.
+        module: the parsed HLO of a compiled program.
         computation: the computation that holds the loop.
         loop: its `while` instruction.
 

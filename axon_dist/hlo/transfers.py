@@ -69,7 +69,7 @@ def transfers(module: Module, computation: Computation) -> list[Transfer]:
     """Lists the collectives that a computation launches itself, not in its loops or branches.
 
     Args:
-        module: the program.
+        module: the parsed HLO of a compiled program.
         computation: one that the control flow reaches, see `visits`.
 
     Returns:

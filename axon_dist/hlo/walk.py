@@ -34,7 +34,7 @@ def visits(module: Module) -> Iterator[Visit]:
     launched. The branches of a conditional all count as executed.
 
     Args:
-        module: the program.
+        module: the parsed HLO of a compiled program.
 
     Yields:
         A visit for every call path; a computation called twice is visited twice.
@@ -69,7 +69,7 @@ def below_branches(module: Module) -> Iterator[Computation]:
     wrappers too, and each computation once.
 
     Args:
-        module: the program.
+        module: the parsed HLO of a compiled program.
 
     Yields:
         The computations.

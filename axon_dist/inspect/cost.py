@@ -44,7 +44,7 @@ class CostModel:
     """Adds up costs over the call graph of one program, each computation once.
 
     Args:
-        module: the program.
+        module: the parsed HLO of a compiled program.
     """
 
     def __init__(self, module: Module):

@@ -106,7 +106,7 @@ def rank_environments(
     """The environments of the ranks on this host: those of torchrun, and the number of devices.
 
     Args:
-        plan: the plan.
+        plan: the command, and how many processes of how many hosts run it.
         base: the environment of the launcher.
         num_processes: how many to start on this host.
         port: where rank 0 listens.
@@ -164,7 +164,7 @@ def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
     """How many processes the next attempt has; 0 if there is no sense in one.
 
     Args:
-        plan: the plan.
+        plan: the command, and how many processes of how many hosts run it.
         count: how many the attempt had that failed.
         failed: the rank that failed first.
     """

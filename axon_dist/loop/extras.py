@@ -18,7 +18,7 @@ def require(name: str, extra: str, purpose: str) -> ModuleType:
     """Imports an optional module.
 
     Args:
-        name: the module.
+        name: of the module.
         extra: the extra of this package that brings it.
         purpose: what it is needed for, to open the message.
 

@@ -20,7 +20,7 @@ class LiveProgress:
     """Redraws two lines at the foot of a terminal, from a thread of its own.
 
     Args:
-        console: a terminal.
+        console: of a terminal whose cursor can be moved.
         name: what the run is called.
     """
 

@@ -18,7 +18,7 @@ def plot_losses(path: str | Path, train: Curve, validation: Curve, unit: str, ti
     """Draws training and validation loss over the steps into a PNG file.
 
     Args:
-        path: the file.
+        path: of the PNG file, replaced if it is there.
         train: training loss by step.
         validation: validation loss by step, few points.
         unit: of the loss, such as `nats/byte`.

@@ -19,7 +19,7 @@ def from_preset(
     """Makes a config of a named size, some of its fields changed.
 
     Args:
-        cls: the dataclass.
+        cls: a dataclass whose fields are the sizes.
         presets: values of its fields, by name.
         name: one of the names.
         changes: fields to set after the preset.

@@ -125,7 +125,7 @@ def attended(
 
     Args:
         attend: the method, as its class has it.
-        module: the module.
+        module: whose submodules are looked through.
         args: what the call gives by position.
         kwargs: what it gives by name.
 

@@ -25,7 +25,7 @@ class Layout:
     """Where the activations of a step lie, as far as every layer agrees.
 
     Args:
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         batch: the axes that split dim 0, the samples.
         sequence: the axes that split dim 1, the positions, in every layer.
         heads: the axes that split the heads of attention.
@@ -42,7 +42,7 @@ class Layout:
         """Pins the layout of activations `[samples, (positions,) ..., features]`.
 
         Args:
-            x: the activations.
+            x: one array of activations, two dims at least.
             features: the axes that split the features.
             dim: the dim of the features, from the end.
             sequence: further axes that split the positions, where there are positions.
@@ -119,9 +119,9 @@ def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
     """`with_sharding_constraint` that holds inside `shard_map` too: manual axes are left out.
 
     Args:
-        x: the array.
+        x: any array, within or outside `shard_map`.
         mesh: the mesh; inside `shard_map` the one in context is used.
-        spec: the layout.
+        spec: the mesh axes of each of its dims.
 
     Returns:
         The same values.

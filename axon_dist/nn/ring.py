@@ -206,7 +206,7 @@ def _around(
     The next block is on its way while the present one is worked on.
 
     Args:
-        ring: the ranks.
+        ring: the axis, its size, and whether the mask is causal.
         body: one step.
         carry: what the first step gets.
         held: what goes around.

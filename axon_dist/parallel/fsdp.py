@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,7 +17,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from ..nn import ActivationCheckpointing
-from ..precision import MixedPrecision
+from ..precision import MixedPrecision, clip_by_global_norm
 from ..sharding import shardings
 from .memory import FSDPMemoryStats, estimate, measure
 from .offload import CPUOffload
@@ -222,10 +221,7 @@ class FullyShardedDataParallel:
         return sync_gradients(grads, self.group)
 
     def clip_grad_norm(self, grads: PyTree, max_norm: float) -> tuple[PyTree, Array]:
-        """Scales gradients down to a global norm.
-
-        Each element counts once however often it is replicated; the factor is
-        `max_norm / (norm + 1e-6)` where the norm is larger than `max_norm`.
+        """Scales gradients down to a global norm, as `build_train_step(clip_norm=...)` does.
 
         Args:
             grads: arrays in global view, split or whole.
@@ -234,9 +230,7 @@ class FullyShardedDataParallel:
         Returns:
             The clipped gradients, laid out as before, and the norm before clipping.
         """
-        norm = optax.tree.norm(grads)
-        factor = jnp.where(norm > max_norm, max_norm / (norm + 1e-6), 1.0)
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm
+        return clip_by_global_norm(grads, max_norm)
 
     def memory_estimate(
         self, optimizer: optax.GradientTransformation | None = None, accumulate: int = 2

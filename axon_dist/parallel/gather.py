@@ -25,7 +25,7 @@ class GlobalGather:
     the compute dtype and the backward a reduce-scatter.
 
     Args:
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         own: where the weight lies between uses.
         grad: where its gradient lies after the reduction.
         full: where it lies in use; what tensor parallelism splits stays split.

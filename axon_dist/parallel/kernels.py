@@ -28,7 +28,7 @@ class OverMesh:
     """Runs attention in `shard_map` over samples and heads, which attention never mixes.
 
     Args:
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         batch: the axes that split the samples.
         heads: the axes that split the heads.
         is_opaque: whether the form is one of `OPAQUE`; one of `FUSED` is left alone where no axis

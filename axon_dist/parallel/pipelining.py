@@ -123,7 +123,7 @@ class StageChain(nnx.Module):
     """Modules that feed each other: `x = stage(x)` for each in order.
 
     Args:
-        stages: the modules.
+        stages: modules in the order in which they are called.
     """
 
     def __init__(self, stages: Sequence[nnx.Module]):

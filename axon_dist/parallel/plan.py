@@ -97,7 +97,7 @@ class Plan:
     """An ordered list of rules; the first that matches decides, what none matches stays whole.
 
     Args:
-        rules: the rules.
+        rules: patterns of layer paths, each with its mode.
 
     Example:
         >>> plan = Plan.of({"up$": "column", "down$": "row"})
@@ -137,7 +137,7 @@ class ByPlan(Policy):
     """Lays parameters out over one mesh axis as a plan says.
 
     Args:
-        plan: the plan.
+        plan: which layers are split by columns, by rows, or stay whole.
         axis: the mesh axis.
         label: the name that tables and conflicts show.
 

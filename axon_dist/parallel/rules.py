@@ -19,8 +19,8 @@ class Placed(NamedTuple):
     """A strategy, and the devices that it shall run on.
 
     Args:
-        strategy: the strategy.
-        world: the devices.
+        strategy: one, or composed of several.
+        world: the devices, and the mesh they form.
     """
 
     strategy: Strategy

@@ -34,7 +34,7 @@ class Unplaced:
     """A kernel that no rule of a suggestion splits.
 
     Args:
-        path: the parameter.
+        path: of the parameter in the model.
         reason: why not, in plain words.
     """
 

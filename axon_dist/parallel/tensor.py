@@ -270,7 +270,7 @@ class LinenPins:
     """Pins the layers inside a bridged Linen module, which are no NNX modules.
 
     Args:
-        layers: the plan.
+        layers: how each parallel layer is split, by path.
         layout: where activations lie.
         path: the path of the bridge.
         shapes: the shapes of its parameters by path below it, as sorted pairs.

@@ -24,7 +24,7 @@ class Operands(NamedTuple):
     Args:
         weights: by row.
         rest: the other parameters that the middle of the stage reads.
-        data: the microbatch.
+        data: buffers and leaves of one microbatch.
         stage: its number.
         wire: its input.
     """
@@ -101,7 +101,7 @@ class DividedBackward:
         """Divides the forward and backward passes of a stage.
 
         Args:
-            program: the stage.
+            program: what the stage computes, for whose weights and inputs gradients are made.
             at: operands, arrays or shapes.
             cotangents: gradients of the floats of its output, arrays or shapes.
             keeps_wire: whether the input, too, is handed over; else it is given to each part.

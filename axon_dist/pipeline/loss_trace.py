@@ -118,7 +118,7 @@ def buffers_over_time(
     program is cut out and run ahead.
 
     Args:
-        trace: the loss.
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         buffers: before the first microbatch.
         num_microbatches: how many.
 

@@ -33,7 +33,7 @@ class StagedOptimizer:
     Args:
         optimizer: any optax transformation of the parameters that the storage holds.
         storage: the stored form of the parameters.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         axis: the axis of the pipeline.
 
     Raises:
@@ -71,10 +71,10 @@ class StagedOptimizer:
         """The updates and the next state, all in stored form.
 
         Args:
-            grads: the gradients.
+            grads: like the stored parameters.
             state: from `init` or the update before.
-            params: the parameters.
-            value: the loss.
+            params: in stored form.
+            value: the loss, a scalar, for optimizers that look at it.
         """
         updates, state = self._update(grads, state, params, value.astype(jnp.float32))
         return updates, state

@@ -108,7 +108,7 @@ class RowProgram:
         program: of the model's leaves; owners are cells.
         sources: for each input, which argument it is a leaf of, and where.
         targets: for each output, which result it is a leaf of, and where.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         num_ranks: along the pipeline: dim 0 of every row.
     """
 

@@ -300,7 +300,7 @@ class FlatStorage(ModelStorage):
         Args:
             flat: leaves by their keys in the model.
             chunk: which of the rank's.
-            device: the rank.
+            device: a rank of the pipeline axis.
         """
         stages = self.stages.stages_of(chunk)
         here = [stage for stage in stages if self.stages.placement[stage] == device]

@@ -28,7 +28,7 @@ class SwitchStages:
     its end and is read after it, as vectors that are as long as the longest stage needs.
 
     Args:
-        trace: the loss.
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         storage: where parameters lie.
     """
 

@@ -33,7 +33,7 @@ class UniformStages:
         loss = epilogue(rest, batch, x)
 
     Args:
-        trace: the loss.
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         storage: where parameters lie.
         chain: the calls of the blocks.
     """

@@ -34,7 +34,7 @@ class VectorProgram:
         arguments: the stored forms of the arguments.
         results: the stored forms of the results.
         stages: which blocks are where.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         axis: the axis of the pipeline.
     """
 

@@ -29,7 +29,7 @@ def mean_weight(
     mean is, would overflow.
 
     Args:
-        trace: the loss.
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         data: (index of a microbatch) -> what is known of it.
         num_microbatches: how many.
         axes: the manual axes that split the batch.

@@ -74,7 +74,7 @@ def step_activations(
     stage for one microbatch. The logits and their gradient are in float32.
 
     Args:
-        shape: the transformer.
+        shape: layers, widths and lengths of a transformer.
         microbatch: samples per device that are computed at a time.
         itemsize: bytes of an activation.
         tp: ranks of tensor parallelism.

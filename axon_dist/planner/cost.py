@@ -72,9 +72,9 @@ def estimate_step_time(
     tick by tick, with stages recomputed as the executor does.
 
     Args:
-        arrangement: the axes.
+        arrangement: axis sizes, what data-parallel ranks split, what is recomputed.
         work: the model and its batch.
-        hardware: the rates.
+        hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
         efficiency: the share of peak FLOP/s that compute alone reaches.
 
     Returns:

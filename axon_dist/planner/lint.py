@@ -91,7 +91,7 @@ def lint(plan: Plan, work: Workload, hardware: Hardware) -> tuple[Finding, ...]:
     Args:
         plan: what is planned.
         work: the model and its batch.
-        hardware: the rates.
+        hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
 
     Returns:
         What the rules have to say; empty where nothing stands out.

@@ -99,9 +99,9 @@ def evaluate(
     """Estimates memory, traffic and time of one arrangement.
 
     Args:
-        arrangement: the axes.
+        arrangement: axis sizes, what data-parallel ranks split, what is recomputed.
         work: the model and its batch.
-        hardware: the rates.
+        hardware: FLOP/s by dtype, bytes/s of memory and links of one chip.
         device_bytes: memory of a device; None takes the hardware's.
 
     Returns:

@@ -49,7 +49,7 @@ def transfers(arrangement: Arrangement, work: Workload) -> tuple[Transfer, ...]:
     tensor parallelism. A pipeline gathers its stage once per step.
 
     Args:
-        arrangement: the axes.
+        arrangement: axis sizes, what data-parallel ranks split, what is recomputed.
         work: the model and its batch.
 
     Returns:

@@ -3,6 +3,7 @@
 Imports `core`. Start reading in `policy.py`.
 """
 
+from .clipping import clip_by_global_norm as clip_by_global_norm
 from .policy import MixedPrecision as MixedPrecision
 from .policy import autocast as autocast
 from .policy import cast_floating as cast_floating

@@ -143,7 +143,7 @@ def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
 
     Args:
         model: any NNX module; its parameters are cast by whoever owns them.
-        policy: the dtypes.
+        policy: param, compute, reduce and output dtype.
 
     Returns:
         The model.
@@ -160,7 +160,7 @@ class Casting:
     """Runs a call with its inputs in the compute dtype and its outputs in the output dtype.
 
     Args:
-        policy: the dtypes.
+        policy: param, compute, reduce and output dtype.
     """
 
     policy: MixedPrecision

@@ -38,7 +38,7 @@ class Beneath:
 
     Args:
         module_type: the class before any change.
-        name: the method.
+        name: of the method that is called.
         depth: how many of the layers around it run; 0 is the method itself.
     """
 

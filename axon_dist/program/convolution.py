@@ -30,7 +30,7 @@ class ByRank:
     """Computes convolutions of a traced program on each rank's samples alone.
 
     Args:
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         batch: the axes that split samples.
     """
 

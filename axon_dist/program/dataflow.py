@@ -49,7 +49,7 @@ class Product:
     """A kernel multiplied with activations.
 
     Args:
-        path: the parameter.
+        path: of the parameter in the model.
         contracted: nodes of the kernel's contracted dims.
         free: nodes of the kernel's other dims.
         order: position in the program.

@@ -98,7 +98,7 @@ def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Drawn, Rows]) ->
     """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
 
     Args:
-        jaxpr: the program.
+        jaxpr: open or closed; its inner programs are looked into.
         made: for each input, whether it is a key made on the way.
         rows: the shapes that count samples.
 

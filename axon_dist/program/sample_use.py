@@ -110,7 +110,7 @@ def use_of(
     """Reads off what was found out about the outputs of a loss function.
 
     Args:
-        loss: the total.
+        loss: what the total of the loss is to the samples.
         weight: what it is divided by.
         metrics: by name, with what each is divided by.
         buffers: the new values, by path.

@@ -29,7 +29,7 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
     """Lays out every device's actions.
 
     Args:
-        schedule: the table.
+        schedule: one action per rank and tick.
         timeline: its simulation, for an axis of time; None draws ticks of one width, which
             several actions share evenly.
 

@@ -18,7 +18,7 @@ class ScheduleSummary:
     """One row of a comparison. Memory is for the worst device.
 
     Args:
-        name: the schedule.
+        name: what the schedule is called.
         chunks: stages per device.
         num_ticks: length of the table.
         makespan: time of the step, devices running ahead freely.

@@ -27,7 +27,7 @@ def draw(
     """Draws a schedule as text.
 
     Args:
-        schedule: the table.
+        schedule: one action per rank and tick.
         timeline: its simulation, to draw time to scale; None draws the ticks of the table.
         color: uses ANSI colours: forward blue, backward green, input gradient mint, weight
             gradient orange; odd chunks are darker.

@@ -27,7 +27,7 @@ class Costs:
     With `V` chunks on a device, an action of one chunk takes a `V`-th of it.
 
     Args:
-        f: a forward.
+        f: a forward pass, in the unit of the others; only ratios matter.
         i: the input gradient.
         w: the weight gradient.
         b: a whole backward; None is `i + w`.

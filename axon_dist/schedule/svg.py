@@ -24,7 +24,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """Draws a schedule as SVG text.
 
     Args:
-        schedule: the table.
+        schedule: one action per rank and tick.
         timeline: its simulation, to draw time to scale; None draws the ticks of the table.
 
     Returns:

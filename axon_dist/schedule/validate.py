@@ -21,7 +21,7 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
     made by an earlier action of the device, or by another device in an earlier tick.
 
     Args:
-        schedule: the table.
+        schedule: one action per rank and tick.
         max_live: the most microbatches a device may keep for its backward (from `F` to `B` or
             `W`), for all devices or for each; None sets no limit.
 

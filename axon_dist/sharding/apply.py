@@ -54,7 +54,7 @@ def optimizer_shardings(
         policy: the policy of the optimizer state.
         params: the parameters, arrays or `ShapeDtypeStruct`s.
         opt_state: `jax.eval_shape(tx.init, params)`, or the state itself.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         memory_kind: where the moments live; None is the device.
 
     Returns:

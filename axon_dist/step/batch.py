@@ -35,7 +35,7 @@ class BatchLayout:
     """How a global batch is cut: microbatch k is rows k*B/K to (k+1)*B/K, as on one device.
 
     Args:
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         axes: the mesh axes that split the samples of each microbatch.
         num_microbatches: K.
         num_processes: how many processes bring rows of their own; those that bring the rows of

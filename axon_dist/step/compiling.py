@@ -27,7 +27,7 @@ def compiler_options(
     and what the user gives comes last.
 
     Args:
-        world: the devices.
+        world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits.
 

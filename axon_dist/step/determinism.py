@@ -29,7 +29,7 @@ def deterministic_options(world: World) -> dict[str, bool]:
     another order.
 
     Args:
-        world: the devices.
+        world: the devices, and the mesh they form.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`; none where nothing has to be set.

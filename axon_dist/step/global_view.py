@@ -58,7 +58,7 @@ def global_forward(spec: StepSpec, also: Prepare) -> Forward:
     """The forward pass in global view: units gather their weights, in the compute dtype.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
         also: changes the merged model first.
 
     Returns:

@@ -17,7 +17,7 @@ def gradient_function(spec: StepSpec) -> GradientFn:
     shows: the view is then another one.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
 
     Returns:
         The function; gradients leave it in stored form, where their moments lie.

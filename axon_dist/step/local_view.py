@@ -77,7 +77,7 @@ class LocalPlan:
     """What one rank does in the manual region.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
     spec: StepSpec
@@ -167,7 +167,7 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]
     """Which random draws of the model count samples, and whose rows of them each rank owns.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
         batch: placed leaves of shape [..., samples of all ranks, ...].
         lead: the dim of the samples.
     """

@@ -37,9 +37,9 @@ def optimizer_for(
 
     Args:
         optimizer: as the user gives it.
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         storage: the stored form of its parameters.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
 
     Returns:
         The optimizer, and the storage, which knows the rows of the optimizer's state.

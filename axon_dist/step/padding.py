@@ -29,7 +29,7 @@ class Padding:
     Args:
         weight: the name of the leaf, of shape [B, ...]. Where the batch lacks it, it is made of
             ones, [B] in float32.
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
     def __init__(self, weight: str, spec: StepSpec):

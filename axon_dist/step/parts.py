@@ -131,7 +131,7 @@ def stored_as(
     """Parts and first values of a model in the dtypes that a policy keeps between steps.
 
     Args:
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         source: where its first values come from.
         dtypes: `param` is for parameters, `buffer` for statistics.
 

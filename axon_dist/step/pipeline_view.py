@@ -46,7 +46,7 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
     stay with the compiler.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
 
     Returns:
         The function; gradients are in stored form, and lie where their moments do.
@@ -90,7 +90,7 @@ class StagedPlan:
     """What one rank does in the manual region.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
     spec: StepSpec

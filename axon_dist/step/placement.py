@@ -19,7 +19,7 @@ def state_shardings(spec: StepSpec, state: TrainState) -> Any:
     """Places a train state as a strategy says.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
         state: of shapes.
 
     Returns:

@@ -108,7 +108,7 @@ def check_rules(spec: StepSpec) -> None:
     """Raises what the first broken rule says, if there is one.
 
     Args:
-        spec: the step.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
 
     Raises:
         AxonDistError: of the kind that names what is wrong.

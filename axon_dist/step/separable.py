@@ -55,10 +55,10 @@ class Separator:
     """Finds out, once for every shape of batch, how its loss is made of those of its parts.
 
     Args:
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         strategy: the strategy, about the model's own leaves.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
         num_microbatches: how many microbatches the batch is cut into.
         separable: True where the user promises that the parts give the loss; False where the
             ranks shall not compute it on their own; None to read it from the program.
@@ -168,8 +168,8 @@ def wants_ranks(
     """Whether gradients are computed per rank, and what asks for it that cannot be had otherwise.
 
     Args:
-        strategy: the strategy.
-        parts: the model.
+        strategy: whose reduction and pipeline may need ranks.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         num_microbatches: how many microbatches a step has.
 
     Returns:
@@ -250,7 +250,7 @@ def sample_use(
     the batch have it do.
 
     Args:
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
         sizes: the numbers of samples of a part and of a whole, the latter a multiple.

@@ -34,11 +34,11 @@ class StepSpec:
     What follows from it is derived when it is first asked for, and once.
 
     Args:
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
-        optimizer: the transformation.
+        optimizer: an optax transformation of the model's parameters.
         strategy: about the model's own leaves.
-        world: the devices.
+        world: the devices, and the mesh they form.
         options: what the step does besides.
     """
 

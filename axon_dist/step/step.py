@@ -82,7 +82,7 @@ def build_train_step(
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
             of scalar metrics.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
-        world: the devices.
+        world: the devices, and the mesh they form.
         accumulate: K microbatches per step; with a pipeline its own number.
         clip_norm: the largest global norm of the gradient.
         precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
@@ -359,7 +359,7 @@ class TrainStep:
         """The reduced gradients of a batch, before clipping; the state stays.
 
         Args:
-            state: the state.
+            state: of this step; it stays usable.
             batch: as for a step.
 
         Returns:
@@ -374,7 +374,7 @@ class TrainStep:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
         Args:
-            state: the state.
+            state: of this step; it stays usable.
             batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
 
         Returns:

@@ -53,7 +53,7 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
     """The storage that a strategy needs.
 
     Args:
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         strategy: its pipeline cuts the model; without one the state holds the model's own dict.
 
     Returns:
@@ -97,7 +97,7 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
     """The keys of the modules that a pipeline may cut between, in the order of the model.
 
     Args:
-        model: a model.
+        model: any; its leaves may be shapes.
         classes: names of the block classes; none takes the modules that the model keeps in lists
             and that have parameters; of lists in lists, the modules in the innermost ones; and
             the layers of stacked modules, which are numbered as those of a list are.

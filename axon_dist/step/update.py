@@ -6,10 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ..core.typing import Array, PyTree
-from ..precision import GradScaler, all_finite, keep_if
+from ..precision import GradScaler, all_finite, clip_by_global_norm, keep_if
 from .options import StepOptions
 from .state import TrainState
 
@@ -17,10 +16,8 @@ from .state import TrainState
 def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]:
     """Scales gradients down to the largest norm allowed, if there is one.
 
-    In global view every element counts once, however it is laid out.
-
     Args:
-        grads: the gradients.
+        grads: reduced, in global view, in the dtypes of the parameters.
         options: `clip_norm`, and whether `grad_norm` is among the metrics.
 
     Returns:
@@ -29,20 +26,15 @@ def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]
     limit = options.clip_norm
     if limit is None and "grad_norm" not in options.metrics:
         return grads, {}
-    # Squares of bfloat16 must not be added up in bfloat16.
-    wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
-    norm = optax.tree.norm(jax.tree.map(wide, grads))
-    if limit is None:
-        return grads, {"grad_norm": norm}
-    factor = jnp.where(norm > limit, limit / (norm + 1e-6), 1.0)
-    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), {"grad_norm": norm}
+    clipped, norm = clip_by_global_norm(grads, limit)
+    return clipped, {"grad_norm": norm}
 
 
 def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
     """Whether every gradient is finite, read off their norm where that is known already.
 
     Args:
-        grads: the gradients.
+        grads: reduced, in global view, in the dtypes of the parameters.
         measured: what `clip` gave.
     """
     norm = measured.get("grad_norm")

@@ -110,7 +110,7 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
         forward: of arrays.
         strategy: its batch axes say which ranks have which samples; in stages of a pipeline
             slices are spelled too.
-        mesh: the mesh.
+        mesh: names and sizes of its axes, over all devices.
 
     Returns:
         A function of the same arguments and results.
@@ -148,7 +148,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
 
     Args:
         strategy: its `wrap`, `precision`, `remat` and policies.
-        parts: the model.
+        parts: the model's structure, and the shapes of its parameters and buffers.
 
     Returns:
         The view.
