@@ -105,6 +105,9 @@ class Ring:
         """Trades consecutive positions for pieces that make equal work."""
         if not self.causal:
             return x[None]
+        # Under a causal mask early positions have little to do. Rank r works on pieces r and
+        # 2N-1-r, whose work adds up to the same for all (zigzag; Brandon et al., Striped Attention,
+        # arXiv:2311.09431).
         even, odd = jnp.split(x, 2, axis=-2)
         even, odd = (self._send(half, parity) for parity, half in enumerate((even, odd)))
         return self._in_order(even, odd)
@@ -139,6 +142,7 @@ class Ring:
             return [(0, 0, False)]
         if isinstance(step, int) and step == 0:
             return [(0, 0, True), (1, 0, False), (1, 1, True)]
+        # Both cases cost two products of half a block: no rank waits for another.
         from_earlier = step <= self.rank
         chosen = jnp.where(from_earlier, 0, 1)
         return [(1, 0, False), (chosen, chosen, False)]
@@ -151,6 +155,8 @@ def _attend(ring: Ring, query: Array, key: Array, value: Array) -> Array:
 
 def _forward(ring: Ring, query: Array, key: Array, value: Array) -> tuple[Array, Any]:
     """Folds the keys of every rank into a running softmax."""
+    # Made from the query, not by `zeros`: it then varies over the same axes as what the loop makes
+    # of it, which `shard_map` asks of a carry.
     zero = query.astype(jnp.float32) * 0
     state = (zero, zero[..., 0] - jnp.inf, zero[..., 0])
 
@@ -172,6 +178,8 @@ def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, A
     """Goes around once more; the gradients of keys travel with their keys and come home."""
     query, key, value, out, log_weight = saved
     cotangent = cotangent.astype(jnp.float32)
+    # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
+    # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
     delta = jnp.sum(cotangent * out.astype(jnp.float32), axis=-1)
     zeros = lambda x: x.astype(jnp.float32) * 0
 
@@ -188,6 +196,7 @@ def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, A
     start = (zeros(query), (zeros(key), zeros(value)))
     travel = lambda carry: (carry[0], ring.turn(carry[1]))
     (of_query, of_kv), _ = _around(ring, add, start, (key, value), travel)
+    # After N - 1 turns gradients are one rank short of where their keys came from.
     of_key, of_value = ring.turn(of_kv) if ring.size > 1 else of_kv
     like = (query, key, value)
     found = zip((of_query, of_key, of_value), like, strict=True)
@@ -219,6 +228,8 @@ def _around(
         carry, held = state
         return (travel(body(carry, held, number)), ring.turn(held)), None
 
+    # The first and the last round stand outside the scan: the first knows its masks, and the last
+    # need not send keys on.
     state = (travel(body(carry, held, 0)), ring.turn(held))
     if ring.size > 2:
         state, _ = jax.lax.scan(step, state, jnp.arange(1, ring.size - 1))
@@ -250,6 +261,8 @@ def _fold(state: Any, query: Array, key: Array, value: Array, masked: bool) -> A
     def block(state: Any, piece: Any) -> tuple[Any, None]:
         (total, largest, weight), (keys, values, number) = state, piece
         scores = _scores(query, keys, number * keys.shape[-2], masked)
+        # A row without any key keeps -inf only until the first block: pieces begin with their own
+        # positions, which every query sees.
         higher = jnp.maximum(largest, scores.max(-1))
         probabilities = jnp.exp(scores - higher[..., None])
         fade = jnp.exp(largest - higher)

@@ -116,6 +116,8 @@ class DividedBackward:
             return y, grads.inputs, (grads.weights, grads.rest)
 
         closed, shapes = jax.make_jaxpr(whole, return_shape=True)(at, cotangents)
+        # Written out, because a `jit` or `checkpoint` around a pass would be one equation, and
+        # whole in one part.
         flat = opened(closed, jax.tree.leaves((at, cotangents)))
         jaxpr, sizes = flat.jaxpr, [len(jax.tree.leaves(shape)) for shape in shapes]
         outputs = [jaxpr.outvars[: sizes[0]], jaxpr.outvars[sizes[0] :][: sizes[1]]]
@@ -123,17 +125,22 @@ class DividedBackward:
         given = jaxpr.invars[: len(jax.tree.leaves(at))]
         seeds = jaxpr.invars[len(given) :]
         wire = given[len(given) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
+        # Only what depends on the microbatch is handed from part to part; what follows from weights
+        # alone is cheaper to make again than to keep for every microbatch in flight.
         varying = depends_on(jaxpr, given[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
         made = {*wire}
         parts: list[Piece] = []
         for number, part in enumerate(outputs):
             piece = cut(jaxpr, part, known=made)
             if number == 1:
+                # Gradients of scales and biases are sums over values that I has at hand. Left to W,
+                # those values, larger than the gradients, would be held until then.
                 sums = _light(jaxpr, outputs[2], made | varying & piece.made, varying)
                 also = cut(jaxpr, [*part, *sums], known=made)
                 piece = dataclasses.replace(also, outputs=piece.outputs)
             parts.append(piece)
             made |= varying & piece.made
+        # Sets have no order, and the parts of all ranks must agree on one.
         order = [*wire, *seeds, *(v for e in jaxpr.eqns for v in e.outvars)]
         later = parts[1].needs | parts[2].needs
         of_forward = {*wire, *parts[0].made} & made

@@ -59,9 +59,12 @@ class Executor:
     def run(self) -> Sums:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
         rank = jax.lax.axis_index(self.axis)
+        # All ranks run one program; what differs between them is this row of the tables.
         own = lambda table: jnp.asarray(table)[rank]
         lanes = [_columns(lane, own) for lane in self.program.lanes]
         channels = [own(channel.slot) for channel in self.program.channels]
+        # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
+        # is kept per tick and memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
         return state.sums
 
@@ -140,6 +143,8 @@ class Executor:
             state, result = self._do(lane, tick, state)
             sent.append(result)
         with jax.named_scope("transfer"):
+            # Every rank takes part in every permutation, in each tick, whether it has something to
+            # send or not: a permutation inside a branch would wait for ranks that take another.
             for channel, slot in zip(self.program.channels, arrivals, strict=True):
                 state = self._transfer(channel, slot, sent[channel.lane], state)
         return state, None
@@ -151,6 +156,7 @@ class Executor:
 
     def _receive(self, phase: Phase, slot: Array, value: PyTree, state: State) -> State:
         if phase is Phase.F:
+            # What arrives with NONE is zeros or another rank's leftovers: it is written nowhere.
             return state._replace(inputs=put(state.inputs, slot, value, slot != NONE))
         return state._replace(gradients=put(state.gradients, slot, value, slot != NONE))
 
@@ -175,6 +181,7 @@ class Executor:
         number = np.zeros(self.schedule.num_stages, np.int32)
         for index, program in enumerate(self.stages):
             number[list(program.stages)] = index + 1
+        # Branch 0 is the idle one; programs count from 1.
         index = jnp.where(active, jnp.asarray(number)[tick["stage"]], 0)
         branches = [
             lambda operand, i=i: as_it_lies(branch(i, self.stages[i], operand))
@@ -199,11 +206,14 @@ class Executor:
             return x, y, put(stash, tick["stash"], values)
 
         idle = lambda operand: (zeros(self._wire), zeros(self._wire), operand[1])
+        # The last stage's forward is run by its backward, which follows at once and needs its
+        # output for the loss: run here, too, it would be computed twice for nothing.
         is_left = (stage == self.schedule.num_stages - 1) & (stage > 0) & (not self.keeps)
         active, operand = tick["active"] & ~is_left, (state.inputs, state.stash)
         x, y, stash = self._choose(tick, active, run, idle, operand)
         if self.keeps:
             return state._replace(stash=stash), y
+        # Other stages find their input in the slot already; the first has just made its own.
         inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
         return state._replace(inputs=inputs), y
 
@@ -224,6 +234,8 @@ class Executor:
             return inputs, self._before(program, tick, inputs, sums)
 
         idle = lambda operand: (zeros(self._wire.floats), operand[1])
+        # A branch gets what it changes as an operand of its own: XLA writes such a buffer in place
+        # and copies one that stands among others that are only read.
         operand = (state._replace(sums=None), state.sums)
         result, sums = self._choose(tick, tick["active"], run, idle, operand)
         return state._replace(sums=sums), result
@@ -288,6 +300,7 @@ class Executor:
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, Loss]:
             loss = program.last(rest, data, Wire(floats, y.others))
+            # The loss scale multiplies what is differentiated, and not what is reported.
             return loss.total if self.scale is None else loss.total * self.scale, loss
 
         rest = self._pick(program.last_uses)
@@ -301,6 +314,7 @@ class Executor:
         data = self.data(tick["microbatch"])
 
         def of_first() -> Sums:
+            # What stands before the first block is run again, once per microbatch, instead of kept.
             run = lambda rest: program.first(rest, data).floats
             _, pull = jax.vjp(run, self._pick(program.first_uses))
             return _add_rest(sums, pull(gradient)[0])

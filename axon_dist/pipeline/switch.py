@@ -54,6 +54,8 @@ class SwitchStages:
             stages=(stage,),
             chunk=chunk,
             rows=self.storage.rows_of_chunk(chunk),
+            # Nothing enters the first stage: what stands before the first block is a part of its
+            # piece.
             first=lambda rest, data: zeros(Wire(*map(list, self._packed))),
             middle=lambda weights, rest, data, _, wire: self._middle(
                 stage, weights, rest, data, wire
@@ -78,7 +80,10 @@ class SwitchStages:
         for index, equation in enumerate(self.trace.jaxpr.eqns):
             level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
             if index in calls:
+                # A value made beside the blocks belongs to the earliest stage that can make it; a
+                # call to its own.
                 level = max(level, self.storage.stages.stage_of(calls[index]))
+            # What depends on the last block's result is the loss's, behind the last stage.
             elif not after.isdisjoint(equation.outvars):
                 level = self._num_stages
             if level >= 0:
@@ -117,6 +122,8 @@ class SwitchStages:
         return self._packings[0].packed, self._packings[1].packed
 
     def _pack(self, at: int, values: Sequence[Any]) -> Wire:
+        # All cuts have one form, the largest of each dtype, for `ppermute` needs the same shape
+        # everywhere.
         values = [jnp.asarray(value) for value in values]
         floats, others = _by_kind([v.aval for v in self._crossing[at]], values)
         return Wire(self._packings[0].pack(at, floats), self._packings[1].pack(at, others))

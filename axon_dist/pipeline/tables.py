@@ -114,6 +114,7 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
         key=lambda cell: (len(cell), [order.index(phase) for phase in cell]),
     )
     lanes: list[Phase] = []
+    # Longest cells first: shorter ones mostly are subsequences of these already.
     for sequence in reversed(wanted):
         position = 0
         for phase in sequence:
@@ -141,6 +142,7 @@ def _empty_lane(phase: Phase, schedule: Schedule) -> Lane:
     shape = (schedule.num_devices, schedule.num_ticks)
     names = [field.name for field in dataclasses.fields(Lane)][2:]
     fields = {name: np.zeros(shape, np.int32) for name in names}
+    # Slot 0 exists, so zeros could not say that nothing is handed over.
     fields["hand_over"] += NONE
     return Lane(phase, np.zeros(shape, bool), **fields)
 
@@ -176,6 +178,7 @@ def _route(
     if target == placed.device:
         lane.hand_over[placed.device, placed.tick] = slot
         return
+    # One permutation per lane and distance: ranks that send equally far share it, as in a ring.
     shift = (target - placed.device) % schedule.num_devices
     sent = arrivals.setdefault((placed.position, shift), [])
     sent.append((placed.device, target, placed.tick, slot))
@@ -191,6 +194,7 @@ def _receiver(action: Action, num_stages: int) -> Action | None:
 def _channel(lane: int, sent: list[tuple[int, int, int, int]], schedule: Schedule) -> Channel:
     slot = np.full((schedule.num_devices, schedule.num_ticks), NONE, np.int32)
     for _, target, tick, where in sent:
+        # The receiver's row: it has to know where to put what it did not ask for.
         slot[target, tick] = where
     pairs = sorted({(source, target) for source, target, _, _ in sent})
     return Channel(lane, tuple(pairs), slot)

@@ -57,6 +57,8 @@ class UniformStages:
     def is_chain(self) -> bool:
         """Whether blocks have the parameters of their row, and only the last result is read."""
         made = made_by(self._calls[:-1])
+        # The loss may read the last block's result and nothing from between two blocks: that lies
+        # on another rank by then.
         after = self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
         free = [piece for pieces in self._own.values() for piece in pieces]
         pieces = [after, self._prologue, self._shared, *free]
@@ -100,6 +102,8 @@ class UniformStages:
             own = {self.trace.params[block + leaf]: i for i, leaf in enumerate(leaves)}
             weights = variables(call.invars) & own.keys()
             operands = {i: own[v] for i, v in enumerate(call.invars) if v in weights}
+            # A block that is called with its leaves in other places computes something else with
+            # them.
             if number and operands != found:
                 return None
             found = operands
@@ -168,6 +172,7 @@ class UniformStages:
         known = self._known(rest, data)
         shared = self._shared.run(known)
         stages = self.storage.stages
+        # `stage` is traced: the same program runs on all ranks, each knows its stage at run time.
         sizes = jnp.asarray([len(stages.blocks_of(s)) for s in range(stages.num_stages)])
         starts = jnp.asarray(stages.boundaries)
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
@@ -175,6 +180,8 @@ class UniformStages:
             run = lambda wire, row=row, leaves=leaves: self._block(
                 leaves, shared, known, starts[stage] + row, wire
             )
+            # No branch for rows that every stage fills: a conditional would keep XLA from fusing
+            # and from overlapping across it.
             if row < always:
                 wire = run(wire)
             else:
@@ -194,8 +201,11 @@ class UniformStages:
             elif role == SHARED:
                 operands.append(next(common))
             else:
+                # Made for all blocks, and one is taken: these are keys and numbers, too small for a
+                # branch.
                 each = [piece.run(known)[0] for piece in self._own[position]]
                 operands.append(jnp.stack([jnp.asarray(v) for v in each])[number])
+        # The first call's program stands for all: `find_chains` has shown that they are equal.
         results = eval_jaxpr(self._calls[0].params["jaxpr"], operands)
         return self._wire([results[role] for role in self.chain.carried])
 

@@ -49,6 +49,7 @@ def local_gradients(spec: StepSpec) -> GradientFn:
         params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
         lead = 0 if spec.num_microbatches == 1 else 1
+        # Found outside the region, for a trace inside it would see the samples of one rank.
         rows = sample_rows(spec, batch, lead)
         if not plan.gathers_once:
             check_reads(spec, batch, lead)
@@ -112,6 +113,8 @@ class LocalPlan:
         own = _own_buffers(buffers, reduction)
         drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
         if self.gathers_once:
+            # Cast before the gather: in a lower precision half the bytes travel, and the gradient
+            # comes back in the dtype of the compute.
             whole = jax.tree.map(all_gather_by, self.spec.view.cast(params), self.param_specs)
             sums_of = gradient_sums(self._forward(None), scale=scale)
             if reduction.per == "microbatch":
@@ -120,10 +123,14 @@ class LocalPlan:
             if reduction.per == "step":
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
+            # Units reduce their gradients within the backward pass, so the weight must be that of
+            # all ranks before it begins.
             share = lambda weight: all_mean(weight, self.axes)
             sums_of = gradient_sums(self._forward(self._gather), scale=scale, common=share)
             sums, changed = accumulate(sums_of, params, drawing, batch, count)
         changed = without_rank(changed, own)
+        # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
+        # like the others.
         scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
@@ -156,6 +163,7 @@ class LocalPlan:
         if reduction.bucket_capacity is None:
             one = lambda g, spec: reduce_by(g, spec, self.axes, reduction.dtype)
             return jax.tree.map(one, grads, self.owner_specs)
+        # Buckets hold one dtype each, so what is sent is cast before it is packed.
         wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
         buckets = plan_buckets(wire, reduction.bucket_capacity)
         total = lambda x: all_sum(x, self.axes)
