@@ -40,6 +40,9 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "train_loss": training[-1] if training else None,
         "validation_loss": validation[-1] if validation else None,
         "best_validation_loss": min(validation, default=None),
+        "validation_metrics": {
+            name: curve[-1][1] for name, (_, curve) in result.metric_curves.items()
+        },
         "unit": run.unit,
         "item": run.item,
         "items_per_second": result.items_per_second,
@@ -66,6 +69,10 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
         "ended": f"{summary['ended']} after {summary['steps']} steps",
         "training loss": _loss(summary["train_loss"], unit),
         "validation loss": _loss(summary["validation_loss"], unit),
+        **{
+            f"validation {name}": f"{value:.4f}"
+            for name, value in summary["validation_metrics"].items()
+        },
         "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
         "time": f"{clock_time(total_seconds)}, of it {clock_time(summary['train_seconds'])} in "
         f"training steps and {clock_time(summary['compile_seconds'])} compiling",

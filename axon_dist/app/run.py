@@ -151,7 +151,8 @@ def _open_writers(
 def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
     if has_module("matplotlib"):
         title = f"{run.config.name}: {run.step.strategy.name} on {run.world.spec}"
-        plot_losses(directory.plot, result.train_curve, result.validation_curve, run.unit, title)
+        losses = result.train_curve, result.validation_curve
+        plot_losses(directory.plot, *losses, run.unit, title, result.metric_curves)
 
 
 def _print_line(console: Console, line: str) -> None:

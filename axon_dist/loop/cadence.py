@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from axon_dist.core.errors import ConfigError
 
 
@@ -37,6 +39,10 @@ class LoopOptions:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
+        for name in ("num_steps", "log_every", "eval_every", "save_every", "max_rollbacks"):
+            count = getattr(self, name)
+            if not isinstance(count, (int, np.integer)) or isinstance(count, bool):
+                raise ConfigError(f"{name}={count!r} is no whole number; give one, such as 100")
         if min(self.num_steps, self.log_every) < 1 or min(self.eval_every, self.save_every) < 0:
             raise ConfigError(
                 f"got num_steps={self.num_steps}, log_every={self.log_every}, "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .extras import require
 
@@ -14,8 +14,15 @@ Curve: TypeAlias = Sequence[tuple[int, float]]
 _TRAIN, _VALIDATION, _INK, _GRID = "#9ab6d6", "#c1440e", "#333333", "#e6e6e6"
 
 
-def plot_losses(path: str | Path, train: Curve, validation: Curve, unit: str, title: str) -> None:
-    """Draws training and validation loss over the steps into a PNG file.
+def plot_losses(
+    path: str | Path,
+    train: Curve,
+    validation: Curve,
+    unit: str,
+    title: str,
+    metrics: Mapping[str, tuple[Curve, Curve]] | None = None,
+) -> None:
+    """Draws training and validation loss over the steps into a PNG file, and metrics below them.
 
     Args:
         path: of the PNG file, replaced if it is there.
@@ -23,15 +30,27 @@ def plot_losses(path: str | Path, train: Curve, validation: Curve, unit: str, ti
         validation: validation loss by step, few points.
         unit: of the loss, such as `nats/byte`.
         title: stands above the axes.
+        metrics: of each further metric its training and validation curve, a panel for each.
 
     Raises:
         ConfigError: when matplotlib is not installed.
     """
     # Figure instead of pyplot: no window, no global state, and the user's backend is left alone.
     figure = require("matplotlib.figure", "plots", "the loss plot").Figure(
-        figsize=(8, 4.5), dpi=150, layout="constrained"
+        figsize=(8, 4.5 + 2.5 * len(metrics or {})), dpi=150, layout="constrained"
     )
-    axes = figure.add_subplot()
+    panels = {f"loss ({unit})": (train, validation), **(metrics or {})}
+    heights = [1.8] + [1.0] * len(metrics or {})
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (label, curves) in zip(rows, panels.items(), strict=True):
+        _draw(axes, label, *curves)
+    rows[0].set_title(title, loc="left", color=_INK, fontweight="bold")
+    rows[0].legend(frameon=False)
+    rows[-1].set_xlabel("step", color=_INK)
+    figure.savefig(path)
+
+
+def _draw(axes: Any, label: str, train: Curve, validation: Curve) -> None:
     axes.plot(*_columns(train), color=_TRAIN, linewidth=1.4, label="training")
     if validation:
         steps, losses = _columns(validation)
@@ -45,15 +64,11 @@ def plot_losses(path: str | Path, train: Curve, validation: Curve, unit: str, ti
             color=_VALIDATION,
             fontweight="bold",
         )
-    axes.set_title(title, loc="left", color=_INK, fontweight="bold")
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(f"loss ({unit})", color=_INK)
+    axes.set_ylabel(label, color=_INK)
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def _columns(curve: Curve) -> tuple[list[int], list[float]]:

@@ -6,6 +6,7 @@ import collections
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 
@@ -14,6 +15,12 @@ from axon_dist.core.typing import Array
 from ..step.nonfinite import FLAG, Loss, is_lost
 from .metrics import MetricWriter
 from .progress import Progress, Status
+
+TRAIN, VALIDATION = "train", "validation"
+"""What the names of metrics begin with."""
+
+Curve: TypeAlias = tuple[tuple[int, float], ...]
+"""Pairs of step and value."""
 
 _RECENT_STEPS = 50
 
@@ -61,8 +68,7 @@ class Record:
         self.num_steps, self.log_every, self.rollbacks = num_steps, log_every, 0
         self.writers, self.progress, self.device_bytes = writers, progress, device_bytes
         self.items_per_step, self.item, self.utilization = items_per_step, item, utilization
-        self.train_curve: list[tuple[int, float]] = []
-        self.validation_curve: list[tuple[int, float]] = []
+        self._curves: list[tuple[str, int, dict[str, float]]] = []
         self.latest: dict[str, float] = {}
         self.train_seconds, self.timed_steps = 0.0, 0
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
@@ -111,11 +117,33 @@ class Record:
             fetched = jax.device_get(dict(metrics))
             self._take(step, {name: float(value) for name, value in fetched.items()})
 
-    def validated(self, loss: float) -> None:
-        """Takes the validation loss after the last step."""
-        self.validation_curve.append((self.step, loss))
-        self._write({"validation/loss": loss})
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """Takes the loss and the other metrics of a validation after the last step."""
+        self._curves.append((VALIDATION, self.step, dict(metrics)))
+        self._write({f"{VALIDATION}/{name}": value for name, value in metrics.items()})
         self._show()
+
+    @property
+    def train_curve(self) -> list[tuple[int, float]]:
+        """Step and mean training loss of every record."""
+        return self._curve(TRAIN, "loss")
+
+    @property
+    def validation_curve(self) -> list[tuple[int, float]]:
+        """Step and validation loss of every validation."""
+        return self._curve(VALIDATION, "loss")
+
+    def metric_curves(self) -> dict[str, tuple[Curve, Curve]]:
+        """Training and validation curve of every metric that was validated, but for the loss."""
+        found = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
+        names = sorted(found - {"loss"})
+        curve = lambda kind, name: tuple(self._curve(kind, name))
+        return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
+
+    def _curve(self, kind: str, name: str) -> list[tuple[int, float]]:
+        return [
+            (step, means[name]) for k, step, means in self._curves if k == kind and name in means
+        ]
 
     def go_back(self, step: int) -> None:
         """Forgets what came after a step, because the run goes on from there."""
@@ -123,13 +151,12 @@ class Record:
         self._window.clear()
         self.first_step = self.taken = self.step = step
         self.lost, self.rollbacks = None, self.rollbacks + 1
-        self.train_curve = [point for point in self.train_curve if point[0] <= step]
-        self.validation_curve = [point for point in self.validation_curve if point[0] <= step]
+        self._curves = [point for point in self._curves if point[1] <= step]
         self.start_clock()
 
     def close_window(self) -> None:
         """Writes the mean over the steps since the last record, if there are any."""
-        skipped = {"train/skipped_steps": float(self.skipped_steps)} if self.skips else {}
+        skipped = {f"{TRAIN}/skipped_steps": float(self.skipped_steps)} if self.skips else {}
         tells = self._tell_skipped()
         if not self._window:
             self._write(skipped if tells else {})
@@ -137,8 +164,8 @@ class Record:
         names = self._window[0]
         means = {name: statistics.fmean(row[name] for row in self._window) for name in names}
         self._window.clear()
-        self.train_curve.append((self.step, means["loss"]))
-        losses = {f"train/{name}": value for name, value in means.items()}
+        self._curves.append((TRAIN, self.step, means))
+        losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
         self.latest = losses | skipped | self._speed()
         self._write(self.latest)
 

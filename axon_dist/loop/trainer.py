@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ from .cadence import LoopOptions
 from .meters import bytes_per_device, model_flops_utilization
 from .metrics import MetricWriter
 from .progress import Progress, SilentProgress
-from .record import Record
+from .record import Curve, Record
 from .stop import StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
@@ -50,6 +49,8 @@ class TrainResult:
         reason: why the run ended, such as `finished` or `SIGINT`.
         train_curve: pairs of step and mean training loss.
         validation_curve: pairs of step and validation loss.
+        metric_curves: of every other metric of the loss function that is validated, its training
+            curve and its validation curve.
         compile_seconds: until the first step was done.
         train_seconds: of all later steps, validation not counted.
         items_per_second: over the train seconds; None if unknown.
@@ -69,6 +70,7 @@ class TrainResult:
     device_bytes: int
     skipped_steps: int = 0
     rollbacks: int = 0
+    metric_curves: Mapping[str, tuple[Curve, Curve]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -95,7 +97,8 @@ class Trainer:
         step: from `build_train_step`.
         batches: what the step takes; the run ends early if they do.
         options: length and cadence.
-        validation: makes the batches of one validation, all of one size; None does not validate.
+        validation: makes the batches of one validation, of any sizes that the step takes: its
+            metrics are those of all samples, `sum(totals) / sum(weights)`; None does not validate.
         writers: take the metrics.
         progress: shows the run.
         should_stop: reads the latest record of metrics before every step; the run ends on every
@@ -204,6 +207,7 @@ class Trainer:
             device_bytes=record.device_bytes,
             skipped_steps=record.skipped_steps,
             rollbacks=record.rollbacks,
+            metric_curves=record.metric_curves(),
         )
 
     def _record(self, state: TrainState, tell: Callable[[int], None]) -> Record:
@@ -351,21 +355,25 @@ class Trainer:
         assert self.validation is not None
         record.stop_clock()
         is_first = not record.validation_curve
-        values = []
+        sums: dict[str, list[float]] = {}
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             batches = (record.sign() or batch for batch in self.validation())
-            losses = (self.step.evaluate(state, batch)["loss"] for batch in batches)
-            for loss in delayed(losses, _LAG):
-                values.append(float(loss))
+            found = (self.step.evaluate_sums(state, batch) for batch in batches)
+            for metrics in delayed(found, _LAG):
+                for name, part in jax.device_get(metrics).items():
+                    total = sums.setdefault(name, [0.0, 0.0])
+                    total[0] += float(part.total)
+                    total[1] += float(part.weight)
                 record.sign()
                 if stops.meanwhile():
                     self.progress.note(
                         f"{stops.reason}: left the validation after step {record.step}"
                     )
                     return False
-        if not values:
+        if not sums:
             raise ConfigError("validation gave no batch; give at least one, or no validation")
-        record.validated(statistics.fmean(values))
+        means = {name: total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
+        record.validated(means)
         record.start_clock()
         return True
 

@@ -6,6 +6,7 @@ in `step.py`, then `objective.py`; `gradients.py` picks one of the three views.
 
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
+from .build import build_train_step as build_train_step
 from .claims import Claims as Claims
 from .determinism import deterministic_options as deterministic_options
 from .nonfinite import Nonfinite as Nonfinite
@@ -15,4 +16,3 @@ from .rules import RULES as RULES
 from .spec import StepSpec as StepSpec
 from .state import TrainState as TrainState
 from .step import TrainStep as TrainStep
-from .step import build_train_step as build_train_step

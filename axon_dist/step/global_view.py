@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
-from flax import nnx
 
 from ..core.typing import Array, Batch, Path, PyTree
 from ..parallel import GlobalGather, only_axes
@@ -18,8 +15,6 @@ from .objective import (
     forward_of,
     gradient_means,
     gradient_sums,
-    mean_loss,
-    mean_metrics,
 )
 from .spec import StepSpec
 from .view import MakeGather, spelled
@@ -68,26 +63,6 @@ def global_forward(spec: StepSpec, also: Prepare) -> Forward:
     prepare = spec.view.prepare(gather_of(spec) if splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
     return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
-
-
-def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, Array]]:
-    """The loss and metrics of a batch with the model in eval mode, computed as in training.
-
-    Returns:
-        A function (params, buffers, batch) -> `loss` and the metrics of the loss function.
-    """
-
-    def adapt(model: nnx.Module) -> None:
-        model.eval()
-        spec.change_layers(model)
-
-    forward = global_forward(spec, adapt)
-
-    def evaluate(params: PyTree, buffers: PyTree, batch: Batch) -> dict[str, Array]:
-        outcome = forward(params, buffers, batch)
-        return {"loss": mean_loss(outcome.loss), **mean_metrics(outcome)}
-
-    return evaluate
 
 
 def gather_of(spec: StepSpec) -> MakeGather:

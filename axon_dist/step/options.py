@@ -35,6 +35,7 @@ class StepOptions:
         pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
         compiler_options: what the compiler is told beside what the chip has.
         separable: whether the parts of a batch give its loss; None reads it from the program.
+        eval_kwargs: what the call of the model is given in evaluations, in place of its own.
     """
 
     accumulate: int = 1
@@ -46,6 +47,7 @@ class StepOptions:
     pad: str | None = None
     compiler_options: Mapping[str, Any] | None = None
     separable: bool | None = None
+    eval_kwargs: Mapping[str, Any] | None = None
 
     @property
     def holds(self) -> bool:

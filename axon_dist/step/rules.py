@@ -12,6 +12,7 @@ from ..core.requirement import Requirement, check_all
 from ..parallel import STRATEGY_RULES, Placed, check_sums
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
+from .evaluation import check_eval_kwargs
 from .normalization import own_statistics
 from .separable import wants_ranks
 from .spec import StepSpec
@@ -80,6 +81,10 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)
     ),
     Requirement("layers can be changed", _layers),
+    Requirement(
+        "the model's call takes what evaluations give it",
+        lambda spec: check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs),
+    ),
     Requirement("the model can be cut into stages", lambda spec: spec.storage),
     Requirement.row(
         "stages recompute their blocks",

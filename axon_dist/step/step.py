@@ -1,4 +1,4 @@
-"""`build_train_step`: the one place where a training step is put together."""
+"""The training step: one jitted function, and what belongs to it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,23 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.typing import Array, Batch, PyTree
+from ..core.weighted import Weighted
 from ..mesh import World, agree, checksums, digest
-from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, overlay, per_layer
-from ..precision import GradScaler, MixedPrecision
-from ..program import stacks_of
-from ..sharding import FromMetadata, annotations_of
-from .arguments import check_arguments
+from ..parallel import Strategy
 from .batch import BatchLayout, Placed
 from .claims import claims_of
 from .compiling import Value
 from .deadlock_guard import jit_of
-from .global_view import evaluation
+from .evaluation import evaluation
 from .gradients import gradient_function
 from .in_flight import InFlightLimit
 from .local_view import mean_buffers, stack_buffers
-from .nonfinite import FLAG, Nonfinite, nonfinite_policy
-from .objective import GradientFn, GradientResult
-from .options import LOSS_SCALE, StepOptions, resolve
-from .parts import ModelLike, ModelParts, Source, stored_as, take_apart
+from .nonfinite import FLAG
+from .objective import GradientFn, GradientResult, mean_loss
+from .options import LOSS_SCALE, StepOptions
+from .parts import ModelParts, Source
 from .placement import on_device, state_shardings
-from .rules import check_rules
 from .separable import Separation
 from .spec import StepSpec
 from .state import TrainState, check_usable
@@ -45,117 +40,6 @@ from .update import are_finite, clip, skip_overflow, undo_nonfinite
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
-
-
-def build_train_step(
-    model: ModelLike,
-    optimizer: optax.GradientTransformation,
-    loss_fn: LossFn,
-    strategy: Strategy | HasStrategy,
-    world: World,
-    *,
-    accumulate: int = 1,
-    clip_norm: float | None = None,
-    precision: MixedPrecision | str | bool | None = None,
-    remat: ActivationCheckpointing | None = None,
-    scaler: GradScaler | None = None,
-    metrics: tuple[str, ...] = ("loss",),
-    nonfinite: Nonfinite | str | None = None,
-    deterministic: bool = False,
-    pad: str | None = None,
-    compiler_options: Mapping[str, Value | None] | None = None,
-    batch: Batch | None = None,
-    separable: bool | None = None,
-) -> TrainStep:
-    """Builds one jitted step that equals the same model on one device.
-
-    The step computes, whatever the mesh,
-
-        loss, grads = value_and_grad(loss_fn)(model, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
-        params = params + updates
-
-    Args:
-        model: an NNX module, or a zero-argument function that makes one; the arrays of the
-            latter are born sharded.
-        optimizer: any optax transformation; one that looks at the loss gets it as `value`.
-        loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
-            of scalar metrics.
-        strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
-        world: the devices, and the mesh they form.
-        accumulate: K microbatches per step; with a pipeline its own number.
-        clip_norm: the largest global norm of the gradient.
-        precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
-            not say.
-        remat: what the backward pass recomputes, where the strategy does not say.
-        scaler: the loss scale; float16 compute has one by default.
-        metrics: which numbers a step reports.
-        nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
-            finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
-            then does what it says. None updates whatever comes, as plain JAX does.
-        deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
-            `deterministic_options`.
-        pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
-            with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
-        compiler_options: what XLA is told beside and over the options of the chip, which
-            `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
-            takes one of them away. Every program of the step is compiled with them, and what
-            `lower(batch).compile()` shows is what runs.
-        batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
-            then also what only a batch can show is refused here, rather than by the first call.
-        separable: True promises that the loss of a batch is the (weighted) mean of those of its
-            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
-            and `Weighted` have the value of the whole batch however it is cut, and a loss that
-            couples samples is computed in global view, averaged over microbatches.
-
-    Returns:
-        The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
-
-    Raises:
-        AxonDistError: what the first broken rule of `RULES` says, or `TrainStep.check(batch)`.
-        StrategyConflictError: when precision or remat contradict the strategy's.
-
-    Example:
-        >>> from axon_dist import DDP, World
-        >>> world = World.emulate(8)
-        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-        >>> ddp = DDP(model, world.group("dp"))
-        >>> step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp, world)
-        >>> state = step.init()
-        >>> state, metrics = step(state, {"x": jnp.ones((16, 2)), "y": jnp.ones((16, 1))})
-        >>> int(state.step)
-        1
-    """
-    check_arguments(optimizer, loss_fn, world, remat)
-    parts, source = take_apart(model)
-    chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
-    if annotations := annotations_of(parts.abstract):
-        chosen = overlay(chosen, FromMetadata(annotations))
-    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
-    if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
-        scaler = GradScaler()
-    policy = nonfinite_policy(nonfinite)
-    options = StepOptions(
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        metrics=metrics,
-        scaler=scaler,
-        nonfinite=policy,
-        deterministic=deterministic,
-        pad=pad,
-        compiler_options=compiler_options,
-        separable=separable,
-    )
-    if chosen.precision is not None:
-        parts, source = stored_as(parts, source, chosen.precision)
-    extended = optax.with_extra_args_support(optimizer)
-    spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
-    check_rules(spec)
-    step = TrainStep(spec, source)
-    if batch is not None:
-        step.check(batch)
-    return step
 
 
 class TrainStep:
@@ -190,6 +74,7 @@ class TrainStep:
             self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
         )
         self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
+        self._means = jax.jit(lambda sums: {name: mean_loss(x) for name, x in sums.items()})
         self._differentiate = jit(
             lambda state, placed: self._gradients(self.near(state), placed.arrays)[:2],
             out_shardings=(spec.owners, self._whole),
@@ -370,6 +255,23 @@ class TrainStep:
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         return self._differentiate(state, placed)
 
+    def evaluate_sums(self, state: TrainState, batch: Batch) -> dict[str, Weighted]:
+        """What `evaluate` reports, as sums that add up over batches of any sizes.
+
+        Over several batches a metric is `sum(totals) / sum(weights)`. Its weight is its own where
+        it is `Weighted`, else that of the loss, and the number of samples where that has none.
+
+        Args:
+            state: of this step; it stays usable.
+            batch: as for `evaluate`.
+
+        Returns:
+            `loss` and the metrics of the loss function, scalars on the devices.
+        """
+        check_usable(state)
+        layout = dataclasses.replace(self.layout, num_microbatches=1)
+        return self._evaluate(state, layout.place(batch))
+
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
@@ -380,9 +282,7 @@ class TrainStep:
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
-        check_usable(state)
-        layout = dataclasses.replace(self.layout, num_microbatches=1)
-        return self._evaluate(state, layout.place(batch))
+        return self._means(self.evaluate_sums(state, batch))
 
     def merge(self, state: TrainState) -> nnx.Module:
         """The model with the values of a state."""
@@ -488,7 +388,7 @@ class TrainStep:
             new, measured[FLAG] = undo_nonfinite(self.options, loss, finite, new, state, held)
         return new, {**metrics, **measured}
 
-    def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Array]:
+    def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Weighted]:
         state = self.near(state)
         buffers = mean_buffers(state.buffers, self.spec.reduction)
         return self._evaluation(self.storage.to_model(state.params), buffers, placed.arrays)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.weighted import Weighted
 from axon_dist.loop import LoopOptions, SilentProgress, Trainer
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
@@ -75,8 +76,8 @@ class FakeStep:
         loss = float(self.taken) if self.losses is None else self.losses[self.taken - 1]
         return FakeState(state.step + 1, state.params), {"loss": jnp.float32(loss)}
 
-    def evaluate(self, state, batch):
-        return {"loss": jnp.float32(batch + 100 * int(state.step))}
+    def evaluate_sums(self, state, batch):
+        return {"loss": Weighted(jnp.float32(batch + 100 * int(state.step)), jnp.float32(1))}
 
 
 def fit(step, num_steps, *, log_every=1, eval_every=0, save_every=0, state=None, **kwargs):

@@ -1,0 +1,180 @@
+"""Evaluation: the loss and the metrics of a batch, with a model that trains no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.typing import Batch, PyTree
+from ..core.weighted import Weighted
+from ..program import wrap_calls
+from .global_view import global_forward
+from .objective import mean_loss, weighed_metrics
+from .spec import StepSpec
+
+AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
+    {
+        nn.Dropout: "deterministic",
+        nn.MultiHeadDotProductAttention: "deterministic",
+        nn.BatchNorm: "use_running_average",
+    }
+)
+"""Layers of Linen that behave otherwise in training, and what is true when they do not."""
+
+SWITCHES: MappingProxyType[str, bool] = MappingProxyType(
+    {"deterministic": True, "train": False, "training": False, "is_training": False}
+)
+"""What Linen models call the argument that tells, and its value in evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WithArguments:
+    """Calls a module with some arguments in place of those it is given.
+
+    Args:
+        names: of the parameters of the method, in order, without the module.
+        arguments: by name.
+    """
+
+    names: tuple[str, ...]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method; a bridged module that is told another method runs that as it is."""
+        if kwargs.get("method") is not None:
+            return call(module, *args, **kwargs)
+        given = dict(self.arguments)
+        names = [*self.names[: len(args)], *[""] * (len(args) - len(self.names))]
+        placed = [given.pop(name, x) for name, x in zip(names, args, strict=True)]
+        return call(module, *placed, **{**kwargs, **given})
+
+
+@dataclasses.dataclass(frozen=True)
+class AtRest:
+    """Calls a bridged Linen module with the layers in it as `nnx.Module.eval` would set them."""
+
+    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method."""
+        with nn.intercept_methods(_rest):
+            return call(module, *args, **kwargs)
+
+
+def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, Weighted]]:
+    """The loss and metrics of a batch with the model in eval mode, computed as in training.
+
+    Modules of NNX are told by `eval()`. A bridged Linen module has nothing to tell: its layers are
+    set at rest while it runs, and so is the argument that it has for it, one of `SWITCHES`.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+
+    Returns:
+        A function (params, buffers, batch) -> `loss` and the metrics of the loss function, each
+        the sum over the samples and its weight: that which it has, else that of the loss, which
+        is the number of samples where it is a plain number.
+    """
+    told = dict(spec.options.eval_kwargs or {})
+
+    def adapt(model: nnx.Module) -> None:
+        model.eval()
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.bridge.ToNNX):
+                set_at_rest(module)
+        if told:
+            wrap_calls(model, {"__call__": WithArguments(_names(model), tuple(told.items()))})
+        spec.change_layers(model)
+
+    forward = global_forward(spec, adapt)
+
+    def evaluate(params: PyTree, buffers: PyTree, batch: Batch) -> dict[str, Weighted]:
+        outcome = forward(params, buffers, batch)
+        if isinstance(outcome.loss.weight, (int, float)):
+            # A mean over samples; what is 1 within a batch is not alike in batches of two sizes.
+            size = jnp.float32(jax.tree.leaves(batch)[0].shape[0]) * outcome.loss.weight
+            mean = mean_loss(outcome.loss)
+            outcome = dataclasses.replace(outcome, loss=Weighted(mean * size, size))
+        loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
+        own = lambda x: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
+        return {"loss": loss} | {name: own(x) for name, x in weighed_metrics(outcome).items()}
+
+    return evaluate
+
+
+def set_at_rest(module: nnx.bridge.ToNNX) -> None:
+    """Makes the calls of one bridged Linen module those of evaluation, in place."""
+    names = _names(module)
+    switches = tuple((name, value) for name, value in SWITCHES.items() if name in names)
+    wrap_calls(module, {"__call__": AtRest()})
+    if switches:
+        wrap_calls(module, {"__call__": WithArguments(names, switches)})
+
+
+def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any] | None) -> None:
+    """Raises unless the model's call takes these arguments.
+
+    Args:
+        model: any; its leaves may be shapes.
+        kwargs: by name, values that compare; None for none.
+
+    Raises:
+        ConfigError: naming the argument and those there are.
+    """
+    if not kwargs:
+        return
+    taken = _parameters(model)
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return
+    for name in kwargs:
+        if name not in taken:
+            kind = type(_called(model)).__name__
+            raise ConfigError(
+                f"eval_kwargs has {name!r}, and the call of {kind} takes "
+                f"{', '.join(taken) or 'no arguments'}.{did_you_mean(name, taken)}"
+            )
+
+
+def _called(module: nnx.Module) -> Any:
+    return module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module
+
+
+def _parameters(module: nnx.Module) -> Mapping[str, inspect.Parameter]:
+    found = inspect.signature(type(_called(module)).__call__).parameters
+    return {name: found[name] for name in list(found)[1:]}
+
+
+def _names(module: nnx.Module) -> tuple[str, ...]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = _parameters(module)
+    return tuple(name for name, p in taken.items() if p.kind in positional)
+
+
+def _rest(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """Runs one method of a Linen module, a layer that has a training mode without it."""
+    name = next((n for kind, n in AT_REST.items() if isinstance(context.module, kind)), None)
+    if name is None or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    names = tuple(inspect.signature(type(context.module).__call__).parameters)[1:]
+    with _unsaid(context.module, name):
+        run = WithArguments(names, ((name, True),))
+        return run(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
+
+
+@contextmanager
+def _unsaid(module: nn.Module, name: str) -> Iterator[None]:
+    """Takes an attribute of a bound module away: a layer refuses to be told twice."""
+    before = getattr(module, name)
+    object.__setattr__(module, name, None)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, name, before)
