@@ -1,0 +1,540 @@
+"""Random cells: programs that combine what nobody tried together, each against plain JAX.
+
+A cell is a choice from every column below, and a cell is a program: pieces of source that are put
+together, run, and printed as they are when something is wrong with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import traceback
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from axon_dist.core.errors import AxonDistError
+
+STEPS, SAMPLES = 3, 16
+_TOLERANCE, _LOW = 1e-4, 5e-2
+"""How far a number may be off, relative to the largest beside it; with bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh with a strategy.
+
+    Args:
+        mesh: axis sizes.
+        strategy: its source.
+        microbatches: those of a pipeline; 0 without one.
+    """
+
+    mesh: str
+    strategy: str
+    microbatches: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model.
+
+    Args:
+        source: defines `Net`, a module of no arguments.
+        tokens: whether it takes tokens; else 8 features.
+    """
+
+    source: str
+    tokens: bool = False
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout("dp=2", "ddp()"),
+    Layout("dp=4", "ddp(per='microbatch')"),
+    Layout("dp=4", "ddp(bucket_capacity=100)"),
+    Layout("dp=2", "ddp(sync='overlapped')"),
+    Layout("dp=2", "ddp(reduce_dtype='bfloat16')"),
+    Layout("dp=4", "zero(1, min_elements=8)"),
+    Layout("dp=2", "zero(2, min_elements=8)"),
+    Layout("dp=4", "zero(3, min_elements=8)"),
+    Layout("fsdp=4", "fsdp(min_elements=8)"),
+    Layout("fsdp=2", "fsdp(min_elements=8, reduction=Reduction(by_hand=True))"),
+    Layout("fsdp=4", "fsdp(min_elements=8, reduction=Reduction(per='step'))"),
+    Layout("fsdp=2", "fsdp(min_elements=8, cpu_offload='params')"),
+    Layout("dp=2,fsdp=2", "fsdp('hybrid_shard', ('dp', 'fsdp'), min_elements=8)"),
+    Layout("dp=2,fsdp=2", "compose(ddp(), fsdp(min_elements=8))"),
+    Layout("dp=2,fsdp=2", "compose(zero(1, min_elements=8), fsdp(min_elements=8))"),
+    Layout("tp=2", "tensor_parallel(PLAN)"),
+    Layout("dp=2,tp=2", "compose(ddp(), tensor_parallel(PLAN))"),
+    Layout("dp=2,tp=2", "compose(ddp(bucket_capacity=100), tensor_parallel(PLAN))"),
+    Layout("tp=2,dp=2", "compose(zero(2, min_elements=8), tensor_parallel(PLAN))"),
+    Layout("fsdp=2,tp=2", "compose(fsdp(min_elements=8), tensor_parallel(PLAN))"),
+    Layout("dp=2,cp=2", "compose(ddp(), context_parallel('ulysses'))"),
+    Layout("dp=2,cp=2", "compose(ddp(), context_parallel('ring'))"),
+    Layout("pp=2", "pipelined(2, 2)", 2),
+    Layout("pp=2", "pipelined(2, 4, 'gpipe')", 4),
+    Layout("pp=2", "pipelined(2, 4, 'zero_bubble_h1')", 4),
+    Layout("pp=2", "pipelined(2, 4, backward='residuals')", 4),
+    Layout("pp=2", "pipelined(2, 2, 'interleaved_1f1b', chunks=2)", 2),
+    Layout("pp=2,dp=2", "compose(pipelined(2, 2), ddp())", 2),
+    Layout("pp=2,dp=2", "compose(pipelined(2, 2), zero(1, min_elements=8))", 2),
+    Layout("pp=2,fsdp=2", "compose(pipelined(2, 4), fsdp(min_elements=8))", 4),
+    Layout("pp=2,tp=2", "compose(pipelined(2, 2), tensor_parallel(PLAN))", 2),
+    Layout("pp=2,dp=2,tp=2", "compose(pipelined(2, 2), ddp(), tensor_parallel(PLAN))", 2),
+)
+
+_BLOCKS = """
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        {layers}
+
+    def __call__(self, x):
+        return x + {call}
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.enter = nnx.Linear(8, 16, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range(4))
+        self.leave = nnx.Linear(16, 4, rngs=rngs)
+        {more}
+
+    def __call__(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        {then}
+        return self.leave(x)
+"""
+_UP_DOWN = "self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)"
+
+
+def _blocks(layers: str, call: str, more: str = "pass", then: str = "pass") -> str:
+    return _BLOCKS.format(layers=layers, call=call, more=more, then=then)
+
+
+_ATTENTION = """
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, rngs=rngs, decode=False)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.embed = nnx.Embed(16, 16, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range({count}))
+        {more}
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return {leave}
+"""
+
+_STACKED = """
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.enter = nnx.Linear(8, 16, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: Block(rngs))(nnx.Rngs(1).split(4))
+        self.leave = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.leave(run(self.enter(x), self.blocks))
+"""
+
+_BRIDGED = """
+import flax.linen as nn
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.LayerNorm()(x + nn.Dense(8)(nn.gelu(nn.Dense(16)(x))))
+        return nn.Dense(4)(x)
+
+
+def Net():
+    return nnx.bridge.ToNNX(Inner(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 8)))
+"""
+
+_CONVOLUTION = """
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List(
+            nnx.Conv(4, 4, (3, 3), feature_group_count=groups, rngs=rngs) for groups in (1, 4)
+        )
+        self.norm = nnx.GroupNorm(4, num_groups=2, rngs=rngs)
+        self.leave = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.outer(x.reshape(-1), jnp.linspace(-1, 1, 8)).reshape(len(x), 4, 4, 4)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return self.leave(self.norm(x).mean((1, 2)))
+"""
+
+MODELS: MappingProxyType[str, Model] = MappingProxyType(
+    {
+        "blocks": Model(_blocks(_UP_DOWN, "self.down(jnp.tanh(self.up(x)))")),
+        "norms": Model(
+            _blocks(
+                f"self.norm = nnx.LayerNorm(16, rngs=rngs)\n        {_UP_DOWN}",
+                "self.down(nnx.gelu(self.up(self.norm(x))))",
+            )
+        ),
+        "dropout": Model(
+            _blocks(
+                f"self.drop = nnx.Dropout(0.3, rngs=rngs)\n        {_UP_DOWN}",
+                "self.drop(self.down(jnp.tanh(self.up(x))))",
+            ),
+        ),
+        "keys of samples": Model(
+            _blocks(
+                f"self.rngs = rngs.dropout.fork()\n        {_UP_DOWN}",
+                "jax.vmap(lambda key, y: y * jax.random.bernoulli(key, 0.7))("
+                "jax.random.split(self.rngs(), len(x)), self.down(jnp.tanh(self.up(x))))",
+            ),
+        ),
+        "batch norm": Model(
+            _blocks(
+                _UP_DOWN,
+                "self.down(jnp.tanh(self.up(x)))",
+                "self.norm = nnx.BatchNorm(16, rngs=rngs)",
+                "x = self.norm(x)",
+            )
+        ),
+        "running mean": Model(
+            _blocks(
+                _UP_DOWN,
+                "self.down(jnp.tanh(self.up(x)))",
+                "self.seen = nnx.Variable(jnp.zeros(16))",
+                "self.seen[...] = 0.9 * self.seen[...] + 0.1 * x.mean(0)",
+            )
+        ),
+        "counter": Model(
+            _blocks(
+                _UP_DOWN,
+                "self.down(jnp.tanh(self.up(x)))",
+                "self.calls = nnx.Variable(jnp.zeros((), jnp.int32))",
+                "self.calls[...] += 1",
+            )
+        ),
+        "attention": Model(
+            _ATTENTION.format(
+                count=2, more="self.leave = nnx.Linear(16, 16, rngs=rngs)", leave="self.leave(x)"
+            ),
+            tokens=True,
+        ),
+        "shared table": Model(
+            _ATTENTION.format(count=4, more="pass", leave="self.embed.attend(x)"), tokens=True
+        ),
+        "stacked": Model(_STACKED),
+        "bridged": Model(_BRIDGED),
+        "convolutions": Model(_CONVOLUTION),
+    }
+)
+
+LOSSES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
+    {
+        "mean": ("mean", "jnp.mean(each)"),
+        "sum": ("sum", "0.05 * jnp.sum(each)"),
+        "weighted": (
+            "weighted",
+            "Weighted(jnp.sum(each * batch['weight']), jnp.sum(batch['weight']))",
+        ),
+        "mean with metrics": ("mean", "jnp.mean(each), {'largest': jnp.mean(each**2)}"),
+        "mean and decay": (
+            "mean",
+            "jnp.mean(each) + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves("
+            "nnx.state(model, nnx.Param)))",
+        ),
+        "root of the mean": ("mean", "jnp.sqrt(jnp.mean(each) + 1e-3)"),
+        "contrast": ("mean", "jnp.mean(each) + 0.1 * jnp.mean((each[:, None] - each[None]) ** 2)"),
+        "balance": ("mean", "jnp.mean(each) + 0.1 * jnp.var(each)"),
+    }
+)
+
+OPTIMIZERS: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "sgd": "optax.sgd(0.05)",
+        "momentum": "optax.sgd(optax.linear_schedule(0.1, 0.01, 4), momentum=0.9)",
+        "adamw": "optax.adamw(1e-2, eps=1e-3)",
+        "adamw, matrices": (
+            "optax.adamw(1e-2, eps=1e-3, weight_decay=0.1, "
+            "mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params))"
+        ),
+        "clipped": "optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))",
+        "lamb": "optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(1e-2, eps=1e-3))",
+        "adafactor": "optax.adafactor(1e-2, min_dim_size_to_factor=4)",
+        "multi steps": "optax.MultiSteps(optax.sgd(0.05, momentum=0.9), 2)",
+        "if finite": "optax.apply_if_finite(optax.sgd(0.05), 2)",
+    }
+)
+
+OPTIONS: MappingProxyType[str, Sequence[str]] = MappingProxyType(
+    {
+        "precision": ("", "", "", "precision='bf16'"),
+        "remat": ("", "", "remat=ActivationCheckpointing()", "remat=ActivationCheckpointing(2)"),
+        "clip_norm": ("", "", "clip_norm=0.3"),
+        "nonfinite": ("", "", "nonfinite='skip'"),
+        "metrics": ("", "metrics=('loss', 'grad_norm')"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One choice of everything.
+
+    Args:
+        layout: mesh and strategy.
+        model: a key of `MODELS`.
+        loss: a key of `LOSSES`.
+        optimizer: a key of `OPTIMIZERS`.
+        accumulate: K; a pipeline's own where there is one.
+        options: further arguments of `build_train_step`.
+        factory: whether the model is made by the step.
+    """
+
+    layout: Layout
+    model: str
+    loss: str
+    optimizer: str
+    accumulate: int
+    options: tuple[str, ...]
+    factory: bool
+
+    @classmethod
+    def draw(cls, draw: random.Random) -> Cell:
+        """A cell by chance; each column by itself."""
+        layout = draw.choice(LAYOUTS)
+        options = tuple(filter(None, (draw.choice(each) for each in OPTIONS.values())))
+        return cls(
+            layout,
+            draw.choice(sorted(MODELS)),
+            draw.choice(sorted(LOSSES)),
+            draw.choice(sorted(OPTIMIZERS)),
+            layout.microbatches or draw.choice((1, 1, 2, 4)),
+            options,
+            draw.random() < 0.5,
+        )
+
+    @property
+    def name(self) -> str:
+        """The choices in a line."""
+        more = (f"K={self.accumulate}", *self.options, *(["factory"] if self.factory else []))
+        return " | ".join(
+            (self.layout.mesh, self.layout.strategy, self.model, self.loss, self.optimizer, *more)
+        )
+
+    @property
+    def is_low(self) -> bool:
+        """Whether something is computed or sent in bfloat16, so that only losses can be alike."""
+        return any("bf" in text for text in (*self.options, self.layout.strategy))
+
+    @property
+    def source(self) -> str:
+        """The program."""
+        model, (reduce, loss) = MODELS[self.model], LOSSES[self.loss]
+        accumulate = [] if self.layout.microbatches else [f"accumulate={self.accumulate}"]
+        return _PROGRAM.format(
+            name=self.name,
+            model=model.source.strip(),
+            each=_TOKENS if model.tokens else _FEATURES,
+            loss=loss,
+            batch=(_TOKEN_BATCH if model.tokens else _FEATURE_BATCH).format(samples=SAMPLES),
+            optimizer=OPTIMIZERS[self.optimizer],
+            mesh=self.layout.mesh,
+            size=math.prod(int(axis.split("=")[1]) for axis in self.layout.mesh.split(",")),
+            strategy=self.layout.strategy,
+            options="".join(f", {text}" for text in (*accumulate, *self.options)),
+            make="Net" if self.factory else "Net()",
+            reduce=reduce,
+            clip=next((o.split("=")[1] for o in self.options if o.startswith("clip")), None),
+            count=self.accumulate,
+            steps=STEPS,
+            samples=SAMPLES,
+            tolerance=_LOW if self.is_low else _TOLERANCE,
+            low=self.is_low,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a cell.
+
+    Args:
+        kind: `"equal"`, `"refused"` by the build, `"late"` when it was refused after it, `"wrong"`
+            or `"foreign"` for an exception of somebody else.
+        text: the sentence, or the traceback.
+    """
+
+    kind: str
+    text: str = ""
+
+
+def run(cell: Cell) -> Outcome:
+    """Runs the program of a cell in this process."""
+    names: dict[str, Any] = {"__name__": "cell"}
+    built = False
+    try:
+        exec(compile(cell.source, f"<cell {cell.name}>", "exec"), names)
+        step = names["build"]()
+        built = True
+        names["compare"](step)
+    except AxonDistError as error:
+        return Outcome("late" if built else "refused", f"{type(error).__name__}: {error}")
+    except AssertionError as error:
+        return Outcome("wrong", str(error))
+    except Exception:
+        return Outcome("foreign", traceback.format_exc())
+    return Outcome("equal")
+
+
+def counts(outcomes: Mapping[Cell, Outcome]) -> dict[str, int]:
+    """How many cells ended how."""
+    kinds = [outcome.kind for outcome in outcomes.values()]
+    return {kind: kinds.count(kind) for kind in ("equal", "refused", "late", "wrong", "foreign")}
+
+
+_FEATURES = "jnp.sum(jnp.tanh(model(batch['x']) - batch['y']) ** 2, -1)"
+_TOKENS = (
+    "optax.softmax_cross_entropy_with_integer_labels("
+    "model(batch['x']).astype(jnp.float32), batch['y']).mean(-1)"
+)
+_FEATURE_BATCH = "x=draw.normal(size=({samples}, 8)), y=draw.normal(size=({samples}, 4))"
+_TOKEN_BATCH = "x=draw.integers(0, 16, ({samples}, 8)), y=draw.integers(0, 16, ({samples}, 8))"
+
+_PROGRAM = '''"""{name}"""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from axon_dist import (
+    ActivationCheckpointing, Reduction, Weighted, World, build_train_step, compose, ddp, fsdp, zero,
+)
+from axon_dist.parallel import context_parallel, pipelined, suggest_plan, tensor_parallel
+
+{model}
+
+
+def loss_fn(model, batch):
+    each = {each}
+    return {loss}
+
+
+def batch_of(number):
+    draw = np.random.default_rng(number)
+    made = dict({batch}, weight=draw.integers(0, 3, {samples}) + (np.arange({samples}) % 4 == 0))
+    small = lambda x: x.astype(np.float32 if x.dtype == np.float64 else np.int32)
+    made["weight"] = made["weight"].astype(np.float64)
+    return {{k: small(v) for k, v in made.items()}}
+
+
+def optimizer():
+    return {optimizer}
+
+
+def build():
+    size = {size}
+    world = World.emulate(size, "{mesh}")
+    PLAN = suggest_plan(Net(), batch_of(0)["x"]) if "PLAN" in """{strategy}""" else None
+    strategy = {strategy}
+    return build_train_step(
+        {make}, optimizer(), loss_fn, strategy, world, batch=batch_of(0){options}
+    )
+
+
+def one_device(count={count}, clip={clip}, reduce="{reduce}"):
+    graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
+    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    transform = optax.with_extra_args_support(optimizer())
+    state = transform.init(params)
+
+    @jax.jit
+    def part(params, rest, batch):
+        def total(params):
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            loss = loss_fn(model, batch)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
+            return loss.total, (loss.weight, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    @jax.jit
+    def update(grads, state, params, loss):
+        if clip is not None:
+            norm = optax.tree.norm(grads)
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+        updates, state = transform.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    for number in range({steps}):
+        batch, totals, weights, grads = batch_of(number), 0.0, 0.0, None
+        for index in range(count):
+            piece = {{k: np.split(v, count)[index] for k, v in batch.items()}}
+            (total, (weight, rest)), grad = part(params, rest, piece)
+            totals, weights = totals + total, weights + weight
+            grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
+        divisor = 1.0 if reduce == "sum" else weights
+        grads = jax.tree.map(lambda g: g / divisor, grads)
+        params, state = update(grads, state, params, totals / divisor)
+        yield totals / divisor, params, rest
+
+
+def compare(step):
+    state = step.init()
+    for number, (loss, params, rest) in enumerate(one_device()):
+        state, metrics = step(state, batch_of(number))
+        close(f"loss of step {{number}}", metrics["loss"], loss)
+    if not {low}:
+        graphdef, mine, other = nnx.split(step.merge(state), nnx.Param, ...)
+        same("parameters", nnx.to_pure_dict(mine), params)
+        same("state", nnx.to_pure_dict(other), rest)
+
+
+def same(what, got, want):
+    got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
+    assert [path for path, _ in got] == [path for path, _ in want], f"{{what}}: other leaves"
+    for (path, mine), (_, theirs) in zip(got, want):
+        if not jax.dtypes.issubdtype(theirs.dtype, jax.dtypes.prng_key):
+            close(what + jax.tree_util.keystr(path), mine, theirs)
+
+
+def close(what, got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    off = np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), 1e-2)
+    shown = f"{{got.ravel()[:3]}} for {{want.ravel()[:3]}}"
+    assert off <= {tolerance}, f"{{what}} is {{off:.2e}} off: {{shown}}"
+
+
+if __name__ == "__main__":
+    compare(build())
+    print("equal to one device")
+'''
