@@ -13,4 +13,5 @@ from .numerics import check_numerics as check_numerics
 from .run import RunResult as RunResult
 from .run import train as train
 from .verify import Verification as Verification
+from .verify import tiny as tiny
 from .verify import verify as verify

@@ -25,6 +25,9 @@ from ..config.models import make_model
 from ..config.schema import RunConfig
 
 LEARNING_RATE = 0.1
+COMPARED = ("loss", "grad_norm")
+"""The metrics that are compared, beside the parameters."""
+_POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: float32 everywhere, or a narrower compute dtype."""
 
@@ -72,6 +75,37 @@ class Verification:
         return self.worst.relative <= self.tolerance
 
 
+def tiny(config: RunConfig) -> RunConfig:
+    """The config made as small as its mesh lets it be, on the devices that there are.
+
+    Widths stay, for strategies split them; layers, positions and samples become as few as every
+    rank, stage and microbatch needs one of.
+
+    Args:
+        config: a run as YAML describes it, checked.
+
+    Example:
+        >>> config = RunConfig.from_dict({"mesh": "dp=4", "train": {"global_batch": 512}})
+        >>> small = tiny(config)
+        >>> small.model.num_layers, small.train.global_batch
+        (2, 4)
+    """
+    plain = config.to_dict()
+    size = math.prod(abs(axis) for axis in config.mesh.shape.values())
+    pipeline = plain["parallel"].get("pipeline", {})
+    microbatches = max(config.train.accumulate, pipeline.get("num_microbatches", 1))
+    plain["devices"]["emulate"] = None
+    plain["train"]["global_batch"] = min(config.train.global_batch, size * microbatches)
+    model, data = plain["model"], plain["data"]
+    if "sequence_length" in data:
+        data["sequence_length"] = min(data["sequence_length"], _POSITIONS * size)
+    is_cut_by_hand = {"boundaries", "costs"} & pipeline.keys()
+    if "num_layers" in model and not is_cut_by_hand:
+        stages = config.mesh.shape.get("pp", 1) * pipeline.get("chunks", 2)
+        model["num_layers"] = min(model["num_layers"], max(stages, 2))
+    return RunConfig.from_dict(plain)
+
+
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 
@@ -87,14 +121,21 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         The differences.
 
     Raises:
-        ConfigError: for fewer than one step.
+        ConfigError: for fewer than one step, or in one of several processes.
     """
     if steps < 1:
         raise ConfigError(f"verify got {steps} steps; it needs at least 1")
     world = build_world(config)
-    step = build_step(config, world, _optimizer())
+    if world.num_processes > 1:
+        raise ConfigError(
+            f"verify compares with one device of this process, and there are {world.num_processes} "
+            "processes; run it in one, on a mesh of its devices"
+        )
+    step = build_step(config, world, _optimizer(), COMPARED)
     alone = _one_device(config, world, step.layout.num_microbatches)
-    seen, reference = _train(step, config, steps), _train(alone, config, steps)
+    # Accelerators multiply float32 in fewer bits unless they are told not to.
+    with jax.default_matmul_precision("highest"):
+        seen, reference = _train(step, config, steps), _train(alone, config, steps)
     rounded = config.precision not in (None, "float32")
     return Verification(
         strategy=step.strategy.name,
@@ -115,10 +156,12 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
         functools.partial(make_model, config.model, config.seed),
         _optimizer(),
         config.kind.task.loss_fn,
-        ddp(),
+        # In global view, where nothing is reduced by hand: not the code that is being verified.
+        ddp(per="microbatch"),
         one,
         accumulate=num_microbatches,
         clip_norm=config.train.clip_norm,
+        metrics=COMPARED,
         precision=config.precision,
         scaler=config.loss_scale,
     )
@@ -129,7 +172,9 @@ def _train(step: TrainStep, config: RunConfig, steps: int) -> tuple[dict, dict]:
     state, losses = step.init(), {}
     for number, batch in enumerate(_batches(config, steps)):
         state, metrics = step(state, batch)
-        losses[f"loss of step {number}"] = np.asarray(metrics["loss"])
+        # Clipping hides a constant factor in the gradients, as Adam does, but not in their norm.
+        for name in COMPARED:
+            losses[f"{name} of step {number}"] = np.asarray(metrics[name])
     params = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
     return losses, {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
 

@@ -1,4 +1,4 @@
-"""`axon verify CONFIG [--steps N]`: is the config's strategy equal to one device?"""
+"""`axon verify CONFIG [--steps N] [--here]`: is the config's strategy equal to one device?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist.app import verify
+from axon_dist.app import tiny, verify
 from axon_dist.config import load_config
 
 from .verb import Verb
@@ -17,13 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the config, its overrides and the number of steps."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    parser.add_argument("--steps", type=int, default=5, help="steps to compare (5)")
+    parser.add_argument("--steps", type=int, help="steps to compare (5; with --here 2)")
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="on the devices that there are, not emulated ones, the model cut to a few layers",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains both and prints the differences; 1 when one is beyond the tolerance."""
     config = load_config(arguments.config, arguments.overrides)
-    found = verify(config, arguments.steps)
+    config = tiny(config) if arguments.here else config
+    steps = (2 if arguments.here else 5) if arguments.steps is None else arguments.steps
+    found = verify(config, steps)
     table = Table(title=f"{config.name}: {found.strategy} on {found.mesh} against one device")
     table.add_column("what")
     table.add_column("relative difference", justify="right")
@@ -36,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     more = len(found.params) - min(len(found.params), 8)
     verdict = "equal" if found.passed else "NOT equal"
     console.print(
-        f"{verdict} within {found.tolerance:.0e} (SGD, {arguments.steps} steps; "
+        f"{verdict} within {found.tolerance:.0e} (SGD, {steps} steps; "
         f"{more} more parameters are closer)"
     )
     return 0 if found.passed else 1

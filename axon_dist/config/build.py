@@ -65,7 +65,10 @@ def config_facts(config: RunConfig) -> dict[str, object]:
 
 
 def build_step(
-    config: RunConfig, world: World, optimizer: optax.GradientTransformation | None = None
+    config: RunConfig,
+    world: World,
+    optimizer: optax.GradientTransformation | None = None,
+    metrics: tuple[str, ...] = ("loss",),
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -73,6 +76,7 @@ def build_step(
         config: a run as YAML describes it, checked.
         world: the devices, and the mesh they form.
         optimizer: in place of the config's own.
+        metrics: what the step reports.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -89,6 +93,7 @@ def build_step(
         world,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
+        metrics=metrics,
         precision=config.precision,
         remat=config.remat,
         scaler=config.loss_scale,
