@@ -136,8 +136,10 @@ class AsUnit:
         nodes_graph, nodes_state = nnx.split(nodes)
         static = tuple(_static(leaf) for leaf in leaves)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        how = Call(method, structure, static, nodes_graph, self.remat)
-        output, rest, changed = self.run(graphdef, how, params, rest, (arrays, nodes_state))
+        how = Call(method, structure, static, Structure(nodes_graph), self.remat)
+        output, rest, changed = self.run(
+            Structure(graphdef), how, params, rest, (arrays, nodes_state)
+        )
         nnx.update(module, rest)
         nnx.update(nodes, changed)
         return output
@@ -148,10 +150,29 @@ class Static:
     """A flag among the arguments of a unit, which is part of its program.
 
     Args:
-        value: anything hashable that is not an array.
+        value: anything that compares and is no array.
     """
 
     value: Any
+
+    def __hash__(self) -> int:
+        return _hash(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The structure of a module, as a part of a program.
+
+    A module may hold what compares and has no hash, such as a dataclass that is not frozen.
+
+    Args:
+        graphdef: from `nnx.split`.
+    """
+
+    graphdef: Any
+
+    def __hash__(self) -> int:
+        return _hash(self.graphdef)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +190,7 @@ class Call:
     method: Any
     structure: Any
     static: tuple[Any, ...]
-    nodes: Any
+    nodes: Structure
     remat: RematPolicy | None
 
 
@@ -187,8 +208,8 @@ def why_not_as_a_whole(name: str, count: int) -> str:
 def _named() -> Any:
     """A jitted function whose equations have the name of units."""
 
-    def axon_unit(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
-        run = functools.partial(_run, graphdef, how)
+    def axon_unit(module: Structure, how: Call, params: Any, rest: Any, given: Any) -> Any:
+        run = functools.partial(_run, module.graphdef, how)
         protected = run if how.remat is None else jax.checkpoint(run, policy=RealOnly(how.remat))
         return protected(params, rest, given)
 
@@ -198,7 +219,7 @@ def _named() -> Any:
 def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     module = nnx.merge(graphdef, gathered(params), rest, copy=True)
     arrays, state = given
-    nodes = nnx.merge(how.nodes, state, copy=True)
+    nodes = nnx.merge(how.nodes.graphdef, state, copy=True)
     sources = {ARRAY: iter(arrays), NODE: iter(nodes)}
     leaves = [
         flag.value if isinstance(flag, Static) else next(sources[flag]) for flag in how.static
@@ -228,7 +249,11 @@ def gathered(params: Any) -> Any:
 
     def one(variable: Any) -> Any:
         gather = variable.get_metadata().get(GATHER)
-        return variable if gather is None else variable.replace(gather(variable[...]))
+        if gather is None:
+            return variable
+        whole = variable.replace(gather(variable[...]))
+        whole.del_metadata(GATHER)
+        return whole
 
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
@@ -245,6 +270,14 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
             f"{what} matches no module of the model; it has modules of the classes "
             f"{', '.join(classes)}. Name one of them"
         )
+
+
+def _hash(value: Any) -> int:
+    """The hash of a value; of one that has none that of its type, and it is compared."""
+    try:
+        return hash(value)
+    except TypeError:
+        return hash(type(value))
 
 
 def _static(leaf: Any) -> Any:

@@ -77,15 +77,17 @@ class View:
             if also is not None:
                 also(model)
             params = _params(model)
-            for path, variable in params.items():
-                variable.set_value(self.cast(variable[...]))
-                if make_gather is not None:
-                    variable.set_metadata(**{GATHER: make_gather(path)})
             found = mark_units(model, lambda path, _: path in self.units, remat)
             for path, variable in params.items():
-                inside = any(is_inside(path, unit) for unit in found)
-                if make_gather is not None and not inside:
-                    variable.set_value(variable.get_metadata()[GATHER](variable[...]))
+                variable.set_value(self.cast(variable[...]))
+                if make_gather is None:
+                    continue
+                # Only what a unit will gather carries the way to do it: Linen takes a Variable with
+                # metadata of ours for a boxed value.
+                if any(is_inside(path, unit) for unit in found):
+                    variable.set_metadata(**{GATHER: make_gather(path)})
+                else:
+                    variable.set_value(make_gather(path)(variable[...]))
             if self.precision is not None and self.precision.buffer is not None:
                 _widen_statistics(model)
             if self.precision is not None and self.precision.is_mixed:

@@ -1,0 +1,104 @@
+"""Modules as others write them, under strategies that take models apart."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp, pipelined
+
+from .models import Case, mean_square, regression_batch, token_batch
+from .reference import assert_close, train
+
+
+@dataclasses.dataclass
+class Config:
+    """Compares, and has no hash."""
+
+    width: int = 16
+
+
+class Configured(nnx.Module):
+    def __init__(self, config, rngs):
+        self.config = config
+        self.layer = nnx.Linear(config.width, config.width, rngs=rngs)
+
+    def __call__(self, x, config):
+        assert config == self.config
+        return x + jnp.tanh(self.layer(x))
+
+
+class Net(nnx.Module):
+    """Blocks that keep a config of theirs, and are given it again with every call."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List(Configured(Config(), rngs) for _ in range(2))
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, Config())
+        return self.out(x)
+
+
+class Shared(nn.Module):
+    """Reads a parameter of its layer by hand, as Hugging Face's models share their tables."""
+
+    def setup(self):
+        self.table = nn.Embed(32, 16)
+
+    def __call__(self, tokens):
+        return self.table(tokens) @ self.table.variables["params"]["embedding"].T
+
+
+def shared():
+    tokens = jnp.ones((1, 8), jnp.int32)
+    return nnx.bridge.ToNNX(Shared(), rngs=nnx.Rngs(0)).lazy_init(tokens)
+
+
+def likely(model, batch):
+    tokens = batch["tokens"]
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+CASES = {
+    "config": Case(Net, mean_square, regression_batch),
+    "shared": Case(shared, likely, token_batch),
+}
+ROWS = {
+    "config fsdp": ("config", "fsdp=2", lambda: fsdp(min_elements=8), {}),
+    "config remat": (
+        "config",
+        "fsdp=2",
+        lambda: fsdp(min_elements=8),
+        {"remat": ActivationCheckpointing()},
+    ),
+    "config pipeline": ("config", "pp=2", lambda: pipelined(2, 1), {}),
+    "shared fsdp": ("shared", "fsdp=2", lambda: fsdp(min_elements=8), {}),
+    "shared by hand": (
+        "shared",
+        "fsdp=2",
+        lambda: fsdp(min_elements=8, reduction=Reduction(by_hand=True)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_equals_one_device(name):
+    case, mesh, strategy, options = ROWS[name]
+    case, world = CASES[case], World.emulate(2, mesh)
+    make = lambda: optax.sgd(0.1, momentum=0.9)
+    want = train(case, make(), 2)
+    step = build_train_step(case.make, make(), case.loss_fn, strategy(), world, **options)
+    state = step.init()
+    for number in range(2):
+        state, metrics = step(state, case.batch(number))
+        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+    trained = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
+    assert_close(trained, want.params, 3e-5, "parameter")
