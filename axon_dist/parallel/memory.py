@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax.sharding import Mesh
 from ..core.tree import num_params
 from ..core.typing import PyTree
 from ..precision import cast_floating
-from ..sharding import Policy, Replicate
+from ..sharding import Decision, Policy, Replicate, optimizer_decisions, spec_axes
 from .strategy import Strategy
+from .zero import MIN_ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +100,10 @@ def estimate(
 ) -> FSDPMemoryStats:
     """Bytes per device before any array exists: what is split weighs 1/N of its whole.
 
-    Leaves too small to be split, or with no dim that divides, are counted as if they were split,
-    which is why the estimate of a model of small leaves is low; `TrainStep.claims` counts leaf by
-    leaf, and `measure` what there is.
+    A leaf none of whose dims divides stays whole, and is counted so. Leaves below `MIN_ELEMENTS`
+    are counted as if they were split, as the formulas of the papers have it, which is why the
+    estimate of a model of nothing but small leaves is low; `TrainStep.claims` counts leaf by leaf,
+    and `measure` what there is.
 
     Args:
         strategy: its policies say what is split, and how many ways.
@@ -124,10 +127,8 @@ def estimate(
     trees = ((strategy.params, params), (held, grads), (strategy.opt_state, state))
     # Counts and other scalars of the optimizer are whole everywhere and weigh nothing.
     whole = [sum(_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.shape) for _, tree in trees]
-    split = [
-        -(-size // _ways(policy, mesh)) for (policy, _), size in zip(trees, whole, strict=True)
-    ]
-    return _stats(strategy, params, split, mesh.size, sum(whole))
+    sizes = [_held(policy, params, tree, mesh) for policy, tree in trees]
+    return _stats(strategy, params, sizes, mesh.size, sum(whole))
 
 
 def measure(
@@ -169,8 +170,19 @@ def device_bytes(leaves: Iterable[jax.Array]) -> int:
     return max(held.values(), default=0)
 
 
-def _ways(policy: Policy, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for axis in policy.split_axes)
+def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
+    """The bytes of a tree on one device."""
+    ways = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
+    decisions = jax.tree.leaves(
+        optimizer_decisions(policy, params, tree, mesh),
+        is_leaf=lambda x: isinstance(x, Decision),
+    )
+    total = Fraction()
+    for leaf, decision in zip(jax.tree.leaves(tree), decisions, strict=True):
+        is_small = math.prod(leaf.shape) < MIN_ELEMENTS
+        axes = policy.split_axes if is_small else spec_axes(decision.spec)
+        total += Fraction(_bytes(leaf), ways(axes)) if leaf.shape else 0
+    return math.ceil(total)
 
 
 def _bytes(leaf: Any) -> int:
