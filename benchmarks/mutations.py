@@ -70,7 +70,7 @@ MUTATIONS = (
         "step/test_update.py::test_a_loss_or_a_gradient_alone_undoes_a_step",
     ),
     row(
-        "step/update.py", "limit / (norm + 1e-6)", "limit / (norm**2 + 1e-6)",
+        "precision/clipping.py", "max_norm / (norm + _EPSILON)", "max_norm / (norm**2 + _EPSILON)",
         "step/test_update.py::test_long_gradients_are_scaled_down_to_the_limit",
     ),
     row(

@@ -98,6 +98,8 @@ def build_train_step(
         StrategyConflictError: when precision or remat contradict the strategy's.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
         >>> from axon_dist import DDP, World
         >>> world = World.emulate(8)
         >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))

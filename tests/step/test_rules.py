@@ -157,6 +157,10 @@ EXAMPLES = {
         lambda: build(tensor_parallel({"up$": "column"}), "tp=8"),
         "matches no layer",
     ),
+    "the model's call takes what evaluations give it": (
+        lambda: build(ddp(), eval_kwargs={"deterministik": True}),
+        "eval_kwargs has 'deterministik', and the call of Net takes",
+    ),
     "the model can be cut into stages": (
         lambda: build(pipelined(8, 8), "pp=8"),
         "8 stages, and the model has 4 blocks",
