@@ -71,7 +71,9 @@ class Suggestion(Plan):
         return capture.get()
 
 
-def suggest_plan(model: nnx.Module | Callable[[], nnx.Module], *inputs: Any) -> Suggestion:
+def suggest_plan(
+    model: nnx.Module | Callable[[], nnx.Module], *inputs: Any, **keywords: Any
+) -> Suggestion:
     """Derives the plan of a model from the flow of data between its kernels.
 
     The model is traced without running. A hidden dim that one kernel makes, that nothing but
@@ -83,8 +85,9 @@ def suggest_plan(model: nnx.Module | Callable[[], nnx.Module], *inputs: Any) -> 
     Args:
         model: an NNX module, or a function of no arguments that makes one. A Linen module goes
             through `nnx.bridge.ToNNX` and `lazy_init`.
-        *inputs: arrays or shapes that the model is called with; without any, tokens `[2, 12]` are
-            tried, then floats whose last dim is the first of some kernel.
+        *inputs: what the model is called with, trees of arrays or shapes and of flags; without
+            any, tokens `[2, 12]` are tried, then floats whose last dim is the first of some kernel.
+        **keywords: what it is called with by name, likewise.
 
     Returns:
         The plan; `print` it for the reasons.
@@ -98,29 +101,52 @@ def suggest_plan(model: nnx.Module | Callable[[], nnx.Module], *inputs: Any) -> 
         >>> [(rule.pattern, rule.mode.value) for rule in plan.rules]
         [('^down$', 'row'), ('^up$', 'column')]
     """
-    abstract = nnx.eval_shape(model if not isinstance(model, nnx.Module) else lambda: model)
-    return _Placement(*_trace(abstract, inputs)).suggestion()
+    return _Placement(*_trace(model, inputs, keywords)).suggestion()
 
 
-def _trace(model: nnx.Module, inputs: tuple[Any, ...]) -> tuple[Flow, dict[Path, list[int]]]:
+def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]:
+    """The structure of a model, and the shapes of its parameters and of all else."""
+    make = model if not isinstance(model, nnx.Module) else lambda: model
+    structure = []
+
+    def split() -> tuple[Any, Any]:
+        graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
+        structure.append(graphdef)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+
+    # Split before it is made abstract: a raw array among the attributes is a leaf of the state, and
+    # a shape in its place would be taken for a part of the structure.
+    params, rest = jax.eval_shape(split)
+    return structure[0], params, rest
+
+
+def _trace(
+    model: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Flow, dict[Path, list[int]]]:
     """Follows the model's program; gives the flow and the nodes of its parameters."""
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    graphdef, params, rest = _split(model)
+    leaves, form = jax.tree.flatten((inputs, keywords))
+    arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
-    def call(params: Any, rest: Any, inputs: Any) -> Any:
+    def call(params: Any, rest: Any, arrays: Any) -> Any:
         merged = nnx.merge(graphdef, params, rest, copy=True)
+        # Flags stay what they are.
+        found = iter(arrays)
+        given = [next(found) if hasattr(leaf, "shape") else leaf for leaf in leaves]
+        inputs, keywords = form.unflatten(given)
+        inputs = (*found, *inputs)  # What is tried where no array was given.
         for _, module in list(nnx.iter_modules(merged)):
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
-        return merged(*inputs)
+        return merged(*inputs, **keywords)
 
-    closed, inputs = _make_jaxpr(call, params, rest, inputs)
+    closed, arrays = _make_jaxpr(call, params, rest, arrays)
     flow, nodes, values = Flow(), {}, []
     for path, leaf in leaves_with_paths(params):
         nodes[path] = flow.new(leaf.shape)
         values.append(Value(nodes[path], origin=path))
     values += [Value(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
-    for leaf in jax.tree.leaves(inputs):
+    for leaf in arrays:
         values.append(Value(flow.new(leaf.shape), from_input=True))
         # Features of the input lie whole on every rank, so what they feed cannot be split by them.
         for node in values[-1].dims:

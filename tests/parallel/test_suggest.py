@@ -137,3 +137,53 @@ def test_a_model_that_no_guess_fits_asks_for_its_inputs():
         suggest_plan(make)
     x = jnp.ones((2, 4))
     assert modes(suggest_plan(make, x, x)) == {"mlp/up": "column", "mlp/down": "row"}
+
+
+class Told(nnx.Module):
+    """Takes a tree and flags, and holds an array that is no Variable."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.shift = nnx.data(jnp.ones(16))
+
+    def __call__(self, batch, double=False, *, scale=None):
+        x = batch["x"] if isinstance(batch, dict) else batch
+        hidden = self.up(x) * self.shift.reshape(16)
+        hidden = hidden if scale is None else hidden * scale
+        return self.down(hidden) * (2 if double else 1)
+
+
+@pytest.mark.parametrize("make", [lambda: Told, Told], ids=["factory", "instance"])
+@pytest.mark.parametrize(
+    ("inputs", "keywords"),
+    [
+        (({"x": jnp.ones((2, 8))}, True), {"scale": jnp.ones(())}),
+        ((jax.ShapeDtypeStruct((2, 8), jnp.float32),), {"double": True}),
+        ((), {"double": True}),
+    ],
+)
+def test_trees_flags_and_raw_arrays(make, inputs, keywords):
+    plan = suggest_plan(make(), *inputs, **keywords)
+    assert {rule.pattern: rule.mode.value for rule in plan.rules} == {
+        "^up$": "column",
+        "^down$": "row",
+    }
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_normalised_weights_stay_whole_with_a_reason(norm):
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.up = norm(nnx.Linear(8, 16, rngs=rngs), rngs=rngs)
+            self.down = nnx.Linear(16, 4, rngs=rngs)
+
+        def __call__(self, x):
+            flags = {"update_stats": True} if norm is nnx.SpectralNorm else {}
+            return self.down(self.up(x, **flags))
+
+    for model in (Net, Net()):
+        plan = suggest_plan(model, jnp.ones((2, 8)))
+        assert not plan.rules
+        assert {left.path for left in plan.unplaced} >= {"down/kernel"}
