@@ -119,7 +119,13 @@ def plan_buckets(tree_or_shapes: PyTree, capacity: int = DEFAULT_CAPACITY) -> Bu
 
 def as_structs(tree_or_shapes: PyTree) -> PyTree:
     """Replaces arrays, or float32 shapes where there are no arrays, by `jax.ShapeDtypeStruct`."""
-    if all(isinstance(leaf, int) for leaf in jax.tree.leaves(tree_or_shapes)):
+    leaves = jax.tree.leaves(tree_or_shapes, is_leaf=_is_shape)
+    if wrong := [leaf for leaf in leaves if not (_is_shape(leaf) or hasattr(leaf, "dtype"))]:
+        raise ConfigError(
+            f"got {wrong[0]!r} of type {type(wrong[0]).__name__} among what is to be packed into "
+            "buckets; give a tree of arrays, of jax.ShapeDtypeStruct, or of shapes such as (3, 4)"
+        )
+    if all(_is_shape(leaf) for leaf in leaves):
         whole = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
         return jax.tree.map(whole, tree_or_shapes, is_leaf=_is_shape)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree_or_shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from ..core.errors import ConfigError, did_you_mean
@@ -65,7 +66,10 @@ def _parse(text: str | float, units: dict[str, int], what: str, example: str) ->
     unit = unit or next(iter(units))
     if unit not in units:
         raise ConfigError(f"unknown unit {unit!r} in {text!r}.{did_you_mean(unit, units)}")
-    value = round(float(number) * units[unit])
+    exact = float(number) * units[unit]
+    if not math.isfinite(exact):
+        raise ConfigError(f"got {text!r}, which is more than a {what} can be; write {example}")
+    value = round(exact)
     if value < 1:
         raise ConfigError(f"got {text!r}; a {what} must be positive, as in {example}")
     return value

@@ -14,6 +14,7 @@ from ..precision import MixedPrecision
 from .candidates import candidates
 from .lint import Finding, lint
 from .plan import ROOMY, USABLE, Plan, evaluate
+from .quantity import parse_count
 from .shape import TransformerShape, guess_shape
 from .workload import Workload
 
@@ -138,7 +139,7 @@ def recommend(
             f"got num_devices={num_devices} and device_bytes={memory}; both must be positive"
         )
     known = isinstance(num_params, TransformerShape)
-    shape = num_params if known else guess_shape(num_params, sequence_length)
+    shape = num_params if known else guess_shape(parse_count(num_params), sequence_length)
     batch = -(-GLOBAL_BATCH // num_devices) * num_devices if global_batch is None else global_batch
     work = Workload(shape=shape, global_batch=batch, optimizer=optimizer, precision=precision)
     found = [evaluate(one, work, row, memory) for one in candidates(work, num_devices, row)]

@@ -88,3 +88,9 @@ def test_plans_by_hand_are_checked():
     dtypes = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
     with pytest.raises(ConfigError, match=r"dtypes \['bfloat16', 'float32'\]; a bucket has one"):
         BucketPlan(((1, 0),), ((2,), (3,)), dtypes, 5)
+
+
+@pytest.mark.parametrize("wrong", [10, {"w": 2.5}, [(3, 4), "kernel"]])
+def test_what_cannot_be_packed(wrong):
+    with pytest.raises(ConfigError, match=r"among what is to be packed.*a tree of arrays"):
+        plan_buckets(wrong, 100)

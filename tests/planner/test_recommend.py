@@ -167,3 +167,9 @@ def test_lint_forgotten_optimizer():
 def test_a_step_has_samples():
     with pytest.raises(ConfigError, match="global_batch=0 must be at least 1 sample"):
         Workload(shape=guess_shape(1e9), global_batch=0)
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0, "1e400", "many"])
+def test_counts_that_are_none(count):
+    with pytest.raises(ConfigError, match=r"number of parameters|a number of parameters can be"):
+        recommend(count, 4)
