@@ -319,7 +319,8 @@ class _Placement:
             mode,
             dim=position - len(dims),
             unit=1 if units in (size, 0) else size // units,
-            optional=0 < units < most,
+            # Tables rarely divide: GPT-2's has 50257 rows. Such a table stays whole.
+            optional=0 < units < most or mode is ParallelMode.VOCAB,
             parts=1 if cut is None else cut.parts,
             stacked=cut is not None and cut.by_reshape,
             reason=why,

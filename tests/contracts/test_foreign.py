@@ -3,12 +3,14 @@
 import dataclasses
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp, pipelined
+from axon_dist.parallel import suggest_plan, tensor_parallel
 
 from .models import Case, mean_square, regression_batch, token_batch
 from .reference import assert_close, train
@@ -100,5 +102,35 @@ def test_equals_one_device(name):
     for number in range(2):
         state, metrics = step(state, case.batch(number))
         assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+    trained = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
+    assert_close(trained, want.params, 3e-5, "parameter")
+
+
+class Prime(nnx.Module):
+    """A vocabulary that no mesh divides, shared by lookup and head, around a block that divides."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(37, 16, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        return self.table.attend(x + self.down(nnx.gelu(self.up(x))))
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    case = Case(Prime, likely, token_batch)
+    plan = suggest_plan(Prime, jnp.zeros((2, 8), jnp.int32))
+    want = train(case, optax.sgd(0.1), 2)
+    step = build_train_step(
+        Prime, optax.sgd(0.1), likely, tensor_parallel(plan), World.emulate(2, "tp=2")
+    )
+    assert "37 units do not divide over tp=2" in str(step.claims.params)
+    state = step.init()
+    for number in range(2):
+        state, metrics = step(state, case.batch(number))
+        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+    assert state.params["up"]["kernel"].sharding.spec == jax.sharding.PartitionSpec(None, "tp")
     trained = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
     assert_close(trained, want.params, 3e-5, "parameter")
