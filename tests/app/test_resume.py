@@ -67,7 +67,7 @@ def tokens_seen(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize("stop", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tokens_seen, stop):
     whole = train(config("whole"))
     expected = list(tokens_seen)
@@ -150,7 +150,10 @@ def test_a_finished_run_has_nothing_left(config):
     assert longer.result.num_steps == 7
 
 
-@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/step_00000002"])
+@pytest.mark.parametrize(
+    "part",
+    ["", pytest.param("checkpoints", marks=pytest.mark.full), "checkpoints/step_00000002"],
+)
 def test_from_a_path_into_a_new_folder(config, part):
     first = train(config("first"))
     keep_only(first, 2)

@@ -52,7 +52,6 @@ ROWS = [
     Row("ddp_tensor_sp", "dp=2,tp=2", "transformer", 2),
     Row("ddp_tensor_sums", "dp=2,tp=4", "transformer", 2),
     Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
-    Row("zero2_tensor_sp", "dp=2,tp=2", "transformer"),
     Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
     Row("fsdp_tensor_sp", "fsdp=2,tp=4", "transformer"),
     Row("hybrid_tensor_sp", "dp=2,fsdp=2,tp=2", "transformer"),

@@ -32,8 +32,21 @@ def reference(layer, x, causal):
     return out @ np.asarray(layer.out.kernel[...]) + np.asarray(layer.out.bias[...])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("size", "kv_heads"), [(1, 4), (2, 4), (4, 4), (2, 2), (4, 2), (4, 1)])
+MORE = [(1, 4, False), (2, 4, False), (4, 4, True), (2, 2, True), (4, 2, False), (4, 1, False)]
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "causal"),
+    [
+        (1, 4, True),
+        (2, 4, True),
+        (4, 4, False),
+        (2, 2, False),
+        (4, 2, True),
+        (4, 1, True),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in MORE),
+    ],
+)
 def test_both_views_equal_heads_one_by_one(make_world, causal, size, kv_heads):
     group = make_world(f"tp={size}").group("tp")
     options = {"num_kv_heads": kv_heads, "causal": causal, "rngs": nnx.Rngs(0)}

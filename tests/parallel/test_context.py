@@ -39,7 +39,7 @@ def gradients(model, strategy, world, batch=BATCH, loss_fn=next_token_loss):
     ("mode", "mesh", "changes"),
     [
         ("ring", "cp=8", {}),
-        ("ring", "dp=2,cp=4", {"dropout": 0.1}),
+        pytest.param("ring", "dp=2,cp=4", {"dropout": 0.1}, marks=pytest.mark.full),
         ("ring", "fsdp=2,cp=2,tp=2", {"scan_layers": True}),
         ("ulysses", "cp=4", {}),
         ("ulysses", "dp=2,cp=2,tp=2", {}),

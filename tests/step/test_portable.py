@@ -54,7 +54,7 @@ def bits(tree):
     ("widths", "others"),
     [
         (EQUAL, [("fsdp=8", fsdp()), ("pp=2,dp=2", compose(pipelined(2, 4), ddp()))]),
-        (UNEQUAL, [("dp=4", ddp()), ("pp=4", pipelined(4, 4))]),
+        pytest.param(UNEQUAL, [("dp=4", ddp()), ("pp=4", pipelined(4, 4))], marks=pytest.mark.full),
     ],
 )
 def test_a_pipeline_goes_on_without_one_and_with_another(widths, others, make_world, tmp_path):
