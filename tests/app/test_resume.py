@@ -95,7 +95,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in ("accumulated", "one device") else ())
+        for name in OTHERS
+    ],
+)
 def test_on_another_mesh_it_is_the_same_run_within_rounding(config, other):
     whole = train(config("whole"))
     keep_only(whole, 3)
@@ -152,7 +158,11 @@ def test_a_finished_run_has_nothing_left(config):
 
 @pytest.mark.parametrize(
     "part",
-    ["", pytest.param("checkpoints", marks=pytest.mark.full), "checkpoints/step_00000002"],
+    [
+        pytest.param("", marks=pytest.mark.full),
+        pytest.param("checkpoints", marks=pytest.mark.full),
+        "checkpoints/step_00000002",
+    ],
 )
 def test_from_a_path_into_a_new_folder(config, part):
     first = train(config("first"))

@@ -81,7 +81,6 @@ ROWS = [
     Row("zero1", "dp=4", "batchnorm", 2),
     Row("zero2", "dp=8", "weighted", 2),
     Row("zero3", "dp=8", "dropout", 2),
-    Row("shard_grad_op", "fsdp=8", "transformer", 1),
     Row("full_shard", "fsdp=8", "transformer", 2),
     Row("full_shard", "fsdp=4", "mlp", 1, "adam"),
     Row("full_shard", "fsdp=4", "mlp", 1, "sgd", 0.1),
@@ -90,7 +89,6 @@ ROWS = [
     Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1),
     Row("full_shard_remat", "fsdp=4", "transformer", 1),
     Row("full_shard_offload", "fsdp=4", "mlp", 2),
-    Row("ddp_remat", "dp=4", "transformer", 2),
 ]
 BLOCKS = ("mlp", "weighted", "transformer")
 """The models that repeat blocks, which rematerialisation needs."""
