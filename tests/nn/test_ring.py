@@ -13,7 +13,13 @@ from axon_dist.nn import ring_attention, ulysses_attention
 from axon_dist.nn.ring import Ring
 
 RNG = np.random.default_rng(0)
+STATE = RNG.bit_generator.state
 SPEC = P(None, "cp")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order():
+    RNG.bit_generator.state = STATE
 
 
 def heads(length, num, size=4):
@@ -42,7 +48,8 @@ def compare(attend, causal, arrays):
     dense = functools.partial(whole, causal=causal)
     want = jax.value_and_grad(loss(dense), argnums=(0, 1, 2))(*arrays)
     got = jax.jit(jax.value_and_grad(loss(attend), argnums=(0, 1, 2)))(*arrays)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    # A sum of hundreds of terms of both signs: what it rounds to is relative to them.
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-4)
     for ours, theirs in zip(got[1], want[1], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     np.testing.assert_allclose(jax.jit(attend)(*arrays), dense(*arrays), atol=1e-5)
