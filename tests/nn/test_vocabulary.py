@@ -20,6 +20,14 @@ from axon_dist.nn import (
 from .test_linear import per_rank
 
 RNG = np.random.default_rng(0)
+STATE = RNG.bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_any_order():
+    RNG.bit_generator.state = STATE
+
+
 TOKENS = RNG.integers(0, 24, size=(4, 6)).astype(np.int32)
 
 
