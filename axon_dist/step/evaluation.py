@@ -19,7 +19,7 @@ from ..core.typing import Batch, PyTree
 from ..core.weighted import Weighted
 from ..program import wrap_calls
 from .global_view import global_forward
-from .objective import mean_loss, weighed_metrics
+from .objective import weighed_metrics
 from .spec import StepSpec
 
 AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
@@ -98,11 +98,11 @@ def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, We
 
     def evaluate(params: PyTree, buffers: PyTree, batch: Batch) -> dict[str, Weighted]:
         outcome = forward(params, buffers, batch)
-        if isinstance(outcome.loss.weight, (int, float)):
+        weight = outcome.loss.weight
+        if isinstance(weight, (int, float)) and weight == 1:
             # A mean over samples; what is 1 within a batch is not alike in batches of two sizes.
-            size = jnp.float32(jax.tree.leaves(batch)[0].shape[0]) * outcome.loss.weight
-            mean = mean_loss(outcome.loss)
-            outcome = dataclasses.replace(outcome, loss=Weighted(mean * size, size))
+            size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
+            outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
         loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
         own = lambda x: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
         return {"loss": loss} | {name: own(x) for name, x in weighed_metrics(outcome).items()}
