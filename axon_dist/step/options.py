@@ -70,6 +70,8 @@ class StepOptions:
         check_kind("deterministic", self.deterministic, bool, "True or False")
         check_kind("pad", self.pad, str, "the path of the leaf of the batch that weighs samples")
         check_kind("separable", self.separable, bool, "True or False")
+        told = "arguments of the model's call by name, such as {'deterministic': True}"
+        check_kind("eval_kwargs", self.eval_kwargs, Mapping, told)
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")

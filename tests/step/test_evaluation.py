@@ -128,6 +128,11 @@ def test_arguments_that_the_call_does_not_take():
         build(bridged(Own()), eval_kwargs={"noise": False})
 
 
+def test_arguments_that_are_no_arguments():
+    with pytest.raises(ConfigError, match=r"eval_kwargs.*such as \{'deterministic': True\}"):
+        build(bridged(Own()), eval_kwargs=3)
+
+
 class Plain(nnx.Module):
     def __init__(self):
         self.layer = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
