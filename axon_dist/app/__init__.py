@@ -1,4 +1,4 @@
-"""What a verb of the command does: run, resume, report, verify, examine.
+"""What a verb of the command does: run, resume, report, verify, examine, load.
 
 Imports every room below `cli`. Start reading in `run.py`.
 """
@@ -8,6 +8,7 @@ from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
 from .examine import Examination as Examination
 from .examine import examine as examine
+from .load import load_model as load_model
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
 from .run import RunResult as RunResult
