@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from axon_dist.checkpoint import (
     CheckpointManager,
@@ -58,7 +58,7 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
     config = run_config(run)
     folder = find_checkpoint(run, config, step)
     parts, _ = take_apart(functools.partial(make_model, config.model, config.seed))
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    here = jnp.zeros(()).sharding
     params, buffers = load_arrays(folder, parts, jax.tree.map(lambda _: here, parts.params), here)
     return parts.merge(params, buffers), config
 
@@ -98,8 +98,8 @@ def find_checkpoint(run: str | Path, config: RunConfig, step: int | str | None =
     entries = CheckpointManager(folder).entries()
     if not entries:
         raise CheckpointError(
-            f"there is no finished checkpoint in {str(folder)!r}; train until one is saved, or name "
-            "another run"
+            f"there is no finished checkpoint in {str(folder)!r}; train until one is saved, or "
+            "name another run"
         )
     if step is None:
         return folder / step_name(entries[-1].step)
