@@ -13,6 +13,7 @@ from .attention import cudnn_obstacle as cudnn_obstacle
 from .attention import einsum_attention as einsum_attention
 from .flash import flash_attention as flash_attention
 from .layers import GatedMLP as GatedMLP
+from .layers import PlainMLP as PlainMLP
 from .layers import RMSNorm as RMSNorm
 from .layers import SelfAttention as SelfAttention
 from .layers import rotate as rotate

@@ -11,7 +11,7 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
 
-from .layers import GatedMLP, RMSNorm, SelfAttention, init_std, linear
+from .layers import GatedMLP, PlainMLP, RMSNorm, SelfAttention, init_std, linear
 from .transformer_config import TransformerConfig
 
 
@@ -24,10 +24,10 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config)
+        self.attention_norm = _norm(config, rngs)
         self.attention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm = _norm(config)
-        self.mlp = GatedMLP(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
         self.dropout = _dropout(config, rngs)
 
     def __call__(self, x: Array) -> Array:
@@ -37,7 +37,9 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+    """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU by default.
+
+    With other norms, positions and feed-forward of its config it is GPT-2 (preset `"gpt2"`).
 
     `logits = head(blocks(embed(tokens)))`. The three parts are methods of their own so that a model
     can be cut between any two blocks; positions come from the sequence index, so that a block needs
@@ -60,18 +62,13 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config
-        self.token_embedding = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            dtype=config.dtype and jnp.dtype(config.dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=nnx.initializers.normal(init_std(config)),
-            rngs=rngs,
-        )
+        self.token_embedding = _embedding(config, config.vocab_size, rngs)
         self.blocks = _blocks(config, rngs)
-        self.final_norm = _norm(config)
+        self.final_norm = _norm(config, rngs)
         if not config.tied_head:
-            self.lm_head = linear(config, config.width, config.vocab_size, rngs=rngs)
+            self.lm_head = linear(config, config.width, config.vocab_size, bias=False, rngs=rngs)
+        if config.positions == "learned":
+            self.position_embedding = _embedding(config, config.max_length, rngs)
         self.dropout = _dropout(config, rngs)  # last: the initial weights do not depend on its rate
 
     def __call__(self, tokens: Array) -> Array:
@@ -100,7 +97,10 @@ class Transformer(nnx.Module):
                 f"a sequence of {tokens.shape[1]} tokens is longer than "
                 f"max_length={self.config.max_length}: shorten it, or raise max_length."
             )
-        return self.dropout(self.token_embedding(tokens))
+        x = self.token_embedding(tokens)
+        if self.config.positions == "learned":
+            x = x + self.position_embedding(jnp.arange(tokens.shape[1]))
+        return self.dropout(x)
 
     def head(self, x: Array) -> Array:
         """Maps the residual stream `[B, T, D]` to float32 logits `[B, T, vocab_size]`."""
@@ -142,8 +142,28 @@ def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
     return nnx.List(Block(config, rngs=rngs) for rngs in one_by_one)
 
 
-def _norm(config: TransformerConfig) -> RMSNorm:
-    return RMSNorm(config.width, eps=config.norm_eps, param_dtype=config.param_dtype)
+def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+    return nnx.Embed(
+        num_rows,
+        config.width,
+        dtype=config.dtype and jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        embedding_init=nnx.initializers.normal(init_std(config)),
+        rngs=rngs,
+    )
+
+
+def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.width, eps=config.norm_eps, param_dtype=config.param_dtype)
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=config.norm_eps,
+        dtype=config.dtype and jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        use_fast_variance=False,  # E[x^2] - E[x]^2 loses digits where features are far from zero
+        rngs=rngs,
+    )
 
 
 def _dropout(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Dropout:
