@@ -20,6 +20,7 @@ from .generate import Decoder as Decoder
 from .generate import Generated as Generated
 from .generate import generate as generate
 from .layers import GatedMLP as GatedMLP
+from .layers import PlainMLP as PlainMLP
 from .layers import RMSNorm as RMSNorm
 from .layers import SelfAttention as SelfAttention
 from .layers import rotate as rotate

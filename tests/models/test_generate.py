@@ -35,7 +35,10 @@ def plain(model, prompt, num_tokens):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("fields", [{}, {"scan_layers": True, "tied_head": True}])
+GPT2 = {"positions": "learned", "norm": "layer", "gated": False, "bias": True}
+
+
+@pytest.mark.parametrize("fields", [{}, {"scan_layers": True, "tied_head": True}, GPT2])
 def test_cached_logits_are_those_of_the_whole_sequence(fields):
     model = make(**fields)
     tokens = jax.random.randint(jax.random.key(7), (2, 10), 0, 17)
