@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from axon_dist.checkpoint import (
     CheckpointManager,
@@ -22,8 +22,12 @@ from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.core.tree import is_key, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
+from axon_dist.mesh import World
+from axon_dist.step import PortableForm, TrainState, TrainStep
+from axon_dist.step.local_view import stack_buffers
 from axon_dist.step.parts import ModelParts, take_apart
 
+from ..config.build import build_world
 from ..config.load import load_config
 from ..config.models import make_model
 from ..config.schema import RunConfig
@@ -118,6 +122,53 @@ def find_checkpoint(run: str | Path, config: RunConfig, step: int | str | None =
             f"{', '.join(map(str, there))}; name one of these, best, or none for the newest"
         )
     return folder / step_name(int(step))
+
+
+def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
+    """The devices of a run, or one of them; and its config as it is there.
+
+    Args:
+        config: of a run.
+        one_device: take one device, on which nothing is split.
+    """
+    if not one_device:
+        return config, build_world(config)
+    emulate = config.devices.emulate and 1
+    alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
+    plain = config.to_dict()
+    plain["train"]["accumulate"] = 1
+    config = RunConfig.from_dict({**plain, **alone})
+    if emulate:
+        return config, build_world(config)
+    return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
+
+
+def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
+    """The state of a step that trains nothing, with the parameters of a checkpoint.
+
+    Args:
+        checkpoint: the folder of one, of any mesh and strategy.
+        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
+
+    Returns:
+        The state, to evaluate with.
+    """
+    form, spec = PortableForm(step), step.spec
+    where = jax.tree.map(lambda leaf: leaf.sharding, form.target.params)
+    whole = NamedSharding(step.world.mesh, PartitionSpec())
+    params, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    stacked = jax.jit(
+        lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
+        out_shardings=step.state_shardings.buffers,
+    )
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=form.target.opt_state,
+        buffers=stacked(buffers),
+        scaler=None if step.options.scaler is None else step.options.scaler.init(),
+    )
+    return form.take_up(state)
 
 
 def load_arrays(

@@ -119,9 +119,7 @@ def generate(
     return Generated(added, _lengths(added, end))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole")
-)
+@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole"))
 def _generate(
     leaves: Any,
     tokens: Array,
@@ -209,7 +207,9 @@ def _aligned(prompts: Any) -> tuple[np.ndarray, np.ndarray]:
                 "token ids, and prompts are a sequence of those, such as [[1, 2, 3]]"
             )
         if not row.size:
-            raise ConfigError(f"prompt {number} is empty; it needs at least one token to go on from")
+            raise ConfigError(
+                f"prompt {number} is empty; it needs at least one token to go on from"
+            )
     longest = max(map(len, rows))
     padding = np.array([longest - len(row) for row in rows], np.int32)
     pairs = zip(rows, padding, strict=True)
@@ -239,7 +239,7 @@ def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int
 def _check_causal(
     model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
 ) -> None:
-    """Runs a model without a cache twice, other tokens behind the prompts, which must not matter."""
+    """Runs a model without a cache twice, other tokens behind the prompts."""
     kind = type(model).__name__
     graphdef, leaves = nnx.split(model)
     length = tokens.shape[1] + num_tokens - 1
