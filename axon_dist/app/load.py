@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
     return parts.merge(params, buffers), config
 
 
-def run_config(run: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config that a run was made from.
 
     Args:

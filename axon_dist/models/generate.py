@@ -56,7 +56,7 @@ class Generated:
 
 def generate(
     model: nnx.Module,
-    prompts: Sequence[Sequence[int]] | np.ndarray | Array,
+    prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array,
     num_tokens: int,
     *,
     temperature: float = 1.0,

@@ -1,5 +1,7 @@
 """What a run has learned, read as a plain module."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -32,6 +34,8 @@ def same(module, other):
 def test_the_model_of_a_run_is_a_plain_module(tiny, change):
     tiny["model"] |= {"num_layers": 2, "dropout": 0.1}
     done = train(RunConfig.from_dict({**tiny, **change, "checkpoint": {"every": 3}}))
+    model: Any
+    earlier: Any
     model, config = load_model(done.directory.path)
     assert config == RunConfig.from_dict({**tiny, **change, "checkpoint": {"every": 3}})
     newest = done.directory.checkpoints / "step_00000006"

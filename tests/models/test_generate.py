@@ -124,7 +124,9 @@ def total(x):
 
 
 def test_what_cannot_be_generated_with_is_refused():
-    with pytest.raises(UnsupportedError, match=r"Plain has no cache .* depend on the tokens behind"):
+    with pytest.raises(
+        UnsupportedError, match=r"Plain has no cache .* depend on the tokens behind"
+    ):
         generate(Plain(causal=False), PROMPTS, 6)
     with pytest.raises(UnsupportedError, match="logits of Plain for 10 positions are not finite"):
         generate(Plain(length=8), PROMPTS, 6)
