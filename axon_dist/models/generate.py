@@ -111,15 +111,22 @@ def generate(
     if not isinstance(model, Decoder):
         _check_causal(model, tokens, padding, num_tokens)
     graphdef, leaves = nnx.split(model)
-    added = _generate(
-        leaves, tokens, padding, jax.random.key(seed),
-        graphdef=graphdef, num_tokens=num_tokens, sampling=sampling, end=end, whole=_whole(leaves),
-    )  # fmt: skip
+    options = {
+        "graphdef": graphdef,
+        "num_tokens": num_tokens,
+        "sampling": sampling,
+        "end": end,
+        "whole": _whole(leaves),
+    }
+    run = functools.partial(_compiled, **options)
+    if not _is_hashable(graphdef):
+        # Compiled anew at every call, for nothing can be looked up by what has no hash.
+        run = jax.jit(functools.partial(_generate, **options))
+    added = run(leaves, tokens, padding, jax.random.key(seed))
     added = np.asarray(added)
     return Generated(added, _lengths(added, end))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole"))
 def _generate(
     leaves: Any,
     tokens: Array,
@@ -157,6 +164,11 @@ def _generate(
     _, others = jax.lax.scan(step, (first, cache, is_over), jnp.arange(1, num_tokens))
     added = jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
     return added if whole is None else jax.lax.with_sharding_constraint(added, whole)
+
+
+_compiled = jax.jit(
+    _generate, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole")
+)
 
 
 def _decoder(graphdef: nnx.GraphDef, leaves: Any) -> Decoder:
@@ -278,6 +290,14 @@ def _whole(leaves: Any) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, PartitionSpec())
     return None
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _lengths(added: np.ndarray, end: int | None) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Decoding beside a cache: the tokens of the plain loop, in one scan."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,11 +106,19 @@ def test_a_mesh_gives_the_tokens_of_one_device(make_world, axes):
         assert got == want
 
 
+@dataclasses.dataclass
+class Sizes:
+    """As people write it: it can be changed, so it has no hash."""
+
+    length: int
+
+
 class Plain(nnx.Module):
     """A model of tokens without a cache, with absolute positions."""
 
     def __init__(self, causal=True, length=12):
         self.inner, self.causal = make(), causal
+        self.sizes = Sizes(length)
         self.positions = nnx.Embed(length, 16, rngs=nnx.Rngs(2))
 
     def __call__(self, tokens):
