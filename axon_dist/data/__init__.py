@@ -8,6 +8,7 @@ what is read.
 
 from .files import TextFile as TextFile
 from .files import find_files as find_files
+from .files import split_bytes as split_bytes
 from .files import split_files as split_files
 from .files import standard_library_files as standard_library_files
 from .images import Images as Images
@@ -17,16 +18,21 @@ from .images import SyntheticImages as SyntheticImages
 from .images import load_images as load_images
 from .loader import ImageLoader as ImageLoader
 from .loader import Loader as Loader
-from .loader import LocalBatch as LocalBatch
 from .loader import TextLoader as TextLoader
+from .samples import LocalBatch as LocalBatch
+from .samples import Samples as Samples
+from .samples import Sequences as Sequences
+from .samples import TokenSamples as TokenSamples
 from .sampling import local_rows as local_rows
 from .sampling import num_windows as num_windows
 from .sampling import shuffled as shuffled
 from .sampling import spread_starts as spread_starts
 from .sampling import windows_at as windows_at
-from .text import Text as Text
 from .text import TextSource as TextSource
 from .text import load_text as load_text
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import byte_tokenizer as byte_tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
+from .windows import Text as Text
+from .windows import Windows as Windows
+from .windows import segments_of as segments_of

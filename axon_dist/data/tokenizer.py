@@ -20,11 +20,16 @@ class Tokenizer:
         vocab_size: every id is below it.
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
+        answer: maps a prompt and what follows it to the ids of both together, and how many of them
+            belong to the prompt.
+        decode: maps ids to text for people.
     """
 
     name: str
     vocab_size: int
     encode: Callable[[bytes], np.ndarray]
+    answer: Callable[[str, str], tuple[np.ndarray, int]]
+    decode: Callable[[np.ndarray], str]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -34,20 +39,29 @@ def byte_tokenizer() -> Tokenizer:
         >>> byte_tokenizer().encode(b"axon").tolist()
         [97, 120, 111, 110, 0]
     """
-    return Tokenizer("bytes", 256, lambda content: np.frombuffer(content + b"\0", np.uint8))
+    encode = lambda content: np.frombuffer(content + b"\0", np.uint8)
+    return Tokenizer(
+        "bytes",
+        256,
+        encode,
+        lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
+        lambda tokens: tokens.astype(np.uint8).tobytes().decode(errors="replace"),
+    )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     """Loads a `tokenizer.json` as Hugging Face `tokenizers` writes it.
 
     Args:
         path: of the `tokenizer.json`.
+        end_token: a token put behind every document, such as `"<|endoftext|>"`.
 
     Returns:
         The tokenizer; special tokens are added as the file's own post-processor says.
 
     Raises:
-        ConfigError: there is no such file, it is not a tokenizer, or the library is missing.
+        ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
+            library is missing.
     """
     try:
         import tokenizers  # noqa: PLC0415  (an optional dependency)
@@ -70,8 +84,36 @@ def load_tokenizer(path: str) -> Tokenizer:
         ) from error
     vocab_size = max(model.get_vocab().values(), default=0) + 1
     dtype = np.min_scalar_type(vocab_size - 1)
+    end = _end(model.token_to_id, end_token, path)
+
+    def encode(content: bytes) -> np.ndarray:
+        return np.array([*model.encode(content.decode()).ids, *end], dtype)
+
+    def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
+        found = model.encode(prompt + text)
+        # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
+        # learn, and a token on the border counts as prompt.
+        before = [i for i, (a, b) in enumerate(found.offsets) if a < b and a < len(prompt)]
+        return np.array([*found.ids, *end], dtype), before[-1] + 1 if before else 0
+
     return Tokenizer(
         f"tokens of {Path(path).name}",
         vocab_size,
-        lambda content: np.array(model.encode(content.decode()).ids, dtype),
+        encode,
+        answer,
+        lambda tokens: model.decode(tokens.tolist(), skip_special_tokens=False),
     )
+
+
+def _end(
+    token_to_id: Callable[[str], int | None], end_token: str | None, path: str
+) -> tuple[int, ...]:
+    if end_token is None:
+        return ()
+    found = token_to_id(end_token)
+    if found is None:
+        raise ConfigError(
+            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
+            "is, or leave it out."
+        )
+    return (found,)
