@@ -1,11 +1,12 @@
-"""Text and images as batches: files, the split, tokens, and a loader that shuffles, divides and
-resumes.
+"""Text, tokens, records and images as batches: files, the split, and a loader that shuffles,
+divides and resumes.
 
 Knows no device: a process and the number of processes are plain numbers. Imports `core` only. Start
-reading in `loader.py`; `sampling.py` holds the arithmetic, `text.py`, `images.py` and `files.py`
-what is read.
+reading in `loader.py`; `sampling.py` holds the arithmetic, `samples.py` what a loader hands out,
+`windows.py` and `packing.py` how documents become rows. Every source is a file of its own.
 """
 
+from .documents import DocumentSource as DocumentSource
 from .files import TextFile as TextFile
 from .files import find_files as find_files
 from .files import split_bytes as split_bytes
@@ -16,9 +17,14 @@ from .images import ImageSet as ImageSet
 from .images import ImageSource as ImageSource
 from .images import SyntheticImages as SyntheticImages
 from .images import load_images as load_images
+from .jsonl import JsonlSource as JsonlSource
 from .loader import ImageLoader as ImageLoader
 from .loader import Loader as Loader
 from .loader import TextLoader as TextLoader
+from .mixture import Mixture as Mixture
+from .packing import PackedRows as PackedRows
+from .packing import pack as pack
+from .parquet import ParquetSource as ParquetSource
 from .samples import LocalBatch as LocalBatch
 from .samples import Samples as Samples
 from .samples import Sequences as Sequences
@@ -33,6 +39,7 @@ from .text import load_text as load_text
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import byte_tokenizer as byte_tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
+from .tokens import TokenSource as TokenSource
 from .windows import Text as Text
 from .windows import Windows as Windows
 from .windows import segments_of as segments_of

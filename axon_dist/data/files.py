@@ -173,6 +173,20 @@ def _cut(file: TextFile, size: int) -> int:
     return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
 
 
+def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:
+    """Checks that no file is on both sides.
+
+    Raises:
+        ConfigError: naming one that is.
+    """
+    shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} files are in data.files and in data.validation_files, for example "
+            f"{min(shared)}: validation must hold what training never sees; take them out of one."
+        )
+
+
 def says_little(train: float, held: float, what: str) -> str:
     """A clause for people where training got less than 80 % of the data, else nothing.
 

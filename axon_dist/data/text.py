@@ -14,6 +14,7 @@ from axon_dist.core.errors import ConfigError
 from .files import (
     FEW,
     TextFile,
+    check_disjoint,
     find_files,
     says_little,
     split_bytes,
@@ -123,7 +124,7 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
     files = find_files(source.files) if source.files else standard_library_files()
     if source.validation_files:
         validation = find_files(source.validation_files)
-        _check_disjoint(files, validation)
+        check_disjoint(files, validation)
         return files, validation
     fraction = held_fraction(source.validation_fraction)
     is_few = len(files) * min(fraction, 1 - fraction) < FEW
@@ -135,15 +136,6 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
             f"{empty}: give more text, change the fraction, or name data.validation_files."
         )
     return train, validation
-
-
-def _check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:
-    shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} files are in data.files and in data.validation_files, for example "
-            f"{min(shared)}: validation must hold what training never sees; take them out of one."
-        )
 
 
 def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]:

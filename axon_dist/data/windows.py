@@ -69,7 +69,7 @@ class Windows:
 
     @functools.cached_property
     def _contents(self) -> int:
-        return checksum(self.text.train, self.text.validation)
+        return checksum(*map(_in_memory, (self.text.train, self.text.validation)))
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Cuts windows that lie side by side."""
@@ -106,6 +106,18 @@ def segments_of(tokens: np.ndarray, end: int) -> np.ndarray:
     """
     ended = np.cumsum(tokens == end, axis=-1, dtype=np.int32)
     return 1 + np.concatenate([np.zeros_like(ended[:, :1]), ended[:, :-1]], axis=-1)
+
+
+_PIECE, _PIECES = 4096, 256
+
+
+def _in_memory(stream: np.ndarray) -> np.ndarray:
+    """A stream, or of a mapped one its length and pieces from all over."""
+    if type(stream) is np.ndarray or len(stream) <= _PIECE:
+        return stream[np.arange(len(stream))]
+    starts = spread_starts(len(stream), _PIECE - 1, _PIECES)
+    pieces = stream[starts[:, None] + np.arange(_PIECE)]
+    return np.concatenate([pieces.ravel().astype(np.int64), [len(stream)]])
 
 
 def _check_long_enough(side: str, stream: np.ndarray, length: int) -> None:
