@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -18,7 +19,9 @@ from .seal import check_files, read_manifest
 from .stores import STORES
 
 
-def load_checkpoint(path: str | Path, target: PyTree) -> PyTree:
+def load_checkpoint(
+    path: str | Path, target: PyTree, *, parts: Collection[str] | None = None
+) -> PyTree:
     """Restores a state, bit for bit, onto the mesh and the layout that the target names.
 
     Neither the mesh, nor the strategy, nor the number of processes has to be the one that the
@@ -30,6 +33,8 @@ def load_checkpoint(path: str | Path, target: PyTree) -> PyTree:
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
             values are not looked at. `target_of(step.abstract_state, step.state_shardings)`
             makes that of a training step.
+        parts: names at the top of the state, such as `("params", "buffers")`, where the target has
+            these alone; the rest of the checkpoint is not read. None reads all of it.
 
     Returns:
         The state, with the structure of the target.
@@ -55,7 +60,7 @@ def load_checkpoint(path: str | Path, target: PyTree) -> PyTree:
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
-    _check_leaves(folder, manifest, targets)
+    _check_leaves(folder, manifest, targets, parts)
     stored = _read(folder, manifest, targets)
     _check_values(folder, manifest, stored)
     leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
@@ -63,10 +68,15 @@ def load_checkpoint(path: str | Path, target: PyTree) -> PyTree:
 
 
 def _check_leaves(
-    folder: Path, manifest: Manifest, targets: dict[LeafPath, jax.ShapeDtypeStruct]
+    folder: Path,
+    manifest: Manifest,
+    targets: dict[LeafPath, jax.ShapeDtypeStruct],
+    parts: Collection[str] | None,
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
-    found = differences(manifest.leaves, wanted)
+    is_asked = lambda path: parts is None or path.split("/")[0] in parts
+    saved = {path: spec for path, spec in manifest.leaves.items() if is_asked(path)}
+    found = differences(saved, wanted)
     if found:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} does not fit: {shortened(found)}; restore it into the "

@@ -58,7 +58,8 @@ class Loader:
         self.global_batch = global_batch
         self.seed = seed
         self.num_samples = samples.identity["num_samples"]
-        self._rows = local_rows(global_batch, process, num_processes)
+        self._rows_of = lambda batch: local_rows(batch, process, num_processes)
+        self._rows = self._rows_of(global_batch)
         self._order = getattr(samples, "order", self._epochs)(seed)
         self._vocab_size = vocab_size
         self._num_ahead = num_ahead
@@ -126,6 +127,32 @@ class Loader:
 
     def _epochs(self, seed: int) -> grain.MapDataset[int]:
         return shuffled(self.num_samples, seed)
+
+    def validation_places(self) -> np.ndarray:
+        """The places of all validation samples, each once, for `validation_rows`.
+
+        Raises:
+            ConfigError: when the samples do not say how many there are.
+        """
+        count = getattr(self.samples, "num_validation", None)
+        if count is None:
+            raise ConfigError(
+                f"the samples of {self.description} do not say how many there are for validation; "
+                "give them the property num_validation, or ask for a number of batches"
+            )
+        return self.samples.spread(count)
+
+    def validation_rows(self, places: np.ndarray) -> LocalBatch:
+        """This process's rows of one batch of validation samples.
+
+        Args:
+            places: those of the batch over all processes, `[B]`.
+
+        Raises:
+            DivisibilityError: the batch does not divide by the processes.
+        """
+        rows = places[self._rows_of(len(places))]
+        return _known(self.samples.validation(rows), self._vocab_size)
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:
         rows = np.arange(self.global_batch)[self._rows]
@@ -214,6 +241,11 @@ class Pictures:
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Takes images for training."""
         return _pictures(self.images.train, numbers)
+
+    @property
+    def num_validation(self) -> int:
+        """How many images there are for validation."""
+        return len(self.images.validation)
 
     def spread(self, count: int) -> np.ndarray:
         """Numbers all over the validation images."""

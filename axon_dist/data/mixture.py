@@ -84,6 +84,12 @@ class Mixture:
         ]
         return self._together(rows)
 
+    @property
+    def num_validation(self) -> int:
+        """So many that no part gives one twice."""
+        counts = [part.num_validation for part in self._parts]
+        return max(1, int((np.array(counts) / self._shares).min()))
+
     def spread(self, count: int) -> np.ndarray:
         """Part and place of samples of the validations, by the same shares, `[count, 2]`."""
         order = grain.MapDataset.mix(

@@ -219,6 +219,11 @@ class PackedRows:
         """Takes rows for training."""
         return self._take(0, numbers)
 
+    @property
+    def num_validation(self) -> int:
+        """How many rows there are for validation."""
+        return len(self._sides[1].rows)
+
     def spread(self, count: int) -> np.ndarray:
         """Numbers of rows all over the validation."""
         return spread_starts(len(self._sides[1].rows), 0, count)

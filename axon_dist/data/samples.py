@@ -41,6 +41,11 @@ class Samples(Protocol):
         """The training samples of some numbers, `[B]`, each below `num_samples`."""
         ...
 
+    @property
+    def num_validation(self) -> int:
+        """How many validation samples there are that share nothing; `spread` gives so many."""
+        ...
+
     def spread(self, count: int) -> np.ndarray:
         """Places of `count` validation samples, `[count]`, the same every time."""
         ...
@@ -121,6 +126,11 @@ class Sequences:
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Stacks training samples."""
         return self._stack(self._train, numbers)
+
+    @property
+    def num_validation(self) -> int:
+        """How many samples there are for validation."""
+        return len(self._validation)
 
     def spread(self, count: int) -> np.ndarray:
         """Numbers all over the validation samples."""

@@ -110,13 +110,15 @@ def load_text(source: TextSource) -> Text:
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else byte_tokenizer()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
+    held = _stream(validation, tokenizer)
     return Text(
         train=_stream(train, tokenizer),
-        validation=_stream(validation, tokenizer),
+        validation=held,
         vocab_size=tokenizer.vocab_size,
         description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
         f"validation, as {tokenizer.name}" + says_little(_size(train), _size(validation), "bytes"),
         show=tokenizer.decode,
+        validation_bytes=_size(validation) if source.tokenizer else len(held),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,16 +21,20 @@ class Tokenizer:
         vocab_size: every id is below it.
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
+        prompt: maps the beginning of a document to a 1-D array of ids, without the end of one.
+        decode: maps ids to text for people.
         answer: maps a prompt and what follows it to the ids of both together, and how many of them
             belong to the prompt.
-        decode: maps ids to text for people.
+        end: the id that ends a document; None where none does.
     """
 
     name: str
     vocab_size: int
     encode: Callable[[bytes], np.ndarray]
-    answer: Callable[[str, str], tuple[np.ndarray, int]]
+    prompt: Callable[[str], np.ndarray]
     decode: Callable[[np.ndarray], str]
+    answer: Callable[[str, str], tuple[np.ndarray, int]]
+    end: int | None = None
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -43,9 +48,11 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(
         "bytes",
         256,
-        encode,
-        lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
-        lambda tokens: tokens.astype(np.uint8).tobytes().decode(errors="replace"),
+        encode=encode,
+        prompt=lambda text: np.frombuffer(text.encode(), np.uint8),
+        decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
+        answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
+        end=0,
     )
 
 
@@ -84,25 +91,42 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         ) from error
     vocab_size = max(model.get_vocab().values(), default=0) + 1
     dtype = np.min_scalar_type(vocab_size - 1)
-    end = _end(model.token_to_id, end_token, path)
+    known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
+    added = _end(model.token_to_id, end_token, path)
+    behind = [*_behind(model.encode(known)), *added]
 
     def encode(content: bytes) -> np.ndarray:
-        return np.array([*model.encode(content.decode()).ids, *end], dtype)
+        return np.array([*model.encode(content.decode()).ids, *added], dtype)
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
         found = model.encode(prompt + text)
         # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
         # learn, and a token on the border counts as prompt.
         before = [i for i, (a, b) in enumerate(found.offsets) if a < b and a < len(prompt)]
-        return np.array([*found.ids, *end], dtype), before[-1] + 1 if before else 0
+        return np.array([*found.ids, *added], dtype), before[-1] + 1 if before else 0
 
     return Tokenizer(
         f"tokens of {Path(path).name}",
         vocab_size,
-        encode,
-        answer,
-        lambda tokens: model.decode(tokens.tolist(), skip_special_tokens=False),
+        encode=encode,
+        prompt=lambda text: np.array(_without_end(model.encode(text)), dtype),
+        decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
+        answer=answer,
+        end=behind[0] if behind else None,
     )
+
+
+def _behind(encoded: Any) -> list[int]:
+    """The special tokens at the end of an encoded text."""
+    pairs = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+    kept = len(pairs)
+    while kept and pairs[kept - 1][1]:
+        kept -= 1
+    return encoded.ids[kept:]
+
+
+def _without_end(encoded: Any) -> list[int]:
+    return encoded.ids[: len(encoded.ids) - len(_behind(encoded))]
 
 
 def _end(

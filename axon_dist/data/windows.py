@@ -25,6 +25,7 @@ class Text:
         description: one sentence for people.
         document_end: the token that ends a document; windows then say where documents meet. None
             where windows run over them.
+        validation_bytes: of the validation files; a byte that ends a document counts.
         show: tokens as people read them.
     """
 
@@ -33,6 +34,7 @@ class Text:
     vocab_size: int
     description: str
     document_end: int | None = None
+    validation_bytes: int | None = None
     show: Callable[[np.ndarray], str] = lambda tokens: " ".join(map(str, tokens.tolist()))
 
 
@@ -74,6 +76,16 @@ class Windows:
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Cuts windows that lie side by side."""
         return self._cut(self.text.train, numbers * self.length)
+
+    @property
+    def num_validation(self) -> int:
+        """Windows of the validation text side by side; less than a window of it is left out."""
+        return num_windows(len(self.text.validation), self.length)
+
+    @property
+    def validation_bytes(self) -> int | None:
+        """How many bytes the validation text has, where that is known."""
+        return self.text.validation_bytes
 
     def spread(self, count: int) -> np.ndarray:
         """First positions of windows all over the validation text."""
