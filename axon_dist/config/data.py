@@ -91,6 +91,16 @@ class MixtureData(Sequence):
                 f"data.sources: got losses in {' and '.join(sorted(units))}, which cannot be "
                 "mixed; give all sources a tokenizer, or none"
             )
+        if len(named := {source.tokenizer for source in self.sources} - {None}) > 1:
+            raise ConfigError(
+                f"data.sources: got the tokenizers {' and '.join(sorted(named))}, whose tokens "
+                "mean different things; give all sources one"
+            )
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer of the sources that name one."""
+        return next((s.tokenizer for s in self.sources if s.tokenizer is not None), None)
 
     @property
     def unit(self) -> str:

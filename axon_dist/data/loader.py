@@ -122,7 +122,7 @@ class Loader:
         places = self.samples.spread(num_batches * self.global_batch)
         return (
             _known(self.samples.validation(batch[self._rows]), self._vocab_size)
-            for batch in places.reshape(num_batches, self.global_batch)
+            for batch in places.reshape(num_batches, self.global_batch, *places.shape[1:])
         )
 
     def _epochs(self, seed: int) -> grain.MapDataset[int]:

@@ -47,7 +47,7 @@ class Samples(Protocol):
         ...
 
     def spread(self, count: int) -> np.ndarray:
-        """Places of `count` validation samples, `[count]`, the same every time."""
+        """Places of `count` validation samples, `[count, ...]`, the same every time."""
         ...
 
     def validation(self, places: np.ndarray) -> LocalBatch:
