@@ -82,9 +82,14 @@ class JsonLines:
         return checksum(*self._bytes)
 
 
+_PART = 2**26
+
+
 def _lines(content: np.ndarray) -> np.ndarray:
     """First byte, the byte behind the last, and number of every line with something in it."""
-    ends = np.flatnonzero(content == ord("\n"))
+    # In parts, for the mask of a whole file would be as large as the file.
+    parts = range(0, len(content), _PART)
+    ends = np.concatenate([p + np.flatnonzero(content[p : p + _PART] == ord("\n")) for p in parts])
     if content[-1] != ord("\n"):
         ends = np.append(ends, len(content))
     starts = np.concatenate([[0], ends[:-1] + 1])

@@ -156,7 +156,7 @@ class Sequences:
 def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
     sample = side[number]
     named = sample if isinstance(sample, Mapping) else {"x": sample}
-    arrays = {str(name): np.asarray(value) for name, value in named.items()}
+    arrays = {str(name): _narrow(np.asarray(value)) for name, value in named.items()}
     odd = [name for name, array in arrays.items() if array.dtype.kind not in "biufc"]
     if odd or not arrays:
         raise ConfigError(
@@ -164,6 +164,19 @@ def _arrays(side: Any, number: int) -> dict[str, np.ndarray]:
             f"{odd[0] if odd else 'it'} is none"
         )
     return arrays
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+    """Numbers of at most 32 bits, as JAX takes them."""
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind not in "iufc" or size <= (8 if kind == "c" else 4):
+        return array
+    narrow = array.astype(f"{kind}{size // 2}")
+    if kind in "iu" and not np.array_equal(narrow, array):
+        raise ConfigError(
+            f"a sample has integers up to {np.abs(array).max()}, beyond 32 bits; make them smaller"
+        )
+    return narrow
 
 
 def _written(row: Mapping[str, np.ndarray]) -> str:

@@ -42,7 +42,7 @@ def scaled(scale):
 
 def numbers(count=40):
     x = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
-    rows = [{"x": a, "y": a.sum()} for a in x]
+    rows = [{"x": a, "y": float(a.sum())} for a in x]
     return rows[8:], rows[:8]
 
 def decayed(rate, num_steps):

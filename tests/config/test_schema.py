@@ -215,7 +215,7 @@ def test_an_option_without_a_default_is_explained(name):
                 "sources": [{"kind": "text", "tokenizer": name} for name in ("a", "b")],
                 "weights": [1, 1],
             },
-            r"^data.sources: got the tokenizers a and b, whose tokens mean different things",
+            r"^data.sources: got the tokenizers a and b, whose tokens mean different thing",
         ),
     ],
 )

@@ -18,6 +18,7 @@ from axon_dist.data import (
     Loader,
     Mixture,
     ParquetSource,
+    Sequences,
     TextSource,
     TokenSource,
     pack,
@@ -321,6 +322,26 @@ def test_a_resumed_run_goes_on_with_the_same_rows(texts, chats, bins, mixture, n
         part.restore(states[0])
     rows.append(run(rest, 4))
     np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
+def test_sequences_of_samples_are_alike_and_of_32_bits():
+    rows = [{"x": [1.0, 2.0], "n": n} for n in range(9)]
+    batch = Sequences(rows, rows[:1], "rows").train(np.array([3, 1]))
+    assert {name: x.dtype for name, x in batch.items()} == {"x": np.float32, "n": np.int32}
+    assert batch["n"].tolist() == [3, 1]
+    other = Sequences([*rows[:2], {"x": [1.0], "n": 2}], rows, "rows")
+    with pytest.raises(ConfigError, match=r"sample 2 of rows has x float32\[1\], n int32\[\], and"):
+        other.train(np.array([0, 2]))
+    for bad, message in (
+        ([{"x": 2**40}], r"integers up to 1099511627776, beyond 32 bits"),
+        (
+            [{"x": "text"}],
+            r"sample 0 is \{'x': 'text'\}, which must be a dict of arrays of numbers",
+        ),
+        ([], r"the training side of rows is empty"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Sequences(bad, rows, "rows")
 
 
 def test_a_few_files_are_split_by_their_bytes(tmp_path):
