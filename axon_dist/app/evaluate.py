@@ -104,7 +104,7 @@ def evaluate(
     if world.process_index == 0:
         tell(loader.description)
     means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
-    unit = task.unit(config.data)
+    derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
         checkpoint=checkpoint,
         step=step_of(checkpoint.name),
@@ -112,8 +112,8 @@ def evaluate(
         num_samples=num_samples,
         strategy=built.strategy.name,
         mesh=str(world.spec),
-        unit=unit,
-        metrics=means | (of_text(means["loss"], loader) if task.item == "tokens" else {}),
+        unit=task.unit(config.data),
+        metrics={"loss": means["loss"], **means, **derived},
     )
 
 

@@ -23,15 +23,20 @@ def make(**fields):
     return model
 
 
+@nnx.jit
+def whole(model, tokens):
+    return model(tokens)
+
+
 def plain(model, prompt, num_tokens):
     """The loop over the whole sequence, one prompt, the likeliest token.
 
     Zeros fill it up to one length, which a causal model does not see, so that it compiles once.
     """
-    run, tokens = nnx.jit(lambda model, tokens: model(tokens)), list(prompt)
+    tokens = list(prompt)
     for _ in range(num_tokens):
         filled = jnp.array([tokens + [0] * (12 - len(tokens))])
-        tokens.append(int(run(model, filled)[0, len(tokens) - 1].argmax()))
+        tokens.append(int(whole(model, filled)[0, len(tokens) - 1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -42,9 +47,9 @@ GPT2 = {"positions": "learned", "norm": "layer", "gated": False, "bias": True}
 def test_cached_logits_are_those_of_the_whole_sequence(fields):
     model = make(**fields)
     tokens = jax.random.randint(jax.random.key(7), (2, 10), 0, 17)
-    want = np.asarray(model(tokens))
+    want = np.asarray(whole(model, tokens))
     # The second row is cut to its last 7 tokens, behind 3 of padding.
-    shorter = np.asarray(model(tokens[1:, 3:]))
+    shorter = np.asarray(whole(model, tokens[1:, 3:]))
     decode = nnx.jit(lambda model, tokens, cache: model.decode(tokens, cache))
     cache = model.start_cache(jnp.array([0, 3], jnp.int32), 12)
     logits, cache = decode(model, tokens[:, :5], cache)
