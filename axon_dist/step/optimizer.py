@@ -92,7 +92,9 @@ def _without_value(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that is not told the loss."""
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, value: Any, **extra: Any):
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, value: Any = None, **extra: Any
+    ):
         return optimizer.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
