@@ -252,10 +252,10 @@ class RunConfig:
         if not isinstance(self.data, task.data):
             model = next(name for name, row in MODELS.items() if row.sizes is type(self.model))
             given = next(name for name, row in DATA.items() if row is type(self.data))
-            fitting = " or ".join(name for name, row in DATA.items() if row in task.data)
+            *others, last = (name for name, row in DATA.items() if row in task.data)
             raise ConfigError(
-                f"data.kind: got {given}, and the model is a {model}, which needs {fitting}; "
-                "change data.kind or model.kind"
+                f"data.kind: got {given}, and the model is a {model}, which needs "
+                f"{', '.join(others)} or {last}; change data.kind or model.kind"
             )
         task.check(self.model, self.data)
         if self.train.peak_flops is not None and task.item != "tokens":

@@ -41,9 +41,9 @@ def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> 
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is, or describes, an array of typed random keys; a plain number is none."""
-    dtype = getattr(leaf, "dtype", type(leaf))
-    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    """Whether a leaf is, or describes, an array of typed random keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def num_params(tree: PyTree) -> int:

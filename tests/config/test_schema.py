@@ -85,7 +85,7 @@ def test_shorthands():
         ({"devices": {"emulate": -2}}, r"^devices.emulate: got -2, which must be at least 1"),
         ({"model": {"kind": "transformr"}}, r"^model.kind: .* Did you mean 'transformer'\?"),
         ({"model": {"num_heads": 3}}, r"^model: width=128 does not divide by num_heads=3"),
-        ({"model": {"preset": "gpt2"}}, r"^model.preset: .* Did you mean 'gpt2-124m'\?"),
+        ({"model": {"preset": "gpt2-12m"}}, r"^model.preset: .* Did you mean 'gpt2-124m'\?"),
         ({"optimizer": "adanw"}, r"^optimizer.name: there is no 'adanw'. Did you mean 'adamw'\?"),
         ({"optimizer": {"name": "sgd", "b1": 0.9}}, r"^optimizer.b1: there is no such key. Valid"),
         ({"optimizer": {"schedule": "cosin"}}, r"^optimizer.schedule.name: .* 'cosine'\?"),
@@ -139,7 +139,7 @@ def test_shorthands():
         ),
         (
             {"data": {"kind": "images", "files": ["a.npz"]}},
-            r"^data.kind: got images, and the model is a transformer, which needs text; change",
+            r"^data.kind: got images, and the model is a transformer, which needs text, t",
         ),
         ({"data": "image"}, r"^data.kind: there is no 'image'. Did you mean 'images'\?"),
         ({"model": "vit", "data": "images"}, r"^data.files names no file"),
