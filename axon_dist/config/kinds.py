@@ -27,7 +27,8 @@ class Bound:
     holds: Callable[[Any], bool]
 
 
-@dataclasses.dataclass(frozen=True)
+# Python 3.11 takes the hash of what stands in an optional annotation, and tables have none.
+@dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
     """A section that is one of several dataclasses; a tag in it says which.
 
