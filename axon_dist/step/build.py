@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import optax
+from flax import nnx
 
 from ..core.typing import Batch, LossFn
 from ..mesh import World
@@ -22,6 +23,7 @@ from .parts import ModelLike, stored_as, take_apart
 from .rules import check_rules
 from .spec import StepSpec
 from .step import TrainStep
+from .trainable import Trainable
 
 
 def build_train_step(
@@ -44,6 +46,8 @@ def build_train_step(
     batch: Batch | None = None,
     separable: bool | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
+    trainable: Trainable = nnx.Param,
+    frozen_dtype: Any = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -89,6 +93,14 @@ def build_train_step(
             as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
             modules, with the layers of Linen in them, as `evaluation` says; tell models of yours
             here that must know otherwise.
+        trainable: what of the model is trained: a type of Variable such as `nnx.LoRAParam`, a
+            regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
+            filter of nnx, or a tuple of these. The step then equals `nnx.Optimizer(model,
+            optimizer, wrt=trainable)` with the gradient of `nnx.DiffState(0, trainable)`. Every
+            other `nnx.Param` is frozen: it is laid out as the strategy lays out parameters, and
+            has no gradient, no moments, and no part in norms.
+        frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
+            keeps each in its own.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -112,7 +124,7 @@ def build_train_step(
         1
     """
     check_arguments(optimizer, loss_fn, world, remat)
-    parts, source = take_apart(model)
+    parts, source = take_apart(model, trainable)
     chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
@@ -132,8 +144,7 @@ def build_train_step(
         separable=separable,
         eval_kwargs=eval_kwargs,
     )
-    if chosen.precision is not None:
-        parts, source = stored_as(parts, source, chosen.precision)
+    parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
     check_rules(spec)

@@ -37,6 +37,7 @@ def state_shardings(spec: StepSpec, state: TrainState) -> Any:
         ),
         buffers=jax.tree.map(place, specs),
         scaler=jax.tree.map(lambda _: whole, state.scaler),
+        frozen=shardings(stored.params, state.frozen, mesh, offload.params),
     )
 
 

@@ -267,7 +267,7 @@ def sample_use(
         leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
         given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
         run, found, is_plain = _forward(parts, loss_fn, adapt)
-        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, given)
+        jaxpr = jax.make_jaxpr(run)(parts.weights, parts.buffers, given)
         names[:], plain[:] = found, is_plain
         return jaxpr
 

@@ -26,6 +26,8 @@ class TrainState:
         opt_state: what the optax transformation keeps.
         buffers: nested dict: statistics, random keys and their counts.
         scaler: the state of the loss scale, or None without one.
+        frozen: nested dict, the parameters that the optimizer leaves alone.
+        ema: the moving average of `params`, or None without one.
     """
 
     step: Array
@@ -33,6 +35,8 @@ class TrainState:
     opt_state: PyTree
     buffers: PyTree
     scaler: Any = None
+    frozen: PyTree = dataclasses.field(default_factory=dict)
+    ema: PyTree = None
 
 
 def check_usable(state: TrainState) -> None:

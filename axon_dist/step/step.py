@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
+from ..core.tree import joined
 from ..core.typing import Array, Batch, PyTree
 from ..core.weighted import Weighted
 from ..mesh import World, agree, checksums, digest
@@ -122,7 +123,8 @@ class TrainStep:
         """
         state = self._born()
         if self.world.num_processes > 1:
-            agree(self.world, "first parameters", checksums(state.params))
+            weights = joined(state.params, state.frozen)
+            agree(self.world, "first parameters", checksums(weights))
         self.claims.check(state)
         return state
 
@@ -145,11 +147,15 @@ class TrainStep:
     def _factory(self) -> Any:
         make: Any = self._source.make
 
-        def born() -> tuple[PyTree, PyTree]:
-            params, buffers = make()
-            return self.storage.from_model(params), buffers
+        def born() -> tuple[Any, PyTree]:
+            weights, buffers = make()
+            return self.storage.store(weights), buffers
 
-        return jax.jit(born, out_shardings=(self.state_shardings.params, self._whole))
+        return jax.jit(born, out_shardings=(self._weight_shardings, self._whole))
+
+    @property
+    def _weight_shardings(self) -> tuple[Any, Any]:
+        return self.state_shardings.params, self.state_shardings.frozen
 
     def _born(self) -> TrainState:
         """Parameters first, moments second: what drawing the former took is free again by then."""
@@ -157,20 +163,20 @@ class TrainStep:
         if self.world.num_processes > 1 and not is_given:
             # Processes that hold different shards have none to compare.
             agree(self.world, "factory of the model", {"program": digest(self.lower_init())})
-        params, buffers = self._placed() if is_given else self._factory()()
+        stored, buffers = self._placed() if is_given else self._factory()()
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
         donated = () if is_given else (0,)
         complete = jax.jit(
             self._new_state, out_shardings=self.state_shardings, donate_argnums=donated
         )
-        return complete(params, buffers)
+        return complete(stored, buffers)
 
-    def _placed(self) -> tuple[PyTree, PyTree]:
-        params, buffers = self._source.arrays or ({}, {})
+    def _placed(self) -> tuple[Any, PyTree]:
+        weights, buffers = self._source.arrays or ({}, {})
         if self.world.num_processes > 1:
-            agree(self.world, "parameters of the model", checksums(params))
-        stored = self.storage.from_model(params)
-        return jax.device_put((stored, buffers), (self.state_shardings.params, self._whole))
+            agree(self.world, "parameters of the model", checksums(weights))
+        stored = self.storage.store(weights)
+        return jax.device_put((stored, buffers), (self._weight_shardings, self._whole))
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
@@ -290,8 +296,8 @@ class TrainStep:
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.near(state)
-        params = self.storage.to_model(state.params)
-        return self.parts.merge(params, mean_buffers(state.buffers, self.spec.reduction))
+        weights = self.storage.weights(state.params, state.frozen)
+        return self.parts.merge(weights, mean_buffers(state.buffers, self.spec.reduction))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
@@ -342,25 +348,27 @@ class TrainStep:
         return state, self.layout.abstract(batch, num_processes), held
 
     def _abstract_state(self) -> TrainState:
-        return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)
+        return jax.eval_shape(self._first_state, self.parts.weights, self.parts.buffers)
 
-    def _first_state(self, params: PyTree, buffers: PyTree) -> TrainState:
-        return self._new_state(self.storage.from_model(params), buffers)
+    def _first_state(self, weights: PyTree, buffers: PyTree) -> TrainState:
+        return self._new_state(self.storage.store(weights), buffers)
 
-    def _new_state(self, params: PyTree, buffers: PyTree) -> TrainState:
+    def _new_state(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
+        params, frozen = stored
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=self.spec.stored_optimizer.init(params),
             buffers=stack_buffers(buffers, self.spec.reduction, self.spec.num_ranks),
             scaler=None if self.options.scaler is None else self.options.scaler.init(),
+            frozen=frozen,
         )
 
     def _gradients(self, state: TrainState, batch: Batch) -> GradientResult:
         """Mean gradients in the dtype of the parameters, metrics and new buffers."""
         scaler = self.options.scaler
         scale = None if scaler is None else state.scaler.scale
-        found = self._gradient_fn(state.params, state.buffers, batch, scale)
+        found = self._gradient_fn(state.params, state.frozen, state.buffers, batch, scale)
         grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
         return found._replace(
             grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
@@ -379,7 +387,9 @@ class TrainStep:
             params = optax.apply_updates(state.params, updates)
         if "param_norm" in self.options.metrics:
             measured["param_norm"] = optax.tree.norm(params)
-        new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
+        new = dataclasses.replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state, buffers=buffers
+        )
         if self.options.scaler is not None:
             new = skip_overflow(self.options.scaler, are_finite(grads, measured), new, state)
             measured[LOSS_SCALE] = new.scaler.scale
@@ -391,4 +401,5 @@ class TrainStep:
     def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Weighted]:
         state = self.near(state)
         buffers = mean_buffers(state.buffers, self.spec.reduction)
-        return self._evaluation(self.storage.to_model(state.params), buffers, placed.arrays)
+        weights = self.storage.weights(state.params, state.frozen)
+        return self._evaluation(weights, buffers, placed.arrays)

@@ -97,10 +97,9 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     kept = lambda n, o: jnp.where(applies, n, o) if is_float(n) else n
-    return TrainState(
-        step=new.step,
+    return dataclasses.replace(
+        new,
         params=keep_if(applies, new.params, old.params),
         opt_state=keep_if(applies, new.opt_state, old.opt_state),
         buffers=jax.tree.map(kept, new.buffers, old.buffers),
-        scaler=new.scaler,
     )
