@@ -48,6 +48,7 @@ def build_train_step(
     eval_kwargs: Mapping[str, Any] | None = None,
     trainable: Trainable = nnx.Param,
     frozen_dtype: Any = None,
+    ema: float | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -101,6 +102,9 @@ def build_train_step(
             has no gradient, no moments, and no part in norms.
         frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
             keeps each in its own.
+        ema: the decay of a moving average of the trained parameters, which the state then keeps,
+            `ema = decay * ema + (1 - decay) * params` after every update, from the first
+            parameters on; `evaluate` and `merge` take it by `ema=True`.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -143,6 +147,7 @@ def build_train_step(
         compiler_options=compiler_options,
         separable=separable,
         eval_kwargs=eval_kwargs,
+        ema=ema,
     )
     parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)

@@ -78,6 +78,7 @@ def _convert(
     state: TrainState,
 ) -> TrainState:
     params, frozen = weights(state.params, state.frozen)
+    ema = None if state.ema is None else weights(state.ema, state.frozen)[0]
     return dataclasses.replace(
-        state, params=params, frozen=frozen, opt_state=opt_state(state.opt_state)
+        state, params=params, frozen=frozen, ema=ema, opt_state=opt_state(state.opt_state)
     )

@@ -27,7 +27,7 @@ class TrainState:
         buffers: nested dict: statistics, random keys and their counts.
         scaler: the state of the loss scale, or None without one.
         frozen: nested dict, the parameters that the optimizer leaves alone.
-        ema: the moving average of `params`, or None without one.
+        ema: nested dict, the moving average of `params`, in float32 or wider; or None.
     """
 
     step: Array
@@ -37,6 +37,21 @@ class TrainState:
     scaler: Any = None
     frozen: PyTree = dataclasses.field(default_factory=dict)
     ema: PyTree = None
+
+
+def averaged(state: TrainState) -> TrainState:
+    """The state with the moving average in place of the parameters, in their dtypes.
+
+    Raises:
+        ConfigError: when the state has none.
+    """
+    if state.ema is None:
+        raise ConfigError(
+            "ema=True, and the state has no moving average of the parameters; ask for one: "
+            "build_train_step(..., ema=0.999)"
+        )
+    params = jax.tree.map(lambda e, p: e.astype(p.dtype), state.ema, state.params)
+    return dataclasses.replace(state, params=params)
 
 
 def check_usable(state: TrainState) -> None:

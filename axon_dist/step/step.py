@@ -35,9 +35,9 @@ from .parts import ModelParts, Source
 from .placement import on_device, state_shardings
 from .separable import Separation
 from .spec import StepSpec
-from .state import TrainState, check_usable
+from .state import TrainState, averaged, check_usable
 from .storage import Storage
-from .update import are_finite, clip, skip_overflow, undo_nonfinite
+from .update import are_finite, average, clip, first_average, skip_overflow, undo_nonfinite
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -261,7 +261,9 @@ class TrainStep:
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         return self._differentiate(state, placed)
 
-    def evaluate_sums(self, state: TrainState, batch: Batch) -> dict[str, Weighted]:
+    def evaluate_sums(
+        self, state: TrainState, batch: Batch, *, ema: bool = False
+    ) -> dict[str, Weighted]:
         """What `evaluate` reports, as sums that add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. Its weight is its own where
@@ -270,29 +272,33 @@ class TrainStep:
         Args:
             state: of this step; it stays usable.
             batch: as for `evaluate`.
+            ema: as for `evaluate`.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
         check_usable(state)
+        state = averaged(state) if ema else state
         layout = dataclasses.replace(self.layout, num_microbatches=1)
         return self._evaluate(state, layout.place(batch))
 
-    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+    def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
         Args:
             state: of this step; it stays usable.
             batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
+            ema: with the moving average of the parameters in their place.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
-        return self._means(self.evaluate_sums(state, batch))
+        return self._means(self.evaluate_sums(state, batch, ema=ema))
 
-    def merge(self, state: TrainState) -> nnx.Module:
-        """The model with the values of a state."""
+    def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
+        """The model with the values of a state, or with the moving average of its parameters."""
         check_usable(state)
+        state = averaged(state) if ema else state
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.near(state)
@@ -362,6 +368,7 @@ class TrainStep:
             buffers=stack_buffers(buffers, self.spec.reduction, self.spec.num_ranks),
             scaler=None if self.options.scaler is None else self.options.scaler.init(),
             frozen=frozen,
+            ema=first_average(self.options.ema, params),
         )
 
     def _gradients(self, state: TrainState, batch: Batch) -> GradientResult:
@@ -388,7 +395,12 @@ class TrainStep:
         if "param_norm" in self.options.metrics:
             measured["param_norm"] = optax.tree.norm(params)
         new = dataclasses.replace(
-            state, step=state.step + 1, params=params, opt_state=opt_state, buffers=buffers
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            buffers=buffers,
+            ema=average(self.options.ema, state.ema, params),
         )
         if self.options.scaler is not None:
             new = skip_overflow(self.options.scaler, are_finite(grads, measured), new, state)
