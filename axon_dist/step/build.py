@@ -8,22 +8,21 @@ from typing import Any
 import optax
 from flax import nnx
 
-from ..core.typing import Batch, LossFn
+from ..core.typing import Batch, LossFn, OptionValue
 from ..mesh import World
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, overlay, per_layer
+from ..parallel import HasStrategy, Strategy, as_strategy
 from ..precision import GradScaler, MixedPrecision
-from ..program import stacks_of
-from ..sharding import FromMetadata, annotations_of
 from .arguments import check_arguments
-from .compiling import Value
+from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
-from .options import StepOptions, resolve
+from .options import StepOptions
 from .parts import ModelLike, stored_as, take_apart
 from .rules import check_rules
 from .spec import StepSpec
+from .state_form import StateForm
 from .step import TrainStep
-from .trainable import Trainable
+from .trainable import Trainable, frozen_as
 
 
 def build_train_step(
@@ -42,7 +41,7 @@ def build_train_step(
     nonfinite: Nonfinite | str | None = None,
     deterministic: bool = False,
     pad: str | None = None,
-    compiler_options: Mapping[str, Value | None] | None = None,
+    compiler_options: Mapping[str, OptionValue | None] | None = None,
     batch: Batch | None = None,
     separable: bool | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
@@ -104,7 +103,8 @@ def build_train_step(
             keeps each in its own.
         ema: the decay of a moving average of the trained parameters, which the state then keeps,
             `ema = decay * ema + (1 - decay) * params` after every update, from the first
-            parameters on; `evaluate` and `merge` take it by `ema=True`.
+            parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
+            it.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -129,10 +129,7 @@ def build_train_step(
     """
     check_arguments(optimizer, loss_fn, world, remat)
     parts, source = take_apart(model, trainable)
-    chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
-    if annotations := annotations_of(parts.abstract):
-        chosen = overlay(chosen, FromMetadata(annotations))
-    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
+    chosen = strategy_for(parts, as_strategy(strategy), precision, remat)
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     policy = nonfinite_policy(nonfinite)
@@ -149,11 +146,13 @@ def build_train_step(
         eval_kwargs=eval_kwargs,
         ema=ema,
     )
-    parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
+    parts, source = stored_as(
+        parts, source, chosen.precision, frozen_as(frozen_dtype, parts.frozen)
+    )
     extended = optax.with_extra_args_support(optimizer)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
     check_rules(spec)
-    step = TrainStep(spec, source)
+    step = TrainStep(spec, StateForm(spec, source))
     if batch is not None:
         step.check(batch)
     return step

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import jax
 from flax import nnx
 
 from ..core.errors import ConfigError
+from ..core.typing import PyTree
+from ..precision import floating_dtype
 
 Trainable: TypeAlias = Any
 """A Variable type, a pattern of paths, a filter of nnx, or a tuple of these."""
@@ -95,6 +98,26 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
                     f"nnx.{type(variable).__name__} that the forward pass changes itself; leave "
                     f"such state out: nnx.All({_words(one)}, nnx.Param)"
                 )
+
+
+def frozen_as(dtype: Any, frozen: PyTree) -> Any:
+    """Reads the dtype that frozen parameters shall be kept in.
+
+    Args:
+        dtype: a floating-point dtype or its name; None keeps each in its own.
+        frozen: the frozen parameters.
+
+    Raises:
+        ConfigError: when it is no such dtype, or nothing is frozen.
+    """
+    if dtype is None:
+        return None
+    if not jax.tree.leaves(frozen):
+        raise ConfigError(
+            f"frozen_dtype={dtype!r}, and nothing of the model is frozen; say what is trained, "
+            "such as trainable=nnx.LoRAParam, or leave the dtype out"
+        )
+    return floating_dtype(dtype, "frozen")
 
 
 def _is_filter(trainable: Any) -> bool:
