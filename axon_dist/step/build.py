@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy
 from ..precision import GradScaler, MixedPrecision
-from .arguments import check_arguments
+from .arguments import check_arguments, is_told_step
 from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
 from .options import StepOptions
@@ -62,7 +63,8 @@ def build_train_step(
             latter are born sharded.
         optimizer: any optax transformation; one that looks at the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
-            of scalar metrics.
+            of scalar metrics. One that has to be given a `step`, `loss_fn(model, batch, step)`, is
+            told how many steps have been taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
         accumulate: K microbatches per step; with a pipeline its own number.
@@ -146,6 +148,7 @@ def build_train_step(
         eval_kwargs=eval_kwargs,
         ema=ema,
     )
+    parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
     parts, source = stored_as(
         parts, source, chosen.precision, frozen_as(frozen_dtype, parts.frozen)
     )

@@ -210,7 +210,7 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[lead + 1 :]), x.dtype), batch
         )
         run = lambda p, b, x: forward(p, b, x).loss
-        return jax.make_jaxpr(run)(spec.parts.weights, spec.parts.buffers, shapes)
+        return jax.make_jaxpr(run)(*spec.parts.arguments, shapes)
 
     return find_rows(trace, samples // ranks, ranks)
 
@@ -229,7 +229,7 @@ def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
     forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
     run = lambda p, b, x: forward(p, b, x).loss
-    jaxpr = jax.make_jaxpr(run)(spec.parts.weights, spec.parts.buffers, shapes).jaxpr
+    jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, shapes).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
         own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)

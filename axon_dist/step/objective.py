@@ -16,7 +16,7 @@ from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from .nonfinite import FLAG
 from .options import LOSS_SCALE, METRICS
-from .parts import ModelParts, buffers_like
+from .parts import STEP, ModelParts, buffers_like
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ def evaluate(
 
     Args:
         parts: the structure of the model.
-        loss_fn: `loss_fn(model, batch)`.
+        loss_fn: `loss_fn(model, batch)`, or `loss_fn(model, batch, step=...)`.
         params: nested dict of arrays, trained and frozen.
         buffers: nested dict of arrays.
         batch: what the loss function takes.
@@ -71,7 +71,8 @@ def evaluate(
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
-    returned = loss_fn(model, batch)
+    told = {"step": buffers[STEP]} if STEP in buffers else {}
+    returned = loss_fn(model, batch, **told)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
             f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "

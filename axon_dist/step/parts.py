@@ -22,6 +22,10 @@ ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
 
 
+STEP = "axon_step"
+"""The key among the buffers under which the number of the step travels to a loss that is told."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
     """The structure of a model and the shapes of its arrays.
@@ -31,12 +35,28 @@ class ModelParts:
         params: nested dict of `ShapeDtypeStruct`, what the optimizer trains.
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
+        reads_step: whether the loss is told the number of the step.
     """
 
     graphdef: nnx.GraphDef
     params: PyTree
     buffers: PyTree
     frozen: PyTree = dataclasses.field(default_factory=dict)
+    reads_step: bool = False
+
+    @property
+    def arguments(self) -> tuple[PyTree, PyTree]:
+        """What a forward pass takes beside the batch, as shapes: weights, and buffers with step."""
+        number = {STEP: jax.ShapeDtypeStruct((), jax.numpy.int32)} if self.reads_step else {}
+        return self.weights, {**self.buffers, **number}
+
+    def with_step(self, buffers: PyTree, step: Any) -> PyTree:
+        """Buffers as a forward pass takes them: beside them the number of the step, if it is told.
+
+        It travels with them, since like them it is no sample's, and like a key that nobody draws
+        from it comes out as it went in.
+        """
+        return {**buffers, STEP: step} if self.reads_step else buffers
 
     @cached_property
     def weights(self) -> PyTree:
@@ -72,7 +92,7 @@ class ModelParts:
 
     def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
         """Puts a model together around given arrays; changing it leaves them as they are."""
-        return nnx.merge(self.graphdef, weights, buffers, copy=True)
+        return nnx.merge(self.graphdef, weights, without_step(buffers), copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +170,13 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
     """
     after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
     keep = lambda new, old: new if is_key(old) else new.astype(old.dtype)
-    return map_with_path(lambda path, old: keep(after[path], old), before)
+    kept = map_with_path(lambda path, old: keep(after[path], old), without_step(before))
+    return kept | {STEP: before[STEP]} if STEP in before else kept
+
+
+def without_step(buffers: PyTree) -> PyTree:
+    """The buffers that are the model's own."""
+    return {key: value for key, value in buffers.items() if key != STEP}
 
 
 def stored_as(
@@ -178,7 +204,7 @@ def stored_as(
 
     weights, buffers = jax.eval_shape(recast, parts.weights, parts.buffers)
     params, others = parted(weights, parts.frozen_paths)
-    stored = ModelParts(parts.graphdef, params, buffers, others)
+    stored = dataclasses.replace(parts, params=params, buffers=buffers, frozen=others)
     if source.make is not None:
         make = source.make
         return stored, Source(make=lambda: recast(*make()))

@@ -64,7 +64,7 @@ class TrainStep(MadeOfSpec):
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
         self._evaluate = jit(
-            lambda state, placed: evaluated(*form.values(near(state)), placed.arrays),
+            lambda state, placed: evaluated(*form.arguments(near(state)), placed.arrays),
             out_shardings=form.whole,
         )
         self._differentiate = jit(

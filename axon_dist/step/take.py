@@ -15,6 +15,7 @@ from .gradients import gradient_function
 from .nonfinite import FLAG
 from .objective import GradientResult
 from .options import LOSS_SCALE
+from .parts import without_step
 from .spec import StepSpec
 from .state import TrainState
 from .update import are_finite, average, clip, skip_overflow, undo_nonfinite
@@ -39,10 +40,12 @@ def unscaled_gradients(spec: StepSpec) -> Gradients:
 
     def gradients(state: TrainState, batch: Batch) -> GradientResult:
         scale = None if scaler is None else state.scaler.scale
-        found = gradient_fn(state.params, state.frozen, state.buffers, batch, scale)
+        buffers = spec.parts.with_step(state.buffers, state.step)
+        found = gradient_fn(state.params, state.frozen, buffers, batch, scale)
         grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
         return found._replace(
-            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
+            buffers=without_step(found.buffers),
         )
 
     return gradients
