@@ -16,7 +16,7 @@ from ..core.errors import ConfigError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from ..core.typing import Path, PyTree, Shape
 from ..precision import MixedPrecision, cast_floating
-from .trainable import Trainable, check_trainable, trainable_filter
+from .trainable import STATE, Trainable, check_trainable, trainable_filter
 
 ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
@@ -36,6 +36,8 @@ class ModelParts:
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
         reads_step: whether the loss is told the number of the step.
+        others: the paths of the buffers of other kinds than statistics and random streams, which
+            are as large as their maker likes.
     """
 
     graphdef: nnx.GraphDef
@@ -43,6 +45,7 @@ class ModelParts:
     buffers: PyTree
     frozen: PyTree = dataclasses.field(default_factory=dict)
     reads_step: bool = False
+    others: frozenset[Path] = frozenset()
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:
@@ -135,7 +138,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         graphdef, params, frozen, buffers = _split(model, chosen)
         arrays = jax.tree.map(jax.numpy.asarray, (params, frozen, buffers))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1])
+        parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1], others=_others(model))
         return _checked(parts), Source(arrays=(joined(*arrays[:2]), arrays[2]))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
@@ -143,7 +146,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
         )
     _check_takes_nothing(model)
-    found: list[nnx.GraphDef] = []
+    found: list[Any] = []
 
     def new() -> tuple[PyTree, PyTree, PyTree]:
         # Annotated models would ask for a mesh in context; the strategy decides instead.
@@ -151,7 +154,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             made = model()
         check_trainable(trainable, made)
         graphdef, params, frozen, buffers = _split(made, chosen)
-        found.append(graphdef)
+        found[:] = graphdef, _others(made)
         return params, frozen, buffers
 
     def values_of_new() -> tuple[PyTree, PyTree]:
@@ -159,7 +162,8 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         return joined(params, frozen), buffers
 
     params, frozen, buffers = jax.eval_shape(new)
-    return _checked(ModelParts(found[0], params, buffers, frozen)), Source(make=values_of_new)
+    parts = ModelParts(found[0], params, buffers, frozen, others=found[1])
+    return _checked(parts), Source(make=values_of_new)
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
@@ -215,6 +219,11 @@ def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTre
     graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
     params, frozen, buffers = map(nnx.to_pure_dict, states)
     return graphdef, params, frozen, buffers
+
+
+def _others(model: nnx.Module) -> frozenset[Path]:
+    named = {"/".join(map(str, keys)): kind for keys, kind in nnx.to_flat_state(nnx.state(model))}
+    return frozenset(path for path, kind in named.items() if not isinstance(kind, STATE))
 
 
 def _check_takes_nothing(make: Callable[..., Any]) -> None:

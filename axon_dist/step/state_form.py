@@ -17,7 +17,7 @@ from ..mesh import agree, checksums, digest
 from .claims import Claims, claims_of
 from .local_view import mean_buffers, stack_buffers
 from .parts import Source
-from .placement import on_device, state_shardings
+from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec
 from .state import TrainState
 from .update import first_average
@@ -64,8 +64,9 @@ class StateForm:
         return jax.tree.map(placed, self.shapes, self.places)
 
     def near(self, state: TrainState) -> TrainState:
-        """The same state, all of it in device memory."""
-        return on_device(self.spec.strategy.offload, self.places, state)
+        """The same state as a step computes with it: in device memory, its buffers whole."""
+        state = on_device(self.spec.strategy.offload, self.places, state)
+        return dataclasses.replace(state, buffers=whole_buffers(self.spec, state.buffers))
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
