@@ -8,6 +8,8 @@ as frozen. Each part is divided over all devices in both.
 """
 
 import dataclasses
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +22,19 @@ from axon_dist import World, build_train_step, fsdp
 NOISE, HIDDEN = 8, 64
 
 
+def layers(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Sequential:
+    """Three layers, with a bend between each two."""
+    sizes = itertools.pairwise((inputs, HIDDEN, HIDDEN, outputs))
+    first, second, third = (nnx.Linear(a, b, rngs=rngs) for a, b in sizes)
+    return nnx.Sequential(first, nnx.leaky_relu, second, nnx.leaky_relu, third)
+
+
 class Pair(nnx.Module):
     """A generator of points in the plane, and a critic that tells them from real ones."""
 
     def __init__(self, rngs: nnx.Rngs):
-        layers = lambda *sizes: [
-            nnx.Linear(a, b, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)
-        ]
-        between = lambda a, b, c: nnx.Sequential(a, nnx.leaky_relu, b, nnx.leaky_relu, c)
-        self.generator = between(*layers(NOISE, HIDDEN, HIDDEN, 2))
-        self.critic = between(*layers(2, HIDDEN, HIDDEN, 1))
+        self.generator = layers(NOISE, 2, rngs)
+        self.critic = layers(2, 1, rngs)
 
 
 def critic_loss(pair: Pair, batch: dict) -> jax.Array:
@@ -72,7 +77,8 @@ def main() -> None:
         generator = dataclasses.replace(generator, frozen=hand_over(critic.params))
         generator, made = generate(generator, batch)
         if number % 100 == 0:
-            points = generate.merge(generator, ema=True).generator(batch["noise"])
+            pair: Any = generate.merge(generator, ema=True)
+            points = pair.generator(batch["noise"])
             radius = np.linalg.norm(np.asarray(points), axis=1)
             print(
                 f"step {number:3}: critic {float(told['loss']):.3f}, "

@@ -16,7 +16,7 @@ from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from .nonfinite import FLAG
 from .options import LOSS_SCALE, METRICS
-from .parts import STEP, ModelParts, buffers_like
+from .parts import SHARED, STEP, ModelParts, buffers_like
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +72,7 @@ def evaluate(
     if prepare is not None:
         prepare(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
+    batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
     returned = loss_fn(model, batch, **told)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(

@@ -73,10 +73,10 @@ class StateForm:
         weights = self.spec.storage.weights(state.params, state.frozen)
         return weights, mean_buffers(state.buffers, self.spec.reduction)
 
-    def arguments(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """What a forward pass takes beside the batch, as a state holds it."""
+    def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
+        """What a forward pass takes beside the samples, as a state and a batch hold it."""
         weights, buffers = self.values(state)
-        return weights, self.spec.parts.with_step(buffers, state.step)
+        return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
     def born(self) -> TrainState:
         """Makes the first state, every array where it lives.
