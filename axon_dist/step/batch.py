@@ -182,8 +182,15 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
             "found by"
         )
     rows, shared = parted(batch, {path_str(keys) for keys in found})
-    value = lambda one: one.value if hasattr(one.value, "shape") else np.asarray(one.value)
-    return rows, jax.tree.map(value, shared)
+    return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
+
+
+def _canonical(value: Any) -> Any:
+    """An array of a dtype that JAX has; a number of Python is one of no dims."""
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return value
+    found = np.asarray(value)
+    return found.astype(jax.dtypes.canonicalize_dtype(found.dtype))
 
 
 def samples_of(batch: Batch) -> int:
