@@ -136,7 +136,9 @@ class TransformerConfig:
         name = getattr(self, field)
         if name not in known:
             article = "an" if what[0] in "aeiou" else "a"
-            raise ConfigError(f"{field}={name!r} is not {article} {what}.{did_you_mean(name, known)}")
+            raise ConfigError(
+                f"{field}={name!r} is not {article} {what}.{did_you_mean(name, known)}"
+            )
 
     def _check_heads(self) -> None:
         if self.head_dim is None and self.width % self.num_heads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.typing import Array, Batch, PyTree
+from ..core.tree import leaves_with_paths, map_with_path
+from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import World, agree, checksums, digest
 from ..parallel import Strategy
@@ -37,6 +39,7 @@ from .spec import StepSpec
 from .state import TrainState, check_usable
 from .storage import Storage
 from .update import are_finite, clip, skip_overflow, undo_nonfinite
+from .weights import kept_weights, placed_weights, replaced, weight_targets
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -110,17 +113,39 @@ class TrainStep:
         """How the state holds the parameters."""
         return self.spec.storage
 
-    def init(self) -> TrainState:
+    @cached_property
+    def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
+        return weight_targets(self.spec, self.state_shardings.params)
+
+    def weights(self, state: TrainState) -> dict[Path, Array]:
+        """The arrays of `weight_targets` with the values of a state, which stays usable."""
+        check_usable(state)
+        params, targets = state.params, self.weight_targets
+        if self.storage.rows is not None:
+            where = map_with_path(lambda path, _: targets[path].sharding, self.parts.params)
+            to_model = lambda state: self.storage.to_model(self.near(state).params)
+            params = jax.jit(to_model, out_shardings=where)(state)
+        buffers = mean_buffers(state.buffers, self.spec.reduction)
+        found = dict(leaves_with_paths(params)) | dict(leaves_with_paths(buffers))
+        return {path: found[path] for path in targets}
+
+    def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
+
+        Args:
+            weights: by path, arrays that take the place of the model's first values, as
+                `weight_targets` describes them; all of them or some. They are used up.
 
         Returns:
             The state. Its arrays are its own: the module given stays usable.
 
         Raises:
             ClaimError: when an array is not split as the strategy claims.
+            ConfigError: when there is no such array in the model, or it is another one.
             LaunchError: when the processes of the run start from different parameters.
         """
-        state = self._born()
+        state = self._born(placed_weights(weights or {}, self.weight_targets))
         if self.world.num_processes > 1:
             agree(self.world, "first parameters", checksums(state.params))
         self.claims.check(state)
@@ -140,26 +165,34 @@ class TrainStep:
                 "the step was given a module, whose arrays exist; give build_train_step a "
                 "function that makes the module, and its arrays are born where they live"
             )
-        return self._factory().lower()
+        return self._factory().lower({})
 
     def _factory(self) -> Any:
-        make: Any = self._source.make
+        """(weights) -> stored parameters and buffers; what is replaced is not even drawn."""
+        make: Any = self._source.make or (lambda: self._source.arrays)
 
-        def born() -> tuple[PyTree, PyTree]:
-            params, buffers = make()
+        def born(weights: dict[Path, Array]) -> tuple[PyTree, PyTree]:
+            params, buffers = (replaced(tree, weights) for tree in make())
             return self.storage.from_model(params), buffers
 
-        return jax.jit(born, out_shardings=(self.state_shardings.params, self._whole))
+        # The rows of a pipeline are other arrays than what they are put together from.
+        donated = 0 if self.storage.rows is None else ()
+        where = (self.state_shardings.params, self._whole)
+        return jax.jit(born, out_shardings=where, donate_argnums=donated)
 
-    def _born(self) -> TrainState:
+    def _born(self, weights: dict[Path, Array]) -> TrainState:
         """Parameters first, moments second: what drawing the former took is free again by then."""
         is_given = self._source.make is None
         if self.world.num_processes > 1 and not is_given:
             # Processes that hold different shards have none to compare.
             agree(self.world, "factory of the model", {"program": digest(self.lower_init())})
-        params, buffers = self._placed() if is_given else self._factory()()
+        is_placed = is_given and not weights
+        if is_given and weights:
+            for arrays in self._source.arrays or ():
+                weights |= kept_weights(arrays, weights, self.weight_targets)
+        params, buffers = self._placed() if is_placed else self._factory()(weights)
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
-        donated = () if is_given else (0,)
+        donated = () if is_placed else (0,)
         complete = jax.jit(
             self._new_state, out_shardings=self.state_shardings, donate_argnums=donated
         )
