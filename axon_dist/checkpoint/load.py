@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 
-from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.errors import CheckpointError, DamagedCheckpointError, did_you_mean
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .agree import on_main
 from .checksum import leaf_checksums
-from .layout import differences, shortened
+from .layout import LeafSpec, differences, shortened
 from .leaves import described, from_stored, named_leaves, stored_target
 from .manifest import Manifest, spec_of
 from .seal import check_files, read_manifest
 from .stores import STORES
 
 
-def load_checkpoint(path: str | Path, target: PyTree) -> PyTree:
+def load_checkpoint(
+    path: str | Path, target: PyTree, *, parts: str | Sequence[str] | None = None
+) -> PyTree:
     """Restores a state, bit for bit, onto the mesh and the layout that the target names.
 
     Neither the mesh, nor the strategy, nor the number of processes has to be the one that the
     state was saved on. Nothing is cast, cut, or left out: the leaves of checkpoint and target have
-    to be the same. Every file is checked before it is read, and every value after.
+    to be the same, or with `parts` those of some parts of it. Every file is checked before it is
+    read, and every value after.
 
     Args:
         path: the folder of the checkpoint.
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
             values are not looked at. `target_of(step.abstract_state, step.state_shardings)`
             makes that of a training step.
+        parts: the fields of the state to restore, the others not being read. A name, such as
+            `"params"`: the target is that field alone, such as `target.params`. Several: it is a
+            dict of them.
 
     Returns:
         The state, with the structure of the target.
 
     Raises:
-        CheckpointError: when there is no checkpoint, or it belongs to another model or optimizer;
-            the message names the leaf.
+        CheckpointError: when there is no checkpoint, it belongs to another model or optimizer, or
+            has no such part; the message names the leaf.
         DamagedCheckpointError: when it is unfinished, or is no longer what was written; the
             message names the file.
 
@@ -50,23 +57,44 @@ def load_checkpoint(path: str | Path, target: PyTree) -> PyTree:
         axon_dist.core.errors.CheckpointError: checkpoint ... does not fit: w is float32[3] in the
         checkpoint and float32[4] here; restore it into the model, optimizer and precision that it
         was saved from
+        >>> load_checkpoint(path, jnp.zeros(3), parts="w").tolist()
+        [1.0, 1.0, 1.0]
     """
+    if isinstance(parts, str):
+        return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
     folder = Path(path)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
-    _check_leaves(folder, manifest, targets)
+    _check_leaves(folder, _restricted(folder, manifest.leaves, parts), targets)
     stored = _read(folder, manifest, targets)
     _check_values(folder, manifest, stored)
     leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
+def _restricted(
+    folder: Path, leaves: Mapping[LeafPath, LeafSpec], parts: Sequence[str] | None
+) -> Mapping[LeafPath, LeafSpec]:
+    """The leaves of some parts of a state."""
+    if parts is None:
+        return leaves
+    there = {path.split("/")[0] for path in leaves}
+    for part in parts:
+        if part not in there:
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r} has no part {part!r}.{did_you_mean(part, there)}"
+            )
+    return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] in parts}
+
+
 def _check_leaves(
-    folder: Path, manifest: Manifest, targets: dict[LeafPath, jax.ShapeDtypeStruct]
+    folder: Path,
+    saved: Mapping[LeafPath, LeafSpec],
+    targets: dict[LeafPath, jax.ShapeDtypeStruct],
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
-    found = differences(manifest.leaves, wanted)
+    found = differences(saved, wanted)
     if found:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} does not fit: {shortened(found)}; restore it into the "

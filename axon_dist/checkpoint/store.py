@@ -37,7 +37,12 @@ class Store(Protocol):
         ...
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
-        """Reads every target's value onto its sharding; every process calls this."""
+        """Reads every target's value onto its sharding; every process calls this.
+
+        Args:
+            folder: of the checkpoint, which may hold more.
+            targets: all or some of what it holds.
+        """
         ...
 
 
@@ -58,12 +63,21 @@ class OrbaxStore:
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
         """Reads the slices that the shards of this process need."""
         stored = {path: target for path, target in targets.items() if target.size}
-        with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore((folder / ARRAYS).absolute(), stored) if stored else {}
+        found = _restore_some((folder / ARRAYS).absolute(), stored) if stored else {}
         return {
             path: found[path] if path in found else _empty(target)
             for path, target in targets.items()
         }
+
+
+def _restore_some(path: Path, targets: Targets) -> dict[LeafPath, Array]:
+    """Reads some of the arrays that are stored; what else is there is left alone."""
+    wanted = dict(targets)
+    asked = ocp.checkpoint_utils.construct_restore_args(wanted)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(
+            path, args=ocp.args.PyTreeRestore(wanted, restore_args=asked, partial_restore=True)
+        )
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Array:

@@ -42,10 +42,10 @@ def test_logits_are_those_of_the_published_model(family, tmp_path):
 
 MESHES = {
     "one device": ("dp=1", lambda model: ddp()),
-    "fsdp=2": ("fsdp=2", lambda model: fsdp()),
+    "fsdp=2": ("fsdp=2", lambda model: fsdp(min_elements=1)),
     "fsdp=4 x tp=2": (
         "fsdp=4,tp=2",
-        lambda model: compose(fsdp(), tensor_parallel(suggest_plan(model, jnp.zeros((2, 8), int)))),
+        lambda model: compose(fsdp(min_elements=1), tensor_parallel(suggest_plan(model, jnp.zeros((2, 8), int)))),
     ),
     "pp=2": ("pp=2", lambda model: pipelined(2, 2)),
 }
