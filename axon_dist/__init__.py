@@ -48,6 +48,8 @@ from .nn import ParallelMode as ParallelMode
 from .nn import RowParallelLinear as RowParallelLinear
 from .nn import TensorParallelAttention as TensorParallelAttention
 from .nn import VocabParallelEmbedding as VocabParallelEmbedding
+from .nn import lora as lora
+from .nn import merge_lora as merge_lora
 from .parallel import DDP as DDP
 from .parallel import FSDP as FSDP
 from .parallel import CPUOffload as CPUOffload

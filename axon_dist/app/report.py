@@ -18,7 +18,7 @@ def opening_lines(run: Run) -> list[str]:
     """What a run is going to do, before it starts, and on which processes; all must call it."""
     train, spec = run.config.train, run.world.spec
     kind = run.world.runtime_info()["device_kind"]
-    parameters = si(num_params(run.step.parts.params))
+    parameters = si(num_params(run.step.parts.weights))
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
         *table,
@@ -50,7 +50,7 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "train_seconds": result.train_seconds,
         "skipped_steps": result.skipped_steps,
         "rollbacks": result.rollbacks,
-        "parameters": num_params(run.step.parts.params),
+        "parameters": num_params(run.step.parts.weights),
         "state_bytes_per_device": result.device_bytes,
         "strategy": run.step.strategy.name,
         **run.world.runtime_info(),

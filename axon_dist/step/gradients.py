@@ -25,14 +25,14 @@ def gradient_function(spec: StepSpec) -> GradientFn:
     usual = _in_view(spec, spec.is_local)
 
     def gradients(
-        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
         found = spec.separator.of(batch)
         by_rank = found.is_per_rank and spec.is_local
         if found.loss_fn is spec.loss_fn and by_rank == spec.is_local:
-            return usual(params, buffers, batch, scale)
+            return usual(params, frozen, buffers, batch, scale)
         other = _in_view(spec.with_loss(found.loss_fn), by_rank)
-        return other(params, buffers, batch, scale)
+        return other(params, frozen, buffers, batch, scale)
 
     return gradients
 

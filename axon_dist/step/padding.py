@@ -112,11 +112,11 @@ class Padding:
             loss = jnp.asarray(outcome.loss.total), jnp.asarray(outcome.loss.weight)
             return *loss, mean_metrics(outcome), outcome.buffers
 
-        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, shapes).jaxpr
+        jaxpr = jax.make_jaxpr(run)(*parts.arguments, shapes).jaxpr
         outputs = [(name, False) for name in names]
-        outputs += [(path, True) for path, _ in leaves_with_paths(parts.buffers)]
+        outputs += [(path, True) for path, _ in leaves_with_paths(parts.arguments[1])]
         tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
-        inputs = [*[""] * len(jax.tree.leaves((parts.params, parts.buffers))), *tops]
+        inputs = [*[""] * len(jax.tree.leaves(parts.arguments)), *tops]
         for (name, is_buffer), sources in zip(outputs, sources_of(jaxpr), strict=True):
             yield name, is_buffer, {inputs[source] for source in sources} - {""}
 

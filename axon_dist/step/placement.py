@@ -37,6 +37,11 @@ def state_shardings(spec: StepSpec, state: TrainState) -> Any:
         ),
         buffers=jax.tree.map(place, specs),
         scaler=jax.tree.map(lambda _: whole, state.scaler),
+        frozen=shardings(stored.params, state.frozen, mesh, offload.params),
+        # Made shard by shard where the moments are, which are never less divided than parameters.
+        ema=None
+        if state.ema is None
+        else shardings(stored.opt_state, state.ema, mesh, offload.opt_state),
     )
 
 

@@ -143,7 +143,7 @@ class Separator:
         reduction = self._strategy.reduction or Reduction()
         if not reduction.sync_buffers:
             # Each rank keeps statistics of its own then, as it was told to.
-            shapes = dict(leaves_with_paths(self._parts.buffers))
+            shapes = dict(leaves_with_paths(self._parts.arguments[1]))
             is_own = lambda path: jnp.issubdtype(shapes[path].dtype, jnp.floating)
             kept = {path: found for path, found in use.buffers.items() if not is_own(path)}
             use = dataclasses.replace(use, buffers=kept)
@@ -221,8 +221,8 @@ def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> 
             return Weighted(value.total, value.weight * ranks**-power)
         return Weighted(value, float((ranks * microbatches) ** -power))
 
-    def run(model: nnx.Module, batch: Batch) -> Any:
-        returned = loss_fn(model, batch)
+    def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
+        returned = loss_fn(model, batch, **told)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
         if use.loss.power:
             loss = weighed(loss, use.loss.power)
@@ -267,7 +267,7 @@ def sample_use(
         leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
         given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
         run, found, is_plain = _forward(parts, loss_fn, adapt)
-        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, given)
+        jaxpr = jax.make_jaxpr(run)(*parts.arguments, given)
         names[:], plain[:] = found, is_plain
         return jaxpr
 
@@ -281,7 +281,7 @@ def sample_use(
         return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {})
     traces = {sizes[0]: part, sizes[1]: whole}
     values = follow_samples(lambda count: traces[count], sizes, len(shapes))
-    paths = [path for path, _ in leaves_with_paths(parts.buffers)]
+    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
     total, weight, *rest = values
     metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
     buffers = rest[2 * len(names) :]

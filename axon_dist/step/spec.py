@@ -125,12 +125,17 @@ class StepSpec:
 
     @cached_property
     def stored_shapes(self) -> PyTree:
-        """The shapes of the parameters as the state holds them."""
-        return jax.eval_shape(self.storage.from_model, self.parts.params)
+        """The shapes of the trained parameters as the state holds them."""
+        return jax.eval_shape(self.storage.store, self.parts.weights)[0]
+
+    @cached_property
+    def stored_frozen(self) -> PyTree:
+        """The shapes of the frozen parameters as the state holds them."""
+        return jax.eval_shape(self.storage.store, self.parts.weights)[1]
 
     @cached_property
     def owners(self) -> PyTree:
-        """Where the gradients of the stored parameters lie in the end: with their moments."""
+        """Where the gradients of the trained parameters lie in the end: with their moments."""
         return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
 
     @cached_property

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError
+from ..core.tree import joined
 from ..core.typing import PyTree
 from ..mesh import agree, checksums, digest
 from .claims import Claims, claims_of
@@ -19,6 +20,7 @@ from .parts import Source
 from .placement import on_device, state_shardings
 from .spec import StepSpec
 from .state import TrainState
+from .update import first_average
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,9 +38,9 @@ class StateForm:
     @cached_property
     def shapes(self) -> TrainState:
         """A `TrainState` of shapes."""
-        parts, to_stored = self.spec.parts, self.spec.storage.from_model
-        first = lambda params, buffers: self._around(to_stored(params), buffers)
-        return jax.eval_shape(first, parts.params, parts.buffers)
+        parts, store = self.spec.parts, self.spec.storage.store
+        first = lambda weights, buffers: self._around(store(weights), buffers)
+        return jax.eval_shape(first, parts.weights, parts.buffers)
 
     @cached_property
     def places(self) -> Any:
@@ -66,9 +68,14 @@ class StateForm:
         return on_device(self.spec.strategy.offload, self.places, state)
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model's own parameters and buffers, as a state holds them."""
-        params = self.spec.storage.to_model(state.params)
-        return params, mean_buffers(state.buffers, self.spec.reduction)
+        """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
+        weights = self.spec.storage.weights(state.params, state.frozen)
+        return weights, mean_buffers(state.buffers, self.spec.reduction)
+
+    def arguments(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """What a forward pass takes beside the batch, as a state holds it."""
+        weights, buffers = self.values(state)
+        return weights, self.spec.parts.with_step(buffers, state.step)
 
     def born(self) -> TrainState:
         """Makes the first state, every array where it lives.
@@ -81,12 +88,12 @@ class StateForm:
             LaunchError: when the processes of the run start from different parameters.
         """
         # Parameters first, moments second: what drawing the former took is free again by then.
-        params, buffers = self._placed() if self.source.make is None else self._drawn()
+        stored, buffers = self._placed() if self.source.make is None else self._drawn()
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
         donated = () if self.source.make is None else (0,)
         complete = jax.jit(self._around, out_shardings=self.places, donate_argnums=donated)
-        state = complete(params, buffers)
-        self._agree("first parameters", state.params)
+        state = complete(stored, buffers)
+        self._agree("first parameters", joined(state.params, state.frozen))
         self.claims.check(state)
         return state
 
@@ -98,15 +105,17 @@ class StateForm:
         """
         return self._factory().lower()
 
-    def _around(self, params: PyTree, buffers: PyTree) -> TrainState:
-        """The first state with given parameters, in stored form, and buffers."""
-        spec, scaler = self.spec, self.spec.options.scaler
+    def _around(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
+        """The first state with given parameters, trained and frozen, as stored, and buffers."""
+        (params, frozen), spec, scaler = stored, self.spec, self.spec.options.scaler
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=spec.stored_optimizer.init(params),
             buffers=stack_buffers(buffers, spec.reduction, spec.num_ranks),
             scaler=None if scaler is None else scaler.init(),
+            frozen=frozen,
+            ema=first_average(spec.options.ema, params),
         )
 
     def _factory(self) -> Any:
@@ -117,25 +126,29 @@ class StateForm:
                 "function that makes the module, and its arrays are born where they live"
             )
 
-        def drawn() -> tuple[PyTree, PyTree]:
-            params, buffers = make()
-            return self.spec.storage.from_model(params), buffers
+        def drawn() -> tuple[Any, PyTree]:
+            weights, buffers = make()
+            return self.spec.storage.store(weights), buffers
 
-        return jax.jit(drawn, out_shardings=(self.places.params, self.whole))
+        return jax.jit(drawn, out_shardings=(self._stored_places, self.whole))
 
-    def _drawn(self) -> tuple[PyTree, PyTree]:
+    @property
+    def _stored_places(self) -> tuple[Any, Any]:
+        return self.places.params, self.places.frozen
+
+    def _drawn(self) -> tuple[Any, PyTree]:
         if self.spec.world.num_processes > 1:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
         return self._factory()()
 
-    def _placed(self) -> tuple[PyTree, PyTree]:
-        params, buffers = self.source.arrays or ({}, {})
-        self._agree("parameters of the model", params)
-        stored = self.spec.storage.from_model(params)
-        return jax.device_put((stored, buffers), (self.places.params, self.whole))
+    def _placed(self) -> tuple[Any, PyTree]:
+        weights, buffers = self.source.arrays or ({}, {})
+        self._agree("parameters of the model", weights)
+        stored = self.spec.storage.store(weights)
+        return jax.device_put((stored, buffers), (self._stored_places, self.whole))
 
-    def _agree(self, what: str, params: PyTree) -> None:
+    def _agree(self, what: str, weights: PyTree) -> None:
         if self.spec.world.num_processes > 1:
-            agree(self.spec.world, what, checksums(params))
+            agree(self.spec.world, what, checksums(weights))

@@ -21,7 +21,7 @@ from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
 from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
-from .state import TrainState, check_usable
+from .state import TrainState, averaged, check_usable
 from .state_form import StateForm
 from .take import one_step, unscaled_gradients
 
@@ -64,7 +64,7 @@ class TrainStep(MadeOfSpec):
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
         self._evaluate = jit(
-            lambda state, placed: evaluated(*form.values(near(state)), placed.arrays),
+            lambda state, placed: evaluated(*form.arguments(near(state)), placed.arrays),
             out_shardings=form.whole,
         )
         self._differentiate = jit(
@@ -175,7 +175,9 @@ class TrainStep(MadeOfSpec):
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         return self._differentiate(state, placed)
 
-    def evaluate_sums(self, state: TrainState, batch: Batch) -> dict[str, Weighted]:
+    def evaluate_sums(
+        self, state: TrainState, batch: Batch, *, ema: bool = False
+    ) -> dict[str, Weighted]:
         """What `evaluate` reports, as sums that add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. Its weight is its own where
@@ -184,29 +186,33 @@ class TrainStep(MadeOfSpec):
         Args:
             state: of this step; it stays usable.
             batch: as for `evaluate`.
+            ema: as for `evaluate`.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
         check_usable(state)
+        state = averaged(state) if ema else state
         layout = dataclasses.replace(self.layout, num_microbatches=1)
         return self._evaluate(state, layout.place(batch))
 
-    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+    def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
         Args:
             state: of this step; it stays usable.
             batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
+            ema: with the moving average of the parameters in their place.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
-        return self._means(self.evaluate_sums(state, batch))
+        return self._means(self.evaluate_sums(state, batch, ema=ema))
 
-    def merge(self, state: TrainState) -> nnx.Module:
-        """The model with the values of a state."""
+    def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
+        """The model with the values of a state, or with the moving average of its parameters."""
         check_usable(state)
+        state = averaged(state) if ema else state
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.near(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -14,9 +15,10 @@ from .gradients import gradient_function
 from .nonfinite import FLAG
 from .objective import GradientResult
 from .options import LOSS_SCALE
+from .parts import without_step
 from .spec import StepSpec
 from .state import TrainState
-from .update import are_finite, clip, skip_overflow, undo_nonfinite
+from .update import are_finite, average, clip, skip_overflow, undo_nonfinite
 
 Gradients: TypeAlias = Callable[[TrainState, Batch], GradientResult]
 """(state, batch) -> mean gradients in the dtype of the parameters, metrics and new buffers."""
@@ -38,10 +40,12 @@ def unscaled_gradients(spec: StepSpec) -> Gradients:
 
     def gradients(state: TrainState, batch: Batch) -> GradientResult:
         scale = None if scaler is None else state.scaler.scale
-        found = gradient_fn(state.params, state.buffers, batch, scale)
+        buffers = spec.parts.with_step(state.buffers, state.step)
+        found = gradient_fn(state.params, state.frozen, buffers, batch, scale)
         grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
         return found._replace(
-            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
+            buffers=without_step(found.buffers),
         )
 
     return gradients
@@ -71,7 +75,14 @@ def one_step(spec: StepSpec, gradients: Gradients) -> Take:
             params = optax.apply_updates(state.params, updates)
         if "param_norm" in options.metrics:
             measured["param_norm"] = optax.tree.norm(params)
-        new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
+        new = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            buffers=buffers,
+            ema=average(options.ema, state.ema, params),
+        )
         if options.scaler is not None:
             new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
             measured[LOSS_SCALE] = new.scaler.scale
