@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
 
-from ..core.errors import CheckpointError, DamagedCheckpointError, did_you_mean
+from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .agree import on_main
 from .checksum import leaf_checksums
-from .layout import LeafSpec, differences, shortened
+from .layout import differences, shortened
 from .leaves import described, from_stored, named_leaves, stored_target
 from .manifest import Manifest, spec_of
 from .seal import check_files, read_manifest
@@ -20,7 +20,7 @@ from .stores import STORES
 
 
 def load_checkpoint(
-    path: str | Path, target: PyTree, *, parts: str | Sequence[str] | None = None
+    path: str | Path, target: PyTree, *, parts: str | Collection[str] | None = None
 ) -> PyTree:
     """Restores a state, bit for bit, onto the mesh and the layout that the target names.
 
@@ -42,8 +42,8 @@ def load_checkpoint(
         The state, with the structure of the target.
 
     Raises:
-        CheckpointError: when there is no checkpoint, it belongs to another model or optimizer, or
-            has no such part; the message names the leaf.
+        CheckpointError: when there is no checkpoint, or it belongs to another model or optimizer;
+            the message names the leaf.
         DamagedCheckpointError: when it is unfinished, or is no longer what was written; the
             message names the file.
 
@@ -66,34 +66,22 @@ def load_checkpoint(
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
-    _check_leaves(folder, _restricted(folder, manifest.leaves, parts), targets)
+    _check_leaves(folder, manifest, targets, parts)
     stored = _read(folder, manifest, targets)
     _check_values(folder, manifest, stored)
     leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _restricted(
-    folder: Path, leaves: Mapping[LeafPath, LeafSpec], parts: Sequence[str] | None
-) -> Mapping[LeafPath, LeafSpec]:
-    """The leaves of some parts of a state."""
-    if parts is None:
-        return leaves
-    there = {path.split("/")[0] for path in leaves}
-    for part in parts:
-        if part not in there:
-            raise CheckpointError(
-                f"checkpoint {str(folder)!r} has no part {part!r}.{did_you_mean(part, there)}"
-            )
-    return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] in parts}
-
-
 def _check_leaves(
     folder: Path,
-    saved: Mapping[LeafPath, LeafSpec],
+    manifest: Manifest,
     targets: dict[LeafPath, jax.ShapeDtypeStruct],
+    parts: Collection[str] | None,
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
+    is_asked = lambda path: parts is None or path.split("/")[0] in parts
+    saved = {path: spec for path, spec in manifest.leaves.items() if is_asked(path)}
     found = differences(saved, wanted)
     if found:
         raise CheckpointError(

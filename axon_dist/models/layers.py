@@ -11,6 +11,7 @@ from flax import nnx
 from axon_dist.core.typing import Array
 
 from .attention import ATTENTION_FORMS
+from .decoding import Past, Place, cached_attention
 from .mlp import ACTIVATIONS
 from .transformer_config import TransformerConfig
 
@@ -35,24 +36,26 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate(x: Array, theta: float) -> Array:
+def rotate(x: Array, theta: float, positions: Array | None = None) -> Array:
     """Rotates pairs of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
 
     The pair `(x[i], x[i + K/2])` at position `t` turns by `t * theta^(-2i/K)`, so the product of a
-    query and a key depends on the distance between them and on nothing else. Positions are those of
-    the sequence index.
+    query and a key depends on the distance between them and on nothing else.
 
     Args:
         x: `[B, T, H, K]`, K even.
         theta: base of the wavelengths.
+        positions: integers `[B, T]`; None for those of the sequence index.
 
     Returns:
         The rotated array in the dtype of `x`; the rotation is float32.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
-    cos, sin = (f(angle)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    if positions is None:
+        positions = jnp.arange(length)[None]
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    cos, sin = (f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -86,6 +89,17 @@ class SelfAttention(nnx.Module):
             query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
         mixed = self.attend(query, key, value)
         return self.out(mixed.reshape(*x.shape[:2], -1))
+
+    def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        positions = place.positions(x.shape[1])
+        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        if self.is_rotary:
+            query, key = (rotate(heads, self.rope_theta, positions) for heads in (query, key))
+        past = past.extended(key, value, place.start)
+        visible = place.visible(x.shape[1], past.keys.shape[1])
+        mixed = cached_attention(query, past, visible)
+        return self.out(mixed.reshape(*x.shape[:2], -1)), past
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
         """Mixes values by queries and keys, in the form of the config."""

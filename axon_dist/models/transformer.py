@@ -11,6 +11,7 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
 
+from .decoding import Cache, Past, Place
 from .layers import GatedMLP, PlainMLP, RMSNorm, SelfAttention, init_std, linear
 from .transformer_config import TransformerConfig
 
@@ -34,6 +35,12 @@ class Block(nnx.Module):
         """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        mixed, past = self.attention.decode(self.attention_norm(x), past, place)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), past
 
 
 class Transformer(nnx.Module):
@@ -90,8 +97,61 @@ class Transformer(nnx.Module):
             x = block(x)
         return self.head(x)
 
-    def embed(self, tokens: Array) -> Array:
-        """Looks up tokens `[B, T]` and returns the residual stream `[B, T, D]`."""
+    def start_cache(self, padding: Array, length: int) -> Cache:
+        """Makes an empty cache.
+
+        Args:
+            padding: how many positions at the start of each row are to be padding, int32 `[B]`.
+            length: positions that it has room for, padding among them.
+
+        Returns:
+            The cache, of zeros in the dtype that the model computes in.
+        """
+        config = self.config
+        shape = (padding.shape[0], length, config.kv_heads, config.key_size)
+        dtype = config.dtype or self.token_embedding.embedding.dtype
+        empty = lambda *lead: Past(*(jnp.zeros((*lead, *shape), dtype) for _ in range(2)))
+        layers = range(config.num_layers)
+        past = empty(config.num_layers) if config.scan_layers else tuple(empty() for _ in layers)
+        return Cache(past, Place(jnp.zeros((), jnp.int32), padding))
+
+    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Predicts the token behind some more tokens, without going over those before again.
+
+        Equals `self(all tokens so far)[:, -1]`, a row without its padding.
+
+        Args:
+            tokens: integers `[B, T]`; all of a prompt, or the one token that was drawn last.
+            cache: of the tokens before.
+
+        Returns:
+            Logits `[B, vocab_size]`, float32, and the cache with these tokens in it.
+        """
+        place = cache.place
+        x = self.embed(tokens, place.positions(tokens.shape[1]))
+        if self.config.scan_layers:
+            x, past = decode_layers(self.blocks, x, cache.past, place)
+        else:
+            kept = []
+            for block, past in zip(self.blocks, cache.past, strict=True):
+                x, past = block.decode(x, past, place)
+                kept.append(past)
+            past = tuple(kept)
+        return self.head(x[:, -1:])[:, 0], cache.after(past, tokens.shape[1])
+
+    def embed(self, tokens: Array, positions: Array | None = None) -> Array:
+        """Looks up tokens and returns the residual stream.
+
+        Args:
+            tokens: integers `[B, T]`.
+            positions: integers `[B, T]`; None for those of the sequence index.
+
+        Returns:
+            `[B, T, D]`.
+
+        Raises:
+            ConfigError: the sequence is longer than `config.max_length`.
+        """
         if tokens.shape[1] > self.config.max_length:
             raise ConfigError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than "
@@ -99,7 +159,8 @@ class Transformer(nnx.Module):
             )
         x = self.token_embedding(tokens)
         if self.config.positions == "learned":
-            x = x + self.position_embedding(jnp.arange(tokens.shape[1]))
+            at = jnp.arange(tokens.shape[1]) if positions is None else positions
+            x = x + self.position_embedding(at)
         return self.dropout(x)
 
     def head(self, x: Array) -> Array:
@@ -132,6 +193,26 @@ def scan_layers(stacked: nnx.Module, x: Array) -> Array:
     x, rest = jax.lax.scan(apply_one, x, (params, rest))
     nnx.update(stacked, rest)
     return x
+
+
+def decode_layers(stacked: Any, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+    """As `scan_layers`, for the `decode` of layers that rest.
+
+    Args:
+        stacked: a block, its leaves with a leading dim L.
+        x: further positions `[B, T, D]`.
+        past: what is kept, its arrays with a leading dim L.
+        place: which positions they are.
+
+    Returns:
+        The output of the last layer, and what is kept now.
+    """
+    graph, leaves = nnx.split(stacked)
+
+    def decode_one(x: Array, layer: tuple[Any, Past]) -> tuple[Array, Past]:
+        return nnx.merge(graph, layer[0], copy=True).decode(x, layer[1], place)
+
+    return jax.lax.scan(decode_one, x, (leaves, past))
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:

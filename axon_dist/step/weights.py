@@ -25,11 +25,11 @@ def weight_shapes(parts: ModelParts) -> dict[Path, jax.ShapeDtypeStruct]:
     """
     drawn, _ = nnx.split_state(nnx.state(parts.abstract), nnx.RngState, ...)
     streams = {path for path, _ in leaves_with_paths(nnx.to_pure_dict(drawn))}
-    both = [*leaves_with_paths(parts.params), *leaves_with_paths(parts.buffers)]
+    both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
     return {path: leaf for path, leaf in both if path not in streams}
 
 
-def weight_targets(spec: StepSpec, stored: PyTree) -> dict[Path, jax.ShapeDtypeStruct]:
+def weight_targets(spec: StepSpec, places: PyTree) -> dict[Path, jax.ShapeDtypeStruct]:
     """The weights of a step's model, each with the sharding that it is to be brought on.
 
     The state's own, but for a pipeline, whose rows are put together from arrays that are split over
@@ -37,16 +37,15 @@ def weight_targets(spec: StepSpec, stored: PyTree) -> dict[Path, jax.ShapeDtypeS
 
     Args:
         spec: the step.
-        stored: the shardings of the parameters as the state holds them.
+        places: the shardings of the parameters, trained and frozen, as the state holds them.
     """
-    params = stored
     if spec.storage.rows is not None:
         policy = LargestDim(tuple(spec.mesh.axis_names))
-        params = shardings(policy, spec.parts.params, spec.mesh)
-    places: dict[Path, Any] = dict(leaves_with_paths(params))
+        places = shardings(policy, spec.parts.weights, spec.mesh)
+    where: dict[Path, Any] = dict(leaves_with_paths(places))
     whole = NamedSharding(spec.mesh, PartitionSpec())
     return {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places.get(path, whole))
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where.get(path, whole))
         for path, leaf in weight_shapes(spec.parts).items()
     }
 
@@ -74,11 +73,14 @@ def placed_weights(
 
 
 def kept_weights(
-    arrays: PyTree, weights: Mapping[Path, Array], targets: Mapping[Path, jax.ShapeDtypeStruct]
+    arrays: tuple[PyTree, PyTree] | None,
+    weights: Mapping[Path, Array],
+    targets: Mapping[Path, jax.ShapeDtypeStruct],
 ) -> dict[Path, Array]:
     """Copies of a module's own arrays, where their targets say, for what no weights are given."""
     return {
         path: jax.device_put(x, targets[path].sharding, may_alias=False)
-        for path, x in leaves_with_paths(arrays)
+        for tree in arrays or ()
+        for path, x in leaves_with_paths(tree)
         if path in targets and path not in weights
     }

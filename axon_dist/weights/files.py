@@ -54,7 +54,7 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
     alone = sorted(folder.glob(f"*{ENDING}"))
     preferred = [path for path in (*indices, *alone) if path.name.startswith("model.")]
     for choice in (preferred, indices, alone):
-        if len(choice) == 1 or choice is preferred and choice:
+        if len(choice) == 1 or (choice is preferred and choice):
             return _of_file(choice[0])
     names = sorted(path.name for path in folder.iterdir())
     raise CheckpointError(

@@ -105,13 +105,13 @@ def load_weights(
     replaced = lambda tree: map_with_path(lambda path, leaf: arrays.get(path, leaf), tree)
     first: Any = source.arrays
     if source.make is not None:
-        both = [*leaves_with_paths(parts.params), *leaves_with_paths(parts.buffers)]
+        both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
         absent = {path for path, _ in both} - set(arrays)
         make = source.make
         # What is not asked for is not computed.
         drawn = jax.jit(lambda: _only(make(), absent))() if absent else {}
         arrays |= drawn
-        first = parts.params, parts.buffers
+        first = parts.weights, parts.buffers
     return parts.merge(*map(replaced, first))
 
 

@@ -121,7 +121,7 @@ def _targets(
         number, groups = hit
         row = None if rule.stack is None else int(groups.pop(rule.stack))
         paths = rule.paths_of(groups)
-        target = targets.setdefault((rule.names, paths), _Target(rule, paths, {}, groups))
+        target = targets.setdefault((tuple(rule.names), paths), _Target(rule, paths, {}, groups))
         if other := target.found.get((number, row)):
             problems.others.append(f"both {other} and {name} are for {' + '.join(paths)}")
         target.found[number, row] = name

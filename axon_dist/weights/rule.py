@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..core.errors import ConfigError
 from ..core.typing import Path
@@ -48,8 +48,8 @@ class Rule:
         'h.3.attn.weight'
     """
 
-    names: str | tuple[str, ...]
-    paths: str | tuple[str, ...]
+    names: Sequence[str]
+    paths: Sequence[str]
     form: str = ""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     dim: int = 0
