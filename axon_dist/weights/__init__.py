@@ -13,4 +13,5 @@ from .load import load_weights as load_weights
 from .rule import NATIVE as NATIVE
 from .rule import Rule as Rule
 from .rule import WeightRules as WeightRules
+from .save import MAX_FILE as MAX_FILE
 from .save import save_weights as save_weights

@@ -1,7 +1,6 @@
 """Weights of hubs in and out: what is computed with them, and that not a bit of them changes."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
-from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.models import Transformer, next_token_loss
 from axon_dist.parallel import compose, ddp, fsdp, pipelined, suggest_plan, tensor_parallel
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
