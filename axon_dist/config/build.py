@@ -14,6 +14,7 @@ from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
@@ -71,6 +72,7 @@ def build_step(
     world: World,
     optimizer: optax.GradientTransformation | None = None,
     metrics: tuple[str, ...] = ("loss",),
+    loss_fn: LossFn | None = None,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -79,6 +81,7 @@ def build_step(
         world: the devices, and the mesh they form.
         optimizer: in place of the config's own.
         metrics: what the step reports.
+        loss_fn: in place of that of the config's task.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -90,7 +93,7 @@ def build_step(
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps),
-        config.kind.task.loss_fn,
+        loss_fn or config.kind.task.loss_fn,
         build_strategy(config.parallel, factory, world),
         world,
         accumulate=config.train.accumulate,

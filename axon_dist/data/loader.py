@@ -43,6 +43,11 @@ class Samples(Protocol):
         """The training samples of some numbers, `[B]`, each below `num_samples`."""
         ...
 
+    @property
+    def num_validation(self) -> int:
+        """How many validation samples there are that share nothing; `spread` gives so many."""
+        ...
+
     def spread(self, count: int) -> np.ndarray:
         """Places of `count` validation samples, `[count]`, the same every time."""
         ...
@@ -89,7 +94,8 @@ class Loader:
         self.global_batch = global_batch
         self.seed = seed
         self.num_samples = samples.identity["num_samples"]
-        self._rows = local_rows(global_batch, process, num_processes)
+        self._rows_of = lambda batch: local_rows(batch, process, num_processes)
+        self._rows = self._rows_of(global_batch)
         self._order = shuffled(self.num_samples, seed)
         self._num_ahead = num_ahead
         self._samples_seen = 0
@@ -153,6 +159,31 @@ class Loader:
             self.samples.validation(batch[self._rows])
             for batch in places.reshape(num_batches, self.global_batch)
         )
+
+    def validation_places(self) -> np.ndarray:
+        """The places of all validation samples, each once, for `validation_rows`.
+
+        Raises:
+            ConfigError: when the samples do not say how many there are.
+        """
+        count = getattr(self.samples, "num_validation", None)
+        if count is None:
+            raise ConfigError(
+                f"the samples of {self.description} do not say how many there are for validation; "
+                "give them the property num_validation, or ask for a number of batches"
+            )
+        return self.samples.spread(count)
+
+    def validation_rows(self, places: np.ndarray) -> LocalBatch:
+        """This process's rows of one batch of validation samples.
+
+        Args:
+            places: those of the batch over all processes, `[B]`.
+
+        Raises:
+            DivisibilityError: the batch does not divide by the processes.
+        """
+        return self.samples.validation(places[self._rows_of(len(places))])
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:
         rows = np.arange(self.global_batch)[self._rows]
@@ -223,6 +254,16 @@ class Windows:
         """Cuts windows that lie side by side."""
         return {"tokens": windows_at(self.text.train, numbers * self.length, self.length)}
 
+    @property
+    def num_validation(self) -> int:
+        """Windows of the validation text side by side; less than a window of it is left out."""
+        return num_windows(len(self.text.validation), self.length)
+
+    @property
+    def validation_bytes(self) -> int | None:
+        """How many bytes the validation text has, where that is known."""
+        return self.text.validation_bytes
+
     def spread(self, count: int) -> np.ndarray:
         """First positions of windows all over the validation text."""
         return spread_starts(len(self.text.validation), self.length, count)
@@ -285,6 +326,11 @@ class Pictures:
     def train(self, numbers: np.ndarray) -> LocalBatch:
         """Takes images for training."""
         return _pictures(self.images.train, numbers)
+
+    @property
+    def num_validation(self) -> int:
+        """How many images there are for validation."""
+        return len(self.images.validation)
 
     def spread(self, count: int) -> np.ndarray:
         """Numbers all over the validation images."""

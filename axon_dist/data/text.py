@@ -73,12 +73,14 @@ class Text:
         validation: the same of the validation files; no file is in both.
         vocab_size: token ids are below it.
         description: one sentence for people.
+        validation_bytes: of the validation files; a byte that ends a document counts.
     """
 
     train: np.ndarray
     validation: np.ndarray
     vocab_size: int
     description: str
+    validation_bytes: int | None = None
 
 
 def load_text(source: TextSource) -> Text:
@@ -102,12 +104,14 @@ def load_text(source: TextSource) -> Text:
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else byte_tokenizer()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
+    held = _stream(validation, tokenizer)
     return Text(
         train=_stream(train, tokenizer),
-        validation=_stream(validation, tokenizer),
+        validation=held,
         vocab_size=tokenizer.vocab_size,
         description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
         f"validation, as {tokenizer.name}",
+        validation_bytes=_num_bytes(validation) if source.tokenizer else len(held),
     )
 
 
@@ -168,5 +172,8 @@ def _encode(file: TextFile, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _amount(files: Sequence[TextFile]) -> str:
-    size = sum(file.path.stat().st_size for file in files)
-    return f"{len(files)} files of {size / 1e6:.2f} MB"
+    return f"{len(files)} files of {_num_bytes(files) / 1e6:.2f} MB"
+
+
+def _num_bytes(files: Sequence[TextFile]) -> int:
+    return sum(file.path.stat().st_size for file in files)

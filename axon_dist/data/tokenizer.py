@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,17 @@ class Tokenizer:
         vocab_size: every id is below it.
         encode: maps the content of a file to a 1-D array of ids, in the smallest dtype that holds
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
+        prompt: maps the beginning of a document to a 1-D array of ids, without the end of one.
+        decode: maps ids to text for people.
+        end: the id that ends a document; None where none does.
     """
 
     name: str
     vocab_size: int
     encode: Callable[[bytes], np.ndarray]
+    prompt: Callable[[str], np.ndarray]
+    decode: Callable[[np.ndarray], str]
+    end: int | None = None
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -34,7 +41,14 @@ def byte_tokenizer() -> Tokenizer:
         >>> byte_tokenizer().encode(b"axon").tolist()
         [97, 120, 111, 110, 0]
     """
-    return Tokenizer("bytes", 256, lambda content: np.frombuffer(content + b"\0", np.uint8))
+    return Tokenizer(
+        "bytes",
+        256,
+        encode=lambda content: np.frombuffer(content + b"\0", np.uint8),
+        prompt=lambda text: np.frombuffer(text.encode(), np.uint8),
+        decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
+        end=0,
+    )
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -70,8 +84,26 @@ def load_tokenizer(path: str) -> Tokenizer:
         ) from error
     vocab_size = max(model.get_vocab().values(), default=0) + 1
     dtype = np.min_scalar_type(vocab_size - 1)
+    known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
+    behind = _behind(model.encode(known))
     return Tokenizer(
         f"tokens of {Path(path).name}",
         vocab_size,
-        lambda content: np.array(model.encode(content.decode()).ids, dtype),
+        encode=lambda content: np.array(model.encode(content.decode()).ids, dtype),
+        prompt=lambda text: np.array(_without_end(model.encode(text)), dtype),
+        decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
+        end=behind[0] if behind else None,
     )
+
+
+def _behind(encoded: Any) -> list[int]:
+    """The special tokens at the end of an encoded text."""
+    pairs = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+    kept = len(pairs)
+    while kept and pairs[kept - 1][1]:
+        kept -= 1
+    return encoded.ids[kept:]
+
+
+def _without_end(encoded: Any) -> list[int]:
+    return encoded.ids[: len(encoded.ids) - len(_behind(encoded))]

@@ -305,7 +305,7 @@ def sample_use(
         return jaxpr
 
     whole = trace(sizes[1])
-    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.params)])
+    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.weights)], parts.frozen_paths)
     try:
         part = trace(sizes[0])
     except AxonDistError:
@@ -322,7 +322,7 @@ def sample_use(
     return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
 
 
-def _check_weight(program: Any, params: list[Path]) -> None:
+def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
     """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
 
     Weights of parts are added up before anything is divided, so they are held when the loss is
@@ -331,6 +331,7 @@ def _check_weight(program: Any, params: list[Path]) -> None:
     Args:
         program: the traced loss; its first inputs are the parameters.
         params: their paths.
+        frozen: those of them that are not trained.
     """
     read = sources_of(program.jaxpr)[1]
     if read.isdisjoint(range(len(params))):
@@ -342,7 +343,8 @@ def _check_weight(program: Any, params: list[Path]) -> None:
         weight = lambda *own: eval_jaxpr(program, [*own, *others])[1].astype(jnp.float32)
         return jax.jvp(weight, own, tangents)[1]
 
-    found = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0] & set(range(len(params)))
+    moving = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0]
+    found = [n for n, path in enumerate(params) if n in moving and path not in frozen]
     if found:
         raise UnsupportedError(
             f"the weight of the loss depends on the parameter {params[min(found)]!r}; in "
