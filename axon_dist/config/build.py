@@ -59,12 +59,14 @@ def config_facts(config: RunConfig) -> dict[str, object]:
         >>> config_facts(RunConfig())["train.steps"]
         1000
     """
-    flat = flatten_dict(config.to_dict(), sep=".", keep_empty_nodes=True)
-    return {
-        key: {} if value is empty_node else value
-        for key, value in flat.items()
-        if key.rsplit(".", 1)[-1] not in PLACES
-    }
+    flat = flatten_dict(_without_places(config.to_dict()), sep=".", keep_empty_nodes=True)
+    return {key: {} if value is empty_node else value for key, value in flat.items()}
+
+
+def _without_places(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
+    return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
 
 
 def build_step(
