@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
-from ..program import IsUnit, RematPolicy, is_inside, stacks_of
+from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_modules, stacks_of
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""
@@ -123,6 +123,27 @@ class ClassIs:
     def __call__(self, path: Path, module: nnx.Module) -> bool:
         """Tells whether a module is a unit."""
         return type(module).__name__ in self.names
+
+
+def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Path]:
+    """The paths of the blocks of a model, those within bridged Linen modules too.
+
+    Args:
+        model: any NNX module; its leaves may be shapes.
+        names: of block classes. Of a module within a bridged one, which has a class only while it
+            runs, the name without its number: `layer` for `encoder/layer/0`, `Block` for `Block_0`.
+            None takes the blocks that the model repeats.
+
+    Returns:
+        Paths.
+    """
+    classes = names or block_classes(model)
+    found = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
+    if names:
+        found |= {keys for keys, name in linen_modules(model) if name in names}
+    else:
+        found |= set(linen_blocks(model))
+    return frozenset("/".join(map(str, keys)) for keys in found)
 
 
 def block_classes(model: nnx.Module) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.typing import Path
-from ..nn import block_classes
+from ..nn import block_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,7 @@ class TransformerAutoWrapPolicy:
 
     def units(self, model: nnx.Module) -> frozenset[Path]:
         """The paths of the units of a model."""
-        names = self.classes or block_classes(model)
-        return frozenset(
-            _path(keys)
-            for keys, module in nnx.iter_modules(model)
-            if type(module).__name__ in names
-        )
+        return block_paths(model, self.classes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,9 @@ from .layer_scan import Chain as Chain
 from .layer_scan import find_chains as find_chains
 from .layer_scan import is_unit as is_unit
 from .layer_scan import scan_over_layers as scan_over_layers
+from .linen import bridges_of as bridges_of
+from .linen import linen_blocks as linen_blocks
+from .linen import linen_modules as linen_modules
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
