@@ -27,6 +27,7 @@ from .units import RematPolicy as RematPolicy
 from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
+from .units import names_of as names_of
 from .units import units_of as units_of
 from .walk import CALLS as CALLS
 from .walk import REMATS as REMATS

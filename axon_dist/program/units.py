@@ -299,11 +299,16 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
         UnsupportedError: naming what was looked for and the classes that the model has.
     """
     if not paths:
-        classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
         raise UnsupportedError(
             f"{what} matches no module of the model; it has modules of the classes "
-            f"{', '.join(classes)}. Name one of them"
+            f"{', '.join(names_of(model))}. Name one of them"
         )
+
+
+def names_of(model: nnx.Module) -> list[str]:
+    """What the modules of a model are called: by class, within Linen ones without their number."""
+    classes = {type(module).__name__ for _, module in nnx.iter_modules(model)}
+    return sorted(classes | {name for _, name in linen_modules(model)})
 
 
 def _hash(value: Any) -> int:

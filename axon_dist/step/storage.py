@@ -14,7 +14,7 @@ from ..core.errors import UnsupportedError
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
-from ..program import stacks_of
+from ..program import linen_blocks, linen_modules, names_of, stacks_of
 from ..schedule import partition
 from .parts import ModelParts
 
@@ -81,11 +81,10 @@ def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
     blocks = block_keys(model, plan.classes)
     if len(blocks) < plan.schedule.num_stages:
         where = ", ".join(plan.classes) or "modules kept in lists or stacked by nnx.vmap"
-        classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
         raise UnsupportedError(
             f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
             f"blocks to cut between ({where}). Use fewer stages, "
-            f"name the class of the blocks among {', '.join(classes)}, or give each "
+            f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
             "stage its module: Pipeline.from_modules([...])"
         )
     boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)
@@ -98,9 +97,10 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
 
     Args:
         model: any; its leaves may be shapes.
-        classes: names of the block classes; none takes the modules that the model keeps in lists
-            and that have parameters; of lists in lists, the modules in the innermost ones; and
-            the layers of stacked modules, which are numbered as those of a list are.
+        classes: names of the block classes, or of modules within bridged Linen ones, without their
+            numbers; none takes the modules that the model keeps in lists and that have parameters; of lists in lists, the modules in the innermost ones; and
+            the layers of stacked modules, which are numbered as those of a list are; and the blocks
+            that bridged Linen modules repeat.
 
     Returns:
         Keys, nothing inside a block being one.
@@ -117,11 +117,27 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         listed = (listed and _has_params(module)) or keys in stacks
         chosen = type(module).__name__ in classes if classes else listed
-        if chosen and not any(keys[: len(outer)] == outer for outer in found):
+        if chosen and not _is_in(keys, found):
             found.append(keys)
+    found += [keys for keys in _in_linen(model, classes) if not _is_in(keys, found)]
     layers = lambda keys: [(*keys, row) for row in range(stacks[keys])]
     blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
     return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
+
+
+def _in_linen(model: nnx.Module, classes: tuple[str, ...]) -> list[Keys]:
+    """The blocks within the bridged Linen modules of a model, the outermost of those named."""
+    if not classes:
+        return linen_blocks(model)
+    found: list[Keys] = []
+    for keys, name in sorted(linen_modules(model), key=lambda item: len(item[0])):
+        if name in classes and not _is_in(keys, found):
+            found.append(keys)
+    return found
+
+
+def _is_in(keys: Keys, outer: list[Keys]) -> bool:
+    return any(keys[: len(each)] == each for each in outer)
 
 
 def _stacked(model: nnx.Module) -> dict[Keys, int]:
