@@ -77,11 +77,13 @@ class HuggingFace:
             bridge = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0, dropout=1))
             return bridge.lazy_init(**called(task.batch(0)))
 
+        # Without this Linen refuses to update an average.
+        more = {"mutable": ["batch_stats"]} if task.has_statistics else {}
+
         def loss_fn(model: nnx.Module, batch: Any) -> jax.Array:
-            more = {"mutable": ["batch_stats"]} if task.has_statistics else {}
             return task.loss(model(**called(batch), **more), batch)
 
-        return Foreign(make, loss_fn, task.batch, ((), called(task.batch(0))))
+        return Foreign(make, loss_fn, task.batch, ((), {**called(task.batch(0)), **more}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,26 +231,177 @@ MODELS: MappingProxyType[str, Any] = MappingProxyType(
             {**_TEXT, **_SIZES, "embedding_size": 16},
             "text",
         ),
-        "t5": HuggingFace(
-            "t5",
-            "FlaxT5ForConditionalGenerationModule",
-            "T5Config",
-            {
-                "vocab_size": VOCABULARY,
-                "d_model": _WIDTH,
-                "d_kv": 8,
-                "d_ff": 64,
-                "num_layers": _LAYERS,
-                "num_heads": _HEADS,
-            },
-            "translation",
-        ),
         "vit": HuggingFace(
             "vit",
             "FlaxViTForImageClassificationModule",
             "ViTConfig",
             {**_SIZES, **_IMAGE},
             "images",
+        ),
+        "roberta": HuggingFace(
+            "roberta",
+            "FlaxRobertaForMaskedLMModule",
+            "RobertaConfig",
+            {**_TEXT, **_SIZES, "pad_token_id": 0},
+            "text",
+        ),
+        "distilbert": HuggingFace(
+            "distilbert",
+            "FlaxDistilBertForMaskedLMModule",
+            "DistilBertConfig",
+            {**_TEXT, "dim": _WIDTH, "n_layers": _LAYERS, "n_heads": _HEADS, "hidden_dim": 64},
+            "text",
+        ),
+        "electra": HuggingFace(
+            "electra",
+            "FlaxElectraForMaskedLMModule",
+            "ElectraConfig",
+            {**_TEXT, **_SIZES, "embedding_size": 16},
+            "text",
+        ),
+        "roformer": HuggingFace(
+            "roformer",
+            "FlaxRoFormerForMaskedLMModule",
+            "RoFormerConfig",
+            {**_TEXT, **_SIZES, "embedding_size": _WIDTH},
+            "text",
+        ),
+        "gpt_neo": HuggingFace(
+            "gpt_neo",
+            "FlaxGPTNeoForCausalLMModule",
+            "GPTNeoConfig",
+            {
+                **_TEXT,
+                "hidden_size": _WIDTH,
+                "num_layers": _LAYERS,
+                "num_heads": _HEADS,
+                "intermediate_size": 64,
+                "attention_types": [[["global", "local"], 1]],
+                "window_size": 4,
+            },
+            "text",
+        ),
+        "gptj": HuggingFace(
+            "gptj",
+            "FlaxGPTJForCausalLMModule",
+            "GPTJConfig",
+            {"vocab_size": VOCABULARY, **_GPT, "rotary_dim": 4},
+            "text",
+        ),
+        "opt": HuggingFace(
+            "opt",
+            "FlaxOPTForCausalLMModule",
+            "OPTConfig",
+            {
+                **_TEXT,
+                "hidden_size": _WIDTH,
+                "word_embed_proj_dim": _WIDTH,
+                "num_hidden_layers": _LAYERS,
+                "num_attention_heads": _HEADS,
+                "ffn_dim": 64,
+            },
+            "text",
+        ),
+        "bloom": HuggingFace(
+            "bloom",
+            "FlaxBloomForCausalLMModule",
+            "BloomConfig",
+            {"vocab_size": VOCABULARY, "hidden_size": _WIDTH, "n_layer": _LAYERS, "n_head": _HEADS},
+            "text",
+        ),
+        "xglm": HuggingFace(
+            "xglm",
+            "FlaxXGLMForCausalLMModule",
+            "XGLMConfig",
+            {
+                **_TEXT,
+                "d_model": _WIDTH,
+                "num_layers": _LAYERS,
+                "attention_heads": _HEADS,
+                "ffn_dim": 64,
+            },
+            "text",
+        ),
+        "llama": HuggingFace(
+            "llama",
+            "FlaxLlamaForCausalLMModule",
+            "LlamaConfig",
+            {**_TEXT, **_SIZES, "num_key_value_heads": 2},
+            "text",
+        ),
+        "mistral": HuggingFace(
+            "mistral",
+            "FlaxMistralForCausalLMModule",
+            "MistralConfig",
+            {**_TEXT, **_SIZES, "num_key_value_heads": 2},
+            "text",
+        ),
+        "gemma": HuggingFace(
+            "gemma",
+            "FlaxGemmaForCausalLMModule",
+            "GemmaConfig",
+            {**_TEXT, **_SIZES, "num_key_value_heads": 2, "head_dim": 8},
+            "text",
+        ),
+        "bart": HuggingFace(
+            "bart", "FlaxBartForConditionalGenerationModule", "BartConfig", _BART, "translation"
+        ),
+        "marian": HuggingFace(
+            "marian", "FlaxMarianMTModule", "MarianConfig", _BART, "translation"
+        ),
+        "pegasus": HuggingFace(
+            "pegasus",
+            "FlaxPegasusForConditionalGenerationModule",
+            "PegasusConfig",
+            _BART,
+            "translation",
+        ),
+        "whisper": HuggingFace(
+            "whisper",
+            "FlaxWhisperForConditionalGenerationModule",
+            "WhisperConfig",
+            {
+                **_BART,
+                "num_mel_bins": 8,
+                "max_source_positions": LENGTH,
+                "max_target_positions": LENGTH,
+            },
+            "speech",
+        ),
+        "beit": HuggingFace(
+            "beit", "FlaxBeitForImageClassificationModule", "BeitConfig", {**_SIZES, **_IMAGE}, "images"
+        ),
+        "dinov2": HuggingFace(
+            "dinov2",
+            "FlaxDinov2ForImageClassificationModule",
+            "Dinov2Config",
+            {**_SIZES, **_IMAGE},
+            "images",
+        ),
+        "resnet": HuggingFace(
+            "resnet",
+            "FlaxResNetForImageClassificationModule",
+            "ResNetConfig",
+            _NET,
+            "images with statistics",
+        ),
+        "regnet": HuggingFace(
+            "regnet",
+            "FlaxRegNetForImageClassificationModule",
+            "RegNetConfig",
+            {**_NET, "groups_width": 4},
+            "images with statistics",
+        ),
+        "clip": HuggingFace(
+            "clip",
+            "FlaxCLIPModule",
+            "CLIPConfig",
+            {
+                "text_config": {**_TEXT, **_SIZES, "eos_token_id": 2},
+                "vision_config": {**_SIZES, **_IMAGE},
+                "projection_dim": 16,
+            },
+            "pairs",
         ),
     }
 )
