@@ -87,6 +87,44 @@ class HuggingFace:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tunix:
+    """One NNX model of the package google-tunix.
+
+    Args:
+        folder: of the model in the package.
+        name: of the class.
+        sizes: what its config is given.
+    """
+
+    folder: str
+    name: str
+    sizes: Mapping[str, Any]
+
+    def load(self) -> Foreign:
+        """Imports the package and gives the model.
+
+        Raises:
+            ImportError: where the package is not installed.
+        """
+        module = importlib.import_module(f"tunix.models.{self.folder}.model")
+        kind, config = getattr(module, self.name), module.ModelConfig(**self.sizes)
+        causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+
+        def inputs(batch: Any) -> tuple[Any, ...]:
+            tokens = batch["tokens"]
+            mask = jnp.broadcast_to(causal, (tokens.shape[0], LENGTH, LENGTH))
+            return tokens, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), None, mask
+
+        def loss_fn(model: nnx.Module, batch: Any) -> jax.Array:
+            logits, _ = model(*inputs(batch))
+            entropy = optax.softmax_cross_entropy_with_integer_labels
+            return entropy(logits.astype(jnp.float32), batch["targets"]).mean()
+
+        make = lambda: kind(config, rngs=nnx.Rngs(0))
+        return Foreign(make, loss_fn, _tokens, (inputs(_tokens(0)), {}))
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     """What a kind of model is trained on.
 
@@ -209,6 +247,22 @@ _BART = {
     "decoder_start_token_id": 1,
 }
 _IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 4}
+_TUNIX = {
+    "num_layers": _LAYERS,
+    "embed_dim": _WIDTH,
+    "hidden_dim": 64,
+    "num_heads": _HEADS,
+    "head_dim": 8,
+    "num_kv_heads": 2,
+}
+_QWEN = {
+    **_TUNIX,
+    "vocab_size": VOCABULARY,
+    "rope_theta": 10_000,
+    "norm_eps": 1e-6,
+    "dtype": jnp.float32,
+    "param_dtype": jnp.float32,
+}
 _NET = {
     "embedding_size": 8,
     "hidden_sizes": [8, 16],
@@ -402,6 +456,26 @@ MODELS: MappingProxyType[str, Any] = MappingProxyType(
                 "projection_dim": 16,
             },
             "pairs",
+        ),
+        "tunix llama3": Tunix(
+            "llama3",
+            "Llama3",
+            {**_TUNIX, "vocab_size": VOCABULARY, "rope_theta": 10_000, "norm_eps": 1e-6},
+        ),
+        "tunix qwen2": Tunix("qwen2", "Qwen2", _QWEN),
+        "tunix qwen3": Tunix("qwen3", "Qwen3", _QWEN),
+        "tunix qwen3 experts": Tunix(
+            "qwen3", "Qwen3", {**_QWEN, "num_experts": 4, "num_experts_per_tok": 2}
+        ),
+        "tunix gemma3": Tunix(
+            "gemma3",
+            "Gemma3",
+            {
+                **_TUNIX,
+                "num_embed": VOCABULARY,
+                "sliding_window_size": 4,
+                "param_dtype": jnp.float32,
+            },
         ),
     }
 )

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
-from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_modules, stacks_of
+from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_named, stacks_of
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""
@@ -131,18 +131,15 @@ def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Pat
     Args:
         model: any NNX module; its leaves may be shapes.
         names: of block classes. Of a module within a bridged one, which has a class only while it
-            runs, the name without its number: `layer` for `encoder/layer/0`, `Block` for `Block_0`.
-            None takes the blocks that the model repeats.
+            runs, its name without its number: `layer` or `encoder/layer` for `encoder/layer/0`,
+            `Block` for `Block_0`. None takes the blocks that the model repeats.
 
     Returns:
         Paths.
     """
     classes = names or block_classes(model)
     found = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
-    if names:
-        found |= {keys for keys, name in linen_modules(model) if name in names}
-    else:
-        found |= set(linen_blocks(model))
+    found.update(linen_named(model, names) if names else linen_blocks(model))
     return frozenset("/".join(map(str, keys)) for keys in found)
 
 

@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, UnsupportedError
 from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
 from ..nn import SUMS, Layout, ParallelMode, own_rows, summed
-from ..program import wrap_calls
+from ..program import linen_modules, wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import Strategy
 
@@ -92,10 +92,16 @@ class TensorLayers:
         """Raises unless the plan matches something.
 
         Raises:
-            UnsupportedError: when the plan matches no layer and no parameter of the model.
+            UnsupportedError: when the plan is empty, or matches no layer and no parameter.
         """
-        rule_of = self.policy.plan.rule_of
-        paths = sorted("/".join(map(str, keys)) for keys, _ in nnx.iter_modules(model))
+        plan, rule_of = self.policy.plan, self.policy.plan.rule_of
+        if not plan.rules:
+            raise UnsupportedError(
+                f"the plan has no rules, and would split nothing. {why_empty(plan)}Give a plan of "
+                "patterns and modes, or leave tensor_parallel out"
+            )
+        modules = [*nnx.iter_modules(model), *linen_modules(model)]
+        paths = sorted("/".join(map(str, keys)) for keys, _ in modules)
         if not any(map(rule_of, paths)) and not self._holds_parameter(model):
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
             raise UnsupportedError(
@@ -131,6 +137,13 @@ class TensorLayers:
     def _holds_parameter(self, model: nnx.Module) -> bool:
         paths = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
         return any(self.policy.plan.rule_of_parameter(path) for path in paths)
+
+
+def why_empty(plan: Plan, most: int = 8) -> str:
+    """What an empty plan knows of the layers that it leaves whole, of `most` of them."""
+    whys = list(plan.why_whole)
+    more = [f"and {len(whys) - most} more"] if len(whys) > most else []
+    return "; ".join(whys[:most] + more) + ". " if whys else ""
 
 
 def check_sums(strategy: Strategy, model: nnx.Module) -> None:

@@ -14,6 +14,7 @@ from .layer_scan import scan_over_layers as scan_over_layers
 from .linen import bridges_of as bridges_of
 from .linen import linen_blocks as linen_blocks
 from .linen import linen_modules as linen_modules
+from .linen import linen_named as linen_named
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -44,17 +44,38 @@ def bridges_of(model: nnx.Module) -> Iterator[tuple[Keys, nnx.bridge.ToNNX]]:
 
 
 def linen_modules(model: nnx.Module) -> Iterator[tuple[Keys, str]]:
-    """The modules within the bridged ones of a model, and what each is called without its number.
+    """The modules within the bridged ones of a model, and what each is called.
 
     Args:
         model: any NNX module; its leaves may be shapes.
 
     Returns:
-        Pairs of keys in the model and a name: that of `encoder/layer/0` is `layer`, that of
-        `Block_3`, as Flax names what nobody has named, `Block`.
+        Pairs of keys in the model and a name, the path without numbers: that of
+        `encoder/layer/0` is `encoder/layer`, that of `Block_3`, as Flax names what nobody has
+        named, `Block`. What only holds a list of others has no name.
     """
     for keys, bridge in bridges_of(model):
-        yield from ((keys + below, name) for below, name in _named(_tree_of(bridge)))
+        yield from ((keys + below, "/".join(name)) for below, name in _named(_tree_of(bridge)))
+
+
+def linen_named(model: nnx.Module, names: Collection[str]) -> list[Keys]:
+    """The modules within the bridged ones of a model that have one of some names.
+
+    Args:
+        model: any NNX module; its leaves may be shapes.
+        names: the last part of a name or more of it, `layer` or `encoder/layer`.
+
+    Returns:
+        Their keys in the model.
+
+    Example:
+        >>> layers = nn.Sequential([nn.Dense(4) for _ in range(2)])
+        >>> model = nnx.bridge.ToNNX(layers, rngs=nnx.Rngs(0)).lazy_init(np.ones((1, 4)))
+        >>> linen_named(model, ["layers"])
+        [('layers_0',), ('layers_1',)]
+    """
+    is_one = lambda name: any(f"/{name}".endswith(f"/{each}") for each in names)
+    return [keys for keys, name in linen_modules(model) if is_one(name)]
 
 
 def linen_blocks(model: nnx.Module) -> list[Keys]:
@@ -103,13 +124,15 @@ def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, Any]:
     return tree
 
 
-def _named(tree: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, str]]:
+def _named(tree: Mapping[str, Any], above: Keys = (), name: Keys = ()) -> Iterator[Any]:
+    """Pairs of keys and the parts of a name without numbers."""
     for key, child in tree.items():
         if isinstance(child, dict):
-            name, number = split_number(key)
-            holder = next((k for k in reversed(above) if split_number(k)[0]), key)
-            yield (*above, key), name or holder if number is not None else key
-            yield from _named(child, (*above, key))
+            plain, _ = split_number(key)
+            found = (*name, plain) if plain else name
+            if not any(each.isdigit() for each in child):
+                yield (*above, key), found
+            yield from _named(child, (*above, key), found)
 
 
 def _blocks(tree: Mapping[str, Any], composite: bool) -> list[Keys]:

@@ -308,7 +308,7 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
 def names_of(model: nnx.Module) -> list[str]:
     """What the modules of a model are called: by class, within Linen ones without their number."""
     classes = {type(module).__name__ for _, module in nnx.iter_modules(model)}
-    return sorted(classes | {name for _, name in linen_modules(model)})
+    return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
 
 
 def _hash(value: Any) -> int:

@@ -49,8 +49,9 @@ def _stage_classes(spec: StepSpec) -> Found:
     modules = {spec.storage.stacks.in_model(block) for block in rows.stages.blocks}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
-    blocks = sorted({name for keys, name in [*named, *linen_modules(model)] if keys in modules})
-    if set(remat.classes) == set(blocks):
+    named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
+    blocks = sorted({name for keys, name in named if keys in modules})
+    if {name.rpartition("/")[2] for name in remat.classes} == set(blocks):
         return None
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 

@@ -14,7 +14,7 @@ from ..core.errors import UnsupportedError
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
-from ..program import linen_blocks, linen_modules, names_of, stacks_of
+from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition
 from .parts import ModelParts
 
@@ -127,11 +127,10 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
 
 def _in_linen(model: nnx.Module, classes: tuple[str, ...]) -> list[Keys]:
     """The blocks within the bridged Linen modules of a model, the outermost of those named."""
-    if not classes:
-        return linen_blocks(model)
     found: list[Keys] = []
-    for keys, name in sorted(linen_modules(model), key=lambda item: len(item[0])):
-        if name in classes and not _is_in(keys, found):
+    named = linen_named(model, classes) if classes else linen_blocks(model)
+    for keys in sorted(named, key=len):
+        if not _is_in(keys, found):
             found.append(keys)
     return found
 
@@ -148,8 +147,11 @@ def _stacked(model: nnx.Module) -> dict[Keys, int]:
 
 
 def _counted(key: str | int) -> tuple[bool, list[str | int]]:
-    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`."""
-    parts = re.split(r"(\d+)", str(key))
+    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`.
+
+    A decoder stands behind an encoder, whose results it reads.
+    """
+    parts = re.split(r"(\d+)", re.sub("(?i)decoder", "encoder~", str(key)))
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
 
 
