@@ -16,6 +16,7 @@ from flax import nnx
 from rich.console import Console
 
 from axon_dist import DDP, World, build_train_step
+from axon_dist.step.take import one_step, unscaled_gradients
 
 from .timing import alternate
 
@@ -37,7 +38,7 @@ def main() -> None:
     placed = step.place({"x": jnp.ones((8, 4))})
 
     raw = jax.jit(
-        step._take_step,
+        one_step(step.spec, unscaled_gradients(step.spec)),
         donate_argnums=0,
         out_shardings=(step.state_shardings, None),
     )

@@ -119,7 +119,11 @@ _ATTENTION = """
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(16, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(4, 16, rngs=rngs, decode=False)
+        # Softmax is blind to a key's bias: its gradient is rounding alone, and what divides a
+        # gradient by its size (adafactor, lamb) would take steps of the full size from that.
+        self.attention = nnx.MultiHeadAttention(
+            4, 16, rngs=rngs, decode=False, use_bias=False
+        )
         self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
 
     def __call__(self, x):

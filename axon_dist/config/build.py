@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -177,6 +178,7 @@ class Run:
         writers: Sequence[MetricWriter],
         save: Callable[[TrainState, int, float | None], None],
         go_back: Callable[[], TrainState | None] | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -185,6 +187,7 @@ class Run:
             writers: take its metrics.
             save: takes its state now and then, as that of a `Trainer`.
             go_back: returns the newest state saved, as that of a `Trainer`.
+            history: the metrics of earlier legs, as those of a `Trainer`.
         """
         train = self.config.train
         return Trainer(
@@ -206,6 +209,7 @@ class Run:
             save=save,
             give_back=self.give_back,
             go_back=go_back,
+            history=history,
         )
 
     def give_back(self, num_batches: int) -> None:

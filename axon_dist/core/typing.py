@@ -24,3 +24,6 @@ Batch: TypeAlias = PyTree
 
 LossFn: TypeAlias = Callable[..., Any]
 """`loss_fn(model, batch)`: a scalar mean or a `Weighted`, or `(either, dict of metrics)`."""
+
+OptionValue: TypeAlias = str | bool | int | float
+"""What an option of the compiler is set to."""

@@ -16,10 +16,13 @@ DIFFERS = "is another program for another number of samples"
 
 def scalar(value: Any) -> Value:
     """A constant that is the same for any number of samples, its value known."""
-    dtype = getattr(value, "dtype", type(value))
-    if not is_key(value) and np.dtype(dtype).kind in "biuf":
+    if is_key(value):
+        return CONSTANT
+    dtype = np.dtype(getattr(value, "dtype", type(value)))
+    if dtype.kind in "biuf":
         return Value(known=np.asarray(value).item())
-    return CONSTANT
+    # To NumPy, bfloat16 and its like are no floats.
+    return Value(known=float(value)) if jnp.issubdtype(dtype, jnp.floating) else CONSTANT
 
 
 def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:

@@ -7,20 +7,19 @@ from typing import Any
 
 import optax
 
-from ..core.typing import Batch, LossFn
+from ..core.typing import Batch, LossFn, OptionValue
 from ..mesh import World
 from ..nn import ActivationCheckpointing
-from ..parallel import HasStrategy, Strategy, as_strategy, overlay, per_layer
+from ..parallel import HasStrategy, Strategy, as_strategy
 from ..precision import GradScaler, MixedPrecision
-from ..program import stacks_of
-from ..sharding import FromMetadata, annotations_of
 from .arguments import check_arguments
-from .compiling import Value
+from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
-from .options import StepOptions, resolve
+from .options import StepOptions
 from .parts import ModelLike, stored_as, take_apart
 from .rules import check_rules
 from .spec import StepSpec
+from .state_form import StateForm
 from .step import TrainStep
 
 
@@ -40,7 +39,7 @@ def build_train_step(
     nonfinite: Nonfinite | str | None = None,
     deterministic: bool = False,
     pad: str | None = None,
-    compiler_options: Mapping[str, Value | None] | None = None,
+    compiler_options: Mapping[str, OptionValue | None] | None = None,
     batch: Batch | None = None,
     separable: bool | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
@@ -113,10 +112,7 @@ def build_train_step(
     """
     check_arguments(optimizer, loss_fn, world, remat)
     parts, source = take_apart(model)
-    chosen = resolve(as_strategy(strategy), precision, remat, parts.dtype)
-    if annotations := annotations_of(parts.abstract):
-        chosen = overlay(chosen, FromMetadata(annotations))
-    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
+    chosen = strategy_for(parts, as_strategy(strategy), precision, remat)
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
     policy = nonfinite_policy(nonfinite)
@@ -137,7 +133,7 @@ def build_train_step(
     extended = optax.with_extra_args_support(optimizer)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
     check_rules(spec)
-    step = TrainStep(spec, source)
+    step = TrainStep(spec, StateForm(spec, source))
     if batch is not None:
         step.check(batch)
     return step

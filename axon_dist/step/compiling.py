@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.typing import OptionValue
 from ..hardware import machine_of, option_names
 from ..mesh import World
 from .determinism import deterministic_options
 
-Value: TypeAlias = str | bool | int | float
-
 
 def compiler_options(
-    world: World, given: Mapping[str, Value | None] | None = None, deterministic: bool = False
-) -> dict[str, Value]:
+    world: World, given: Mapping[str, OptionValue | None] | None = None, deterministic: bool = False
+) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
     The table of chips says what makes collectives fewer and hidden, by the kind of the devices;
@@ -54,15 +52,15 @@ def compiler_options(
     return chosen
 
 
-def _check_values(given: Mapping[str, Value | None] | None) -> None:
+def _check_values(given: Mapping[str, OptionValue | None] | None) -> None:
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(
             f"compiler_options is {given!r}; it must be a mapping of names to values, such as "
-            "{'xla_gpu_enable_pipelined_all_gather': False}"
+            "{'xla_gpu_enable_latency_hiding_scheduler': True}"
         )
     known = option_names()
     for name, value in (given or {}).items():
-        if not isinstance(name, str) or not isinstance(value, Value | None):
+        if not isinstance(name, str) or not isinstance(value, OptionValue | None):
             raise ConfigError(
                 f"compiler_options has {name!r}: {value!r}; names must be strings, and values "
                 "strings, numbers, True or False, or None to leave an option of the chip out"
@@ -74,7 +72,7 @@ def _check_values(given: Mapping[str, Value | None] | None) -> None:
             )
 
 
-def _check_conflicts(given: Mapping[str, Value | None], fixed: Mapping[str, bool]) -> None:
+def _check_conflicts(given: Mapping[str, OptionValue | None], fixed: Mapping[str, bool]) -> None:
     for name, value in fixed.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigError(
@@ -83,7 +81,7 @@ def _check_conflicts(given: Mapping[str, Value | None], fixed: Mapping[str, bool
             )
 
 
-def _check_compiler(world: World, chosen: Mapping[str, Value]) -> None:
+def _check_compiler(world: World, chosen: Mapping[str, OptionValue]) -> None:
     """Compiles next to nothing: an unknown name would otherwise come up in the first step."""
     whole = NamedSharding(world.mesh, PartitionSpec())
     nothing = jax.jit(_nothing, out_shardings=whole, compiler_options=dict(chosen))

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.typing import Batch, PyTree
+from ..core.typing import Array, Batch, PyTree
 from ..core.weighted import Weighted
 from ..program import wrap_calls
 from .global_view import global_forward
-from .objective import weighed_metrics
+from .objective import mean_loss, weighed_metrics
 from .spec import StepSpec
 
 AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
@@ -145,6 +145,18 @@ def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any] | None) -> No
 
 def _called(module: nnx.Module) -> Any:
     return module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module
+
+
+def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
+    """What sums over samples come to.
+
+    Args:
+        sums: by name, from an `evaluation`; those of several batches added up.
+
+    Returns:
+        total / weight, by name.
+    """
+    return {name: mean_loss(x) for name, x in sums.items()}
 
 
 def _parameters(module: nnx.Module) -> Mapping[str, inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""What a step does besides its strategy, and the strategy with nothing left unsaid."""
+"""What a step does besides its strategy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
-from ..nn import ActivationCheckpointing
-from ..parallel import Reduction, Strategy, compose
-from ..precision import GradScaler, MixedPrecision
+from ..core.typing import OptionValue
+from ..precision import GradScaler
 from .arguments import check_kind
 from .nonfinite import Nonfinite
 
@@ -45,7 +44,7 @@ class StepOptions:
     nonfinite: Nonfinite | None = None
     deterministic: bool = False
     pad: str | None = None
-    compiler_options: Mapping[str, Any] | None = None
+    compiler_options: Mapping[str, OptionValue | None] | None = None
     separable: bool | None = None
     eval_kwargs: Mapping[str, Any] | None = None
 
@@ -75,36 +74,3 @@ class StepOptions:
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(f"unknown metric {name!r}.{did_you_mean(name, METRICS)}")
-
-
-def resolve(
-    strategy: Strategy, precision: Any, remat: ActivationCheckpointing | None, dtype: Any
-) -> Strategy:
-    """The strategy with everything said: precision, remat, and the reduction.
-
-    Without a precision the gradients have the dtype of the parameters, on the wire too.
-
-    Args:
-        strategy: what the user gave.
-        precision: what the step was asked for, or None.
-        remat: likewise.
-        dtype: the dtype of the parameters.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        StrategyConflictError: when strategy and step say different things.
-    """
-    asked = Strategy(
-        "build_train_step",
-        precision=None if precision is None else MixedPrecision.of(precision),
-        remat=remat,
-    )
-    merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
-    reduction = merged.reduction or Reduction()
-    own = dtype if merged.precision is None else merged.precision.reduce_dtype
-    wire = reduction.dtype or own
-    return dataclasses.replace(
-        merged, reduction=dataclasses.replace(reduction, per=merged.reduces_per, dtype=wire)
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from ..core.typing import LossFn, PyTree
+from ..core.typing import LossFn, OptionValue, PyTree
 from ..mesh import World
 from ..nn import Layout
 from ..parallel import Reduction, Strategy
 from ..sharding import shardings
-from .compiling import Value, compiler_options
+from .compiling import compiler_options
 from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
@@ -71,7 +72,7 @@ class StepSpec:
         return self.strategy.reduction or Reduction()
 
     @cached_property
-    def compiler_options(self) -> dict[str, Value]:
+    def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
         options = self.options
         return compiler_options(self.world, options.compiler_options, options.deterministic)
@@ -164,3 +165,47 @@ class StepSpec:
     def change_layers(self) -> Prepare:
         """What the strategy changes about the calls of the model's layers."""
         return layers_of(self.strategy, self.mesh)
+
+
+class MadeOfSpec:
+    """What shows what it is made of.
+
+    Args:
+        spec: what it is made of.
+
+    Attributes:
+        spec: what it is made of.
+    """
+
+    def __init__(self, spec: StepSpec):
+        self.spec = spec
+
+    @property
+    def parts(self) -> ModelParts:
+        """The structure of the model and the shapes of its arrays."""
+        return self.spec.parts
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, with nothing left unsaid."""
+        return self.spec.strategy
+
+    @property
+    def world(self) -> World:
+        """The devices."""
+        return self.spec.world
+
+    @property
+    def options(self) -> StepOptions:
+        """What the step does besides the strategy."""
+        return self.spec.options
+
+    @property
+    def compiler_options(self) -> Mapping[str, OptionValue]:
+        """What its programs are compiled with."""
+        return self.spec.compiler_options
+
+    @property
+    def storage(self) -> Storage:
+        """How the state holds the parameters."""
+        return self.spec.storage

@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, UnsupportedError
+from ..core.errors import UnsupportedError
 from ..core.typing import Array, Batch, PyTree
 from ..core.weighted import Weighted
-from ..mesh import World, agree, checksums, digest
-from ..parallel import Strategy
+from ..mesh import agree, digest
 from .batch import BatchLayout, Placed
-from .claims import claims_of
-from .compiling import Value
 from .deadlock_guard import jit_of
-from .evaluation import evaluation
-from .gradients import gradient_function
+from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
-from .local_view import mean_buffers, stack_buffers
-from .nonfinite import FLAG
-from .objective import GradientFn, GradientResult, mean_loss
-from .options import LOSS_SCALE, StepOptions
-from .parts import ModelParts, Source
-from .placement import on_device, state_shardings
 from .separable import Separation
-from .spec import StepSpec
+from .spec import MadeOfSpec, StepSpec
 from .state import TrainState, check_usable
-from .storage import Storage
-from .update import are_finite, clip, skip_overflow, undo_nonfinite
+from .state_form import StateForm
+from .take import one_step, unscaled_gradients
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
 
 
-class TrainStep:
+class TrainStep(MadeOfSpec):
     """A jitted training step, and what belongs to it; made by `build_train_step`.
 
     Args:
         spec: what it is made of.
-        source: where the first values of its model come from.
+        form: what its states look like, and how the first one is made.
 
     Attributes:
         spec: what it is made of.
@@ -58,57 +45,33 @@ class TrainStep:
         near: (state) -> the same state, all of it in device memory.
     """
 
-    def __init__(self, spec: StepSpec, source: Source):
-        self.spec, self._source = spec, source
-        self._agreed: set[str] = set()
+    def __init__(self, spec: StepSpec, form: StateForm):
+        super().__init__(spec)
+        self._form, self._agreed = form, set[str]()
         self.layout = BatchLayout.of(spec)
-        self.abstract_state = self._abstract_state()
-        self.state_shardings = state_shardings(spec, self.abstract_state)
-        self.claims = claims_of(spec, self.abstract_state)
-        self._gradient_fn: GradientFn = gradient_function(spec)
-        self._evaluation = evaluation(spec)
-        self.near = functools.partial(on_device, spec.strategy.offload, self.state_shardings)
+        self.abstract_state, self.state_shardings = form.shapes, form.places
+        self.claims, self.near = form.claims, form.near
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
-        self._step = jit(
-            self._take_step, donate_argnums=0, out_shardings=(self.state_shardings, self._whole)
+        gradients, evaluated = unscaled_gradients(spec), evaluation(spec)
+        take, near = one_step(spec, gradients), form.near
+
+        # Profilers show a compiled program by the name of its function.
+        def train_step(
+            state: TrainState, placed: Placed, held: Array | None
+        ) -> tuple[TrainState, dict]:
+            return take(near(state), placed, held)
+
+        self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
+        self._evaluate = jit(
+            lambda state, placed: evaluated(*form.values(near(state)), placed.arrays),
+            out_shardings=form.whole,
         )
-        self._evaluate = jit(self._evaluate_batch, out_shardings=self._whole)
-        self._means = jax.jit(lambda sums: {name: mean_loss(x) for name, x in sums.items()})
         self._differentiate = jit(
-            lambda state, placed: self._gradients(self.near(state), placed.arrays)[:2],
-            out_shardings=(spec.owners, self._whole),
+            lambda state, placed: gradients(near(state), placed.arrays)[:2],
+            out_shardings=(spec.owners, form.whole),
         )
-
-    @property
-    def parts(self) -> ModelParts:
-        """The structure of the model and the shapes of its arrays."""
-        return self.spec.parts
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy, with nothing left unsaid."""
-        return self.spec.strategy
-
-    @property
-    def world(self) -> World:
-        """The devices."""
-        return self.spec.world
-
-    @property
-    def options(self) -> StepOptions:
-        """What the step does besides the strategy."""
-        return self.spec.options
-
-    @property
-    def compiler_options(self) -> Mapping[str, Value]:
-        """What its programs are compiled with."""
-        return self.spec.compiler_options
-
-    @property
-    def storage(self) -> Storage:
-        """How the state holds the parameters."""
-        return self.spec.storage
+        self._means = jax.jit(means)
 
     def init(self) -> TrainState:
         """Makes the first state, every array born where it lives.
@@ -120,11 +83,7 @@ class TrainStep:
             ClaimError: when an array is not split as the strategy claims.
             LaunchError: when the processes of the run start from different parameters.
         """
-        state = self._born()
-        if self.world.num_processes > 1:
-            agree(self.world, "first parameters", checksums(state.params))
-        self.claims.check(state)
-        return state
+        return self._form.born()
 
     def lower_init(self) -> jax.stages.Lowered:
         """Lowers the making of a factory's parameters and buffers, without running it.
@@ -135,42 +94,7 @@ class TrainStep:
         Raises:
             ConfigError: when the step was given a module, whose arrays exist already.
         """
-        if self._source.make is None:
-            raise ConfigError(
-                "the step was given a module, whose arrays exist; give build_train_step a "
-                "function that makes the module, and its arrays are born where they live"
-            )
-        return self._factory().lower()
-
-    def _factory(self) -> Any:
-        make: Any = self._source.make
-
-        def born() -> tuple[PyTree, PyTree]:
-            params, buffers = make()
-            return self.storage.from_model(params), buffers
-
-        return jax.jit(born, out_shardings=(self.state_shardings.params, self._whole))
-
-    def _born(self) -> TrainState:
-        """Parameters first, moments second: what drawing the former took is free again by then."""
-        is_given = self._source.make is None
-        if self.world.num_processes > 1 and not is_given:
-            # Processes that hold different shards have none to compare.
-            agree(self.world, "factory of the model", {"program": digest(self.lower_init())})
-        params, buffers = self._placed() if is_given else self._factory()()
-        # A given module keeps its arrays: on the device it lies on, placing makes no copy.
-        donated = () if is_given else (0,)
-        complete = jax.jit(
-            self._new_state, out_shardings=self.state_shardings, donate_argnums=donated
-        )
-        return complete(params, buffers)
-
-    def _placed(self) -> tuple[PyTree, PyTree]:
-        params, buffers = self._source.arrays or ({}, {})
-        if self.world.num_processes > 1:
-            agree(self.world, "parameters of the model", checksums(params))
-        stored = self.storage.from_model(params)
-        return jax.device_put((stored, buffers), (self.state_shardings.params, self._whole))
+        return self._form.lower_factory()
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
@@ -209,17 +133,13 @@ class TrainStep:
             agree(self.world, "step", {"program": digest(self._step.lower(*args))})
             self._agreed.add(shapes)
 
-    @property
-    def _whole(self) -> NamedSharding:
-        return NamedSharding(self.world.mesh, PartitionSpec())
-
     def _held(self, held: Array | None) -> Array | None:
         """The flag of the step before; for the first step one that lies like all later ones."""
         if not self.options.holds:
             return None
         if held is not None:
             return held
-        return jax.make_array_from_callback((), self._whole, lambda _: np.zeros((), bool))
+        return jax.make_array_from_callback((), self._form.whole, lambda _: np.zeros((), bool))
 
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices, so that a later step does not wait for it."""
@@ -290,8 +210,7 @@ class TrainStep:
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.near(state)
-        params = self.storage.to_model(state.params)
-        return self.parts.merge(params, mean_buffers(state.buffers, self.spec.reduction))
+        return self.parts.merge(*self._form.values(state))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
@@ -336,59 +255,9 @@ class TrainStep:
 
     def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
         """The arguments of the step as shapes."""
-        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        state = jax.tree.map(placed, self.abstract_state, self.state_shardings)
-        held = jax.ShapeDtypeStruct((), bool, sharding=self._whole) if self.options.holds else None
-        return state, self.layout.abstract(batch, num_processes), held
-
-    def _abstract_state(self) -> TrainState:
-        return jax.eval_shape(self._first_state, self.parts.params, self.parts.buffers)
-
-    def _first_state(self, params: PyTree, buffers: PyTree) -> TrainState:
-        return self._new_state(self.storage.from_model(params), buffers)
-
-    def _new_state(self, params: PyTree, buffers: PyTree) -> TrainState:
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=self.spec.stored_optimizer.init(params),
-            buffers=stack_buffers(buffers, self.spec.reduction, self.spec.num_ranks),
-            scaler=None if self.options.scaler is None else self.options.scaler.init(),
+        held = (
+            jax.ShapeDtypeStruct((), bool, sharding=self._form.whole)
+            if self.options.holds
+            else None
         )
-
-    def _gradients(self, state: TrainState, batch: Batch) -> GradientResult:
-        """Mean gradients in the dtype of the parameters, metrics and new buffers."""
-        scaler = self.options.scaler
-        scale = None if scaler is None else state.scaler.scale
-        found = self._gradient_fn(state.params, state.buffers, batch, scale)
-        grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
-        return found._replace(
-            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        )
-
-    def _take_step(
-        self, state: TrainState, placed: Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict]:
-        state = self.near(state)
-        grads, metrics, buffers = self._gradients(state, placed.arrays)
-        clipped, measured = clip(grads, self.options)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = self.spec.stored_optimizer.update(
-                clipped, state.opt_state, state.params, value=metrics["loss"]
-            )
-            params = optax.apply_updates(state.params, updates)
-        if "param_norm" in self.options.metrics:
-            measured["param_norm"] = optax.tree.norm(params)
-        new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
-        if self.options.scaler is not None:
-            new = skip_overflow(self.options.scaler, are_finite(grads, measured), new, state)
-            measured[LOSS_SCALE] = new.scaler.scale
-        if self.options.nonfinite is not None:
-            loss, finite = metrics["loss"], are_finite(grads, measured)
-            new, measured[FLAG] = undo_nonfinite(self.options, loss, finite, new, state, held)
-        return new, {**metrics, **measured}
-
-    def _evaluate_batch(self, state: TrainState, placed: Placed) -> dict[str, Weighted]:
-        state = self.near(state)
-        buffers = mean_buffers(state.buffers, self.spec.reduction)
-        return self._evaluation(self.storage.to_model(state.params), buffers, placed.arrays)
+        return self._form.placed_shapes, self.layout.abstract(batch, num_processes), held

@@ -48,7 +48,7 @@ def read(monkeypatch):
 def test_what_trains_is_what_is_examined(tiny, chip, ran, read, monkeypatch):
     config = RunConfig.from_dict(tiny)
     train(config, Console(file=io.StringIO()))
-    (trained,) = (text for text in ran if "_take_step" in text.splitlines()[0])
+    (trained,) = (text for text in ran if "train_step" in text.splitlines()[0])
     assert examine(config).report.machine is chip
     bare = {chip.name: dataclasses.replace(chip, options=())}
     monkeypatch.setattr("axon_dist.hardware.chips.HARDWARE", bare)

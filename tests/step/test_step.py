@@ -23,6 +23,8 @@ from axon_dist.inspect import bytes_per_device, memory
 from axon_dist.models import MLP
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import TransformerAutoWrapPolicy
+from axon_dist.step.parts import take_apart
+from axon_dist.step.state_form import StateForm
 
 WIDTH = 16
 
@@ -363,12 +365,18 @@ def test_a_step_explains_itself_and_checks_its_state(world):
 )
 def test_a_state_that_breaks_the_claim_is_an_error(world, field, title):
     step = build(world, strategy=zero(3, min_elements=8))
-    whole = jax.tree.map(
-        lambda _: NamedSharding(world.mesh, P()), getattr(step.state_shardings, field)
-    )
-    step.state_shardings = dataclasses.replace(step.state_shardings, **{field: whole})
+    state = step.init()
+    whole = jax.device_put(getattr(state, field), NamedSharding(world.mesh, P()))
     with pytest.raises(ClaimError, match=rf"{title} under zero3(.|\n)*kernel .* instead of .* as"):
-        step.init()
+        step.claims.check(dataclasses.replace(state, **{field: whole}))
+    # Also for arrays that were born elsewhere than claimed.
+    places = dataclasses.replace(
+        step.state_shardings, **{field: jax.tree.map(lambda x: x.sharding, whole)}
+    )
+    form = StateForm(step.spec, take_apart(make_mlp())[1])
+    form.__dict__["places"] = places
+    with pytest.raises(ClaimError, match=rf"{title} under zero3"):
+        form.born()
 
 
 def test_flattened_moments_are_split_too(world):
