@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,10 +15,14 @@ from jax.sharding import PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
-from ..nn import SUMS, Layout, ParallelMode, own_rows, summed
+from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
 from ..program import linen_modules, wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import Strategy
+
+
+LOOKUPS = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
+"""The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 
 def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) -> Strategy:
@@ -224,16 +229,15 @@ class Pin:
         Written with `shard_map`, for left to itself the compiler may move the table, or the
         gradients of all positions, instead of one sum of rows.
         """
-        if not self.is_split or not hasattr(module, "embedding"):
+        found = _lookup(call, module) if self.is_split else None
+        if found is None:
             return self._residual(call(module, tokens))
-        graphdef, table, rest = nnx.split(module, nnx.Param, ...)
+        table, look_up = found
         rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
 
         def local(table: Any, tokens: Array) -> Array:
-            own = nnx.merge(graphdef, table, rest, copy=True)
-            found = own_rows(
-                lambda ids: call(own, ids), tokens, own.embedding[...].shape[0], self.axis
-            )
+            size = jax.tree.leaves(table)[0].shape[0]
+            found = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
             if self.sequence:
                 return sum_scatter(found, self.axis, 1)
             return all_sum(found, self.axis)
@@ -296,7 +300,19 @@ class LinenPins:
 
     def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the bridge with its inner calls intercepted."""
-        with nn.intercept_methods(self.intercept):
+        pinned: list[nn.Module] = []
+
+        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            # A layer may call the method of its superclass, which is intercepted too.
+            if any(context.module is layer for layer in pinned):
+                return call(*args, **kwargs)
+            pinned.append(context.module)
+            try:
+                return self.intercept(call, args, kwargs, context)
+            finally:
+                pinned.pop()
+
+        with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
 
     def intercept(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext):
@@ -309,6 +325,24 @@ class LinenPins:
         shapes = {p.removeprefix(below): s for p, s in self.shapes if p.startswith(below)}
         pin = self.layers.pin(rule, path, shapes, self.layout)
         return pin(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
+
+
+def _lookup(call: Any, module: Any) -> tuple[Any, Callable[[Any, Array], Array]] | None:
+    """The table of a layer that takes rows by ids, and how; None for a layer of another kind.
+
+    One that is like `Embed` and does something to the ids first, such as adding an offset, cannot
+    be given ids within the rows of one rank.
+    """
+    if isinstance(module, nn.Module):
+        if type(module).__call__ is not nn.Embed.__call__:
+            return None
+        layer: Any = module
+        take = lambda table, ids: jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
+        return layer.embedding, take
+    if getattr(call, "__wrapped__", None) not in LOOKUPS:
+        return None
+    graphdef, table, rest = nnx.split(module, nnx.Param, ...)
+    return table, lambda table, ids: call(nnx.merge(graphdef, table, rest, copy=True), ids)
 
 
 def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
