@@ -400,9 +400,7 @@ MODELS: MappingProxyType[str, Any] = MappingProxyType(
         "bart": HuggingFace(
             "bart", "FlaxBartForConditionalGenerationModule", "BartConfig", _BART, "translation"
         ),
-        "marian": HuggingFace(
-            "marian", "FlaxMarianMTModule", "MarianConfig", _BART, "translation"
-        ),
+        "marian": HuggingFace("marian", "FlaxMarianMTModule", "MarianConfig", _BART, "translation"),
         "pegasus": HuggingFace(
             "pegasus",
             "FlaxPegasusForConditionalGenerationModule",
@@ -423,7 +421,11 @@ MODELS: MappingProxyType[str, Any] = MappingProxyType(
             "speech",
         ),
         "beit": HuggingFace(
-            "beit", "FlaxBeitForImageClassificationModule", "BeitConfig", {**_SIZES, **_IMAGE}, "images"
+            "beit",
+            "FlaxBeitForImageClassificationModule",
+            "BeitConfig",
+            {**_SIZES, **_IMAGE},
+            "images",
         ),
         "dinov2": HuggingFace(
             "dinov2",

@@ -11,6 +11,7 @@ keys, which Flax derives from their names, are made before the call and handed i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -164,10 +165,9 @@ def _blocks(tree: Mapping[str, Any], composite: bool) -> list[Keys]:
 def _are_alike(trees: Sequence[Mapping[str, Any]]) -> bool:
     """Whether each of some modules has most of its leaves like those of the one before."""
     leaves = [dict(_leaves(tree)) for tree in trees]
-    pairs = zip(leaves, leaves[1:], strict=False)
     return all(
         len(one.items() & other.items()) >= SAME_SHARE * max(len(one), len(other))
-        for one, other in pairs
+        for one, other in itertools.pairwise(leaves)
     )
 
 

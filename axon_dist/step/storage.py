@@ -98,9 +98,10 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
     Args:
         model: any; its leaves may be shapes.
         classes: names of the block classes, or of modules within bridged Linen ones, without their
-            numbers; none takes the modules that the model keeps in lists and that have parameters; of lists in lists, the modules in the innermost ones; and
-            the layers of stacked modules, which are numbered as those of a list are; and the blocks
-            that bridged Linen modules repeat.
+            numbers; none takes the modules that the model keeps in lists and that have parameters;
+            of lists in lists, the modules in the innermost ones; the layers of stacked modules,
+            which are numbered as those of a list are; and the blocks that bridged Linen modules
+            repeat.
 
     Returns:
         Keys, nothing inside a block being one.

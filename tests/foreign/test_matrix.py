@@ -5,7 +5,7 @@ They need the extra `foreign`; the whole table is `python -m benchmarks.foreign`
 
 import pytest
 
-from benchmarks.foreign import WAYS, load, main, run
+from benchmarks.foreign import WAYS, load, run
 from benchmarks.foreign_models import MODELS
 
 # What a package does while it is imported is no fault of a model.

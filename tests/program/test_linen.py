@@ -122,7 +122,9 @@ def test_marked_models_compute_the_same_bits_and_state(name):
     blocks = block_paths(model)
     assert blocks == BLOCKS[name]
     found = []
-    marked, params = computing(model, lambda m: found.extend(mark_units(m, lambda p, _: p in blocks)))
+    marked, params = computing(
+        model, lambda m: found.extend(mark_units(m, lambda p, _: p in blocks))
+    )
     plain, _ = computing(model, lambda m: None)
     gradient = lambda f: jax.jit(jax.grad(lambda p: sum(map(jnp.sum, f(p)[0]))))(params)
     same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, *map(values, (a, b)))
