@@ -75,7 +75,8 @@ class HuggingFace:
         def make() -> nnx.Module:
             module = kind(config)
             bridge = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0, dropout=1))
-            return bridge.lazy_init(**called(task.batch(0)))
+            bridge.lazy_init(**called(task.batch(0)))
+            return bridge
 
         # Without this Linen refuses to update an average.
         more = {"mutable": ["batch_stats"]} if task.has_statistics else {}

@@ -120,7 +120,7 @@ class ClassIs:
 
     names: tuple[str, ...]
 
-    def __call__(self, path: Path, module: nnx.Module) -> bool:
+    def __call__(self, path: Path, module: nnx.Module | None) -> bool:
         """Tells whether a module is a unit."""
         return type(module).__name__ in self.names
 

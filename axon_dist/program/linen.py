@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import lift
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from ..core.compat import eval_equation
@@ -28,7 +29,7 @@ from ..core.typing import Path
 from .alike import same_program, same_value
 from .walk import interpret
 
-Keys: TypeAlias = tuple[str, ...]
+Keys: TypeAlias = tuple[Any, ...]
 
 SAME_SHARE = 0.5
 """The least share of leaves that two modules have alike to be blocks of one kind."""
@@ -259,7 +260,7 @@ def _variables(atoms: Any) -> set[Any]:
 
 
 def _is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
