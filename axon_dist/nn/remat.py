@@ -45,7 +45,8 @@ class ActivationCheckpointing:
             matrix products to host memory; or `sums`, which keeps what tensor parallelism summed
             over its ranks, so that recomputing a block sums nothing again: two activations more
             per block, and a fifth less traffic.
-        classes: names of the block classes; None takes the classes of repeated blocks.
+        classes: names of the block classes, in a bridged Linen model names of modules without
+            their numbers; None takes the repeated blocks.
 
     Raises:
         ConfigError: for an interval below one or an unknown policy.
