@@ -336,25 +336,31 @@ class Intercepted:
             paths = _outermost(scope_fn(variables, rngs))
             leaves, structure = jax.tree.flatten((args, kwargs))
             arrays = [leaf for leaf in leaves if _is_array(leaf)]
+            made: list[Any] = []
 
-            def compute(variables: Any, rngs: Any, arrays: Sequence[Any]) -> Any:
+            def compute(variables: Any, rngs: Any, arrays: Sequence[Any]) -> list[Any]:
                 found = iter(arrays)
                 given = [next(found) if _is_array(leaf) else leaf for leaf in leaves]
                 args, kwargs = jax.tree.unflatten(structure, given)
                 scopes = scope_fn(variables, rngs)
-                return function(scopes, *args, **kwargs), repack(scopes)
+                # A number or a flag that a method returns stays what it is.
+                made[:] = jax.tree.flatten((function(scopes, *args, **kwargs), repack(scopes)))
+                return [leaf for leaf in made[0] if _is_array(leaf)]
 
             self.is_inside = True
             try:
-                return self._run(compute, variables, rngs, arrays, paths)
+                results = iter(self._run(compute, variables, rngs, arrays, paths))
             finally:
                 self.is_inside = False
+            outputs, form = made
+            found = [next(results) if _is_array(leaf) else leaf for leaf in outputs]
+            return jax.tree.unflatten(form, found)
 
         return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
 
     def _run(
         self, compute: Any, variables: Any, rngs: Any, arrays: Sequence[Any], paths: Sequence[Path]
-    ) -> Any:
+    ) -> list[Any]:
         leaves, structure = jax.tree.flatten((variables, rngs, arrays))
         gathers = self._gathers(variables, paths)
         gathers += (None,) * (len(leaves) - len(gathers))
@@ -364,12 +370,13 @@ class Intercepted:
             for leaf, gather in zip(leaves, gathers, strict=True)
         ]
         given = jax.tree.unflatten(structure, whole)
-        closed, shapes = jax.make_jaxpr(compute, return_shape=True)(*given)
+        closed = jax.make_jaxpr(compute)(*given)
+        if not closed.jaxpr.outvars:
+            return []
         first = len(jax.tree.leaves(variables))
         keys = range(first, first + len(jax.tree.leaves(rngs)))
         program, values = program_of(closed, leaves, keys)
-        results = self.units.run(self.units.shared(program), gathers, values)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return self.units.run(self.units.shared(program), gathers, values)
 
     def _gathers(self, variables: Any, paths: Sequence[Path]) -> tuple[Any, ...]:
         """How each leaf of the variables of each scope is gathered, or None."""

@@ -80,7 +80,9 @@ def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
     model = parts.abstract
     blocks = block_keys(model, plan.classes)
     if len(blocks) < plan.schedule.num_stages:
-        where = ", ".join(plan.classes) or "modules kept in lists, stacked by nnx.vmap or numbered by Linen"
+        where = (
+            ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+        )
         raise UnsupportedError(
             f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
             f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "

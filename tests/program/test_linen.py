@@ -25,6 +25,10 @@ class Block(nn.Module):
         y = nn.Dropout(0.5, deterministic=False)(y)
         return x + (y if flag is None else y * 2)
 
+    def size(self):
+        """A number that is no array."""
+        return WIDTH
+
 
 class Compact(nn.Module):
     """Blocks that Flax names."""
@@ -47,7 +51,7 @@ class WithSetup(nn.Module):
 
     def __call__(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x)[:, : layer.size()]
         return self.out(self.layers[0](x, flag=True))
 
 
