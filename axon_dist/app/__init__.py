@@ -1,4 +1,4 @@
-"""What a verb of the command does: run, resume, report, verify, examine, load, evaluate, generate.
+"""What a verb of the command does: run, resume, report, verify, examine, load, evaluate, export.
 
 Imports every room below `cli`. Start reading in `run.py`.
 """
@@ -12,6 +12,7 @@ from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
 from .examine import Examination as Examination
 from .examine import examine as examine
+from .export import export_run as export_run
 from .generate import Completion as Completion
 from .generate import generate_text as generate_text
 from .load import load_model as load_model

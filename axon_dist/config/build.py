@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
@@ -105,6 +106,9 @@ def build_step(
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
+        trainable=config.trainable or nnx.Param,
+        frozen_dtype=config.frozen_dtype,
+        ema=config.train.ema,
     )
     _check_batch(config, step)
     return step

@@ -16,7 +16,7 @@ from axon_dist.precision import GradScaler, MixedPrecision
 from axon_dist.step import Nonfinite
 
 from .data import DATA, OwnData, TextData
-from .kinds import Count, Natural, OneOf, Parsed, Positive, Seed
+from .kinds import Count, Fraction, Natural, OneOf, Parsed, Positive, Seed
 from .loggers import LOGGERS, Logger
 from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
@@ -100,6 +100,8 @@ class TrainConfig:
         log_every: steps between written metrics, each their mean over those steps.
         peak_flops: what one device computes at best, in FLOP/s; sets what the utilization in the
             metrics is measured against, and there is none without it.
+        ema: decay of a moving average of the parameters, which is then what is validated; None
+            keeps none.
         nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
             that batch, or `rollback` to the newest checkpoint and go on with new batches.
         max_rollbacks: how often a run goes back before it stops.
@@ -113,6 +115,7 @@ class TrainConfig:
     eval_batches: Count = 16
     log_every: Count = 10
     peak_flops: Positive | None = None
+    ema: Fraction | None = None
     nonfinite: Nonfinite = Nonfinite.STOP
     max_rollbacks: Count = 3
 
@@ -163,6 +166,9 @@ class RunConfig:
         precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
             strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
+        trainable: regular expressions, searched for in the paths of the parameters: what is found
+            is trained, and all else frozen; empty trains everything.
+        frozen_dtype: what frozen parameters are kept in, such as `bfloat16`; None keeps theirs.
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
             and TPUs do that anyway, GPUs get slower by it.
@@ -202,6 +208,8 @@ class RunConfig:
     )
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
+    trainable: tuple[str, ...] = ()
+    frozen_dtype: str | None = None
     loss_scale: GradScaler | None = None
     deterministic: bool = False
     train: TrainConfig = TrainConfig()

@@ -21,11 +21,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ..collectives import GradSyncStrategy
+from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn, PyTree
+from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..parallel import Reduction, Strategy
+from ..program import sources_of
 from ..program.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
 from ..program.samples import RANKS, follow_samples
 from .objective import Prepare, evaluate
@@ -172,7 +174,7 @@ class Separator:
         reduction = self._strategy.reduction or Reduction()
         if not reduction.sync_buffers:
             # Each rank keeps statistics of its own then, as it was told to.
-            shapes = dict(leaves_with_paths(self._parts.buffers))
+            shapes = dict(leaves_with_paths(self._parts.arguments[1]))
             is_own = lambda path: jnp.issubdtype(shapes[path].dtype, jnp.floating)
             kept = {path: found for path, found in use.buffers.items() if not is_own(path)}
             use = dataclasses.replace(use, buffers=kept)
@@ -252,8 +254,8 @@ def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> 
             return Weighted(value.total, value.weight * parts**-power)
         return Weighted(value, float(parts**-power))
 
-    def run(model: nnx.Module, batch: Batch) -> Any:
-        returned = loss_fn(model, batch)
+    def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
+        returned = loss_fn(model, batch, **told)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
         if use.loss.power:
             loss = weighed(loss, use.loss.power)
@@ -298,11 +300,12 @@ def sample_use(
         leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
         given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
         run, found, is_plain = _forward(parts, loss_fn, adapt)
-        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, given)
+        jaxpr = jax.make_jaxpr(run)(*parts.arguments, given)
         names[:], plain[:] = found, is_plain
         return jaxpr
 
     whole = trace(sizes[1])
+    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.weights)], parts.frozen_paths)
     try:
         part = trace(sizes[0])
     except AxonDistError:
@@ -312,11 +315,42 @@ def sample_use(
         return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {}, failure=str(error) or why)
     traces = {sizes[0]: part, sizes[1]: whole}
     values = follow_samples(lambda count: traces[count], sizes, len(shapes))
-    paths = [path for path, _ in leaves_with_paths(parts.buffers)]
+    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
     total, weight, *rest = values
     metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
     buffers = rest[2 * len(names) :]
     return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
+
+
+def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
+    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
+
+    Weights of parts are added up before anything is divided, so they are held when the loss is
+    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
+
+    Args:
+        program: the traced loss; its first inputs are the parameters.
+        params: their paths.
+        frozen: those of them that are not trained.
+    """
+    read = sources_of(program.jaxpr)[1]
+    if read.isdisjoint(range(len(params))):
+        return
+    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+    own, others = values[: len(params)], values[len(params) :]
+
+    def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
+        weight = lambda *own: eval_jaxpr(program, [*own, *others])[1].astype(jnp.float32)
+        return jax.jvp(weight, own, tangents)[1]
+
+    moving = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0]
+    found = [n for n, path in enumerate(params) if n in moving and path not in frozen]
+    if found:
+        raise UnsupportedError(
+            f"the weight of the loss depends on the parameter {params[min(found)]!r}; in "
+            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+            "number of its tokens, or go through jax.lax.stop_gradient"
+        )
 
 
 def _forward(
