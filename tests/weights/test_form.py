@@ -52,6 +52,6 @@ def test_a_text_that_is_no_form(text, message):
 
 def test_a_shape_that_does_not_fit():
     assert "takes 2 dims, not [3]" in str(Form("a b -> b a").fault((3,)))
-    assert "needs sizes={'b': ...}" in str(Form("(a b) -> b a").fault((6,)))
+    assert "needs sizes={'a': ...}" in str(Form("(a b) -> b a").fault((6,)))
     assert "does not fit [7]" in str(Form("(a b) -> b a", {"a": 2}).fault((7,)))
     assert Form("(a b) -> b a", {"a": 2}).fault((6,)) is None

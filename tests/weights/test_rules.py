@@ -83,16 +83,16 @@ NARROW = {name: x.astype(jnp.bfloat16) for name, x in hub.llama_tensors().items(
     ("changed", "fields", "text"),
     [
         ({UP: None}, {}, "missing in the files: blocks/1/mlp/up/kernel."),
-        ({}, {"num_layers": 3}, "missing in the files: blocks/2/attention_norm/scale, blocks/2/att"),
-        ({}, {"num_layers": 1}, "left over: model.layers.1.input_layernorm.weight, model.layers.1"),
+        ({}, {"num_layers": 3}, "missing in the files: blocks/2/"),
+        ({}, {"num_layers": 1}, "left over: model.layers.1.input_layernorm.weight, "),
         ({"more": np.ones(1, np.float32)}, {}, "left over: more."),
         ({UP: np.ones((3, 2), np.float32)}, {},
-         f"{UP} [3, 2] of the files as 'out in -> in out' cannot be blocks/1/mlp/up/kernel [16, 24]"),
-        ({UP: np.ones(3, np.float32)}, {}, f"{UP} is [3]: the form 'out in -> in out' takes 2 dims"),
+         f"{UP} [3, 2] of the files as 'out in -> in out' cannot be blocks/1"),
+        ({UP: np.ones(3, np.float32)}, {}, f"{UP} is [3]: the form 'out in -> in out' takes 2"),
         ({UP: hub.llama_tensors()[UP].astype(np.float16)}, {},
          f"{UP} is float16 and blocks/1/mlp/up/kernel is float32 (cast=True converts)"),
-        ({UP: np.ones((24, 16), np.int8)}, {}, "is int8 and blocks/1/mlp/up/kernel is float32 (only fl"),
-        ({}, {"tied_head": True}, "lm_head.weight must repeat model.embed_tokens.weight bit for bit"),
+        ({UP: np.ones((24, 16), np.int8)}, {}, "is int8 and blocks/1/mlp/up/kernel is float32 (on"),
+        ({}, {"tied_head": True}, "lm_head.weight must repeat model.embed_tokens.weight bit"),
         ({"layers.1.mlp.up_proj.weight": hub.llama_tensors()[UP]}, {},
          "are for blocks/1/mlp/up/kernel"),
         ({UP: None}, {"scan_layers": True}, f"missing in the files: {UP}."),
@@ -162,14 +162,17 @@ def test_a_rule_that_means_nothing(rule, text):
         ((Rule(".*", "bias"), Rule("k", "kernel")), "'.*' of a rule fits more than one text"),
         (
             (Rule(r"(?P<n>[a-z]+)", "z{n}"), Rule("k", "kernel"), Rule("b", "bias")),
-            "would write 'k', ",
+            "would write 'b', which the rule (?P<n>[a-z]+) -> z{n} reads",
         ),
         (
             (Rule("w", "kernel"), Rule("w", "bias")),
-            "would write 'w', which the rule w -> kernel reads",
+            "'w', which the rule w -> kernel reads",
         ),
         ((Rule("w", ("kernel", "more")), Rule("b", "bias")), "needs more, which the model lacks"),
-        ((Rule(("k", "l"), "kernel"), Rule("b", "bias")), "would write"),
+        (
+            (Rule(("k", "l"), "kernel", dim=1), Rule("b", "bias")),
+            "parts [1, 1] are not the length 3",
+        ),
     ],
     ids=range(7),
 )
@@ -183,7 +186,7 @@ def test_what_cannot_be_written(rules, text, tmp_path):
 def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
     config = TransformerConfig(vocab_size=32, width=16, num_layers=2, num_heads=2, ffn_width=16)
     model = Transformer(config, rngs=nnx.Rngs(0))
-    save_weights(model, tmp_path / "hub", "hf-llama", max_file=6000, dtype="bfloat16")
+    save_weights(model, tmp_path / "hub", "hf-llama", max_file=3500, dtype="bfloat16")
     names = sorted(path.name for path in (tmp_path / "hub").iterdir())
     assert names[:2] == ["config.json", "model-00001-of-00003.safetensors"]
     assert names[-1] == "model.safetensors.index.json"
@@ -204,17 +207,13 @@ def test_files_that_cannot_be_read(tmp_path):
         find_tensors(tmp_path)
     save_file({"w": np.ones(4)}, tmp_path / "a.safetensors")
     save_file({"w": np.ones(4)}, tmp_path / "b.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"w is in '.*a.safetensors' and in '.*b.safetensors'"
-    ):
+    with pytest.raises(CheckpointError, match=r"w is in '.*a.safetensors' and in '.*b.safe"):
         find_tensors([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
     with pytest.raises(CheckpointError, match=r"and 2 files \*.safetensors, of 2 files \(a.safet"):
         find_tensors(tmp_path)
     whole = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(
-        CheckpointError, match=r"w ends at byte \d+ of a file of \d+, which was cut"
-    ):
+    with pytest.raises(CheckpointError, match=r"w ends at byte \d+ of a file of \d+, which"):
         find_tensors(tmp_path / "a.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"v": "b.safetensors"}}')
@@ -230,13 +229,13 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         (
             {**hub.LLAMA, "rope_scaling": {"rope_type": "llama3"}},
-            "rotary positions of the kind 'llam",
+            "positions of the kind 'llama3'",
         ),
         ({**hub.LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({**hub.LLAMA, "attention_bias": True}, "biases in attention or feed-forward alone"),
         (
             {**hub.GPT2, "scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx=tr",
+            "scale_attn_by_inverse_layer_idx",
         ),
         ({**hub.GPT2, "activation_function": "mish"}, "activation_function='mish'"),
         ({"model_type": "bert"}, "is of the family 'bert'; those known here are gpt2, llama"),
@@ -250,7 +249,5 @@ def test_a_model_that_would_compute_something_else_is_refused(data, text, tmp_pa
 
 
 def test_a_format_is_of_a_transformer():
-    with pytest.raises(
-        ConfigError, match=r"'hf-llama' is one of a Transformer, and the model is a"
-    ):
+    with pytest.raises(ConfigError, match=r"'hf-llama' is one of a Transformer, and the model is"):
         load_weights(Pair, "nowhere", "hf-llama")
