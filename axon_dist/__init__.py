@@ -35,6 +35,7 @@ from .collectives import sync_gradients as sync_gradients
 from .collectives import world_size as world_size
 from .core.errors import AxonDistError as AxonDistError
 from .core.per_sample import per_sample as per_sample
+from .core.shared import Shared as Shared
 from .core.weighted import Weighted as Weighted
 from .loop import Trainer as Trainer
 from .mesh import Backend as Backend

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import re
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,72 @@ class RunDirectory:
         """The loss curves."""
         return self.path / "loss.png"
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json`."""
-        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    def write_config(self, config: RunConfig) -> None:
+        """Writes `config.yaml`, whole or not at all."""
+        self._replace(self.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drops the metrics of steps that are going to be taken again, and half a last line."""
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes `summary.json`, whole or not at all."""
+        self._replace(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def changes(self, config: RunConfig) -> list[str]:
+        """What a config says otherwise than the one that lies here, a line each.
+
+        Args:
+            config: the one that the run goes on with.
+
+        Returns:
+            Such as `train.steps: 100 -> 200`; nothing where no config lies here yet.
+        """
+        try:
+            text = self.config.read_text()
+        except FileNotFoundError:
+            return []
+        try:
+            before = dict(_flat(yaml.safe_load(text)))
+        except (yaml.YAMLError, ValueError) as error:
+            return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
+        after = dict(_flat(config.to_dict()))
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
+
+    def take_metrics(self, step: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Reads the metrics up to a step, and drops those of steps that are to be taken again.
+
+        Args:
+            step: the last one that is kept.
+            tell: takes a sentence about lines that cannot be read; they are dropped, too.
+
+        Returns:
+            A dict per line, with its `step`.
+        """
         if not self.metrics.exists():
-            return
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        unfinished = self.metrics.with_suffix(".tmp")
-        unfinished.write_text("".join(kept))
-        os.replace(unfinished, self.metrics)
+            return []
+        lines = self.metrics.read_text(errors="replace").splitlines(keepends=True)
+        rows = [_row(line) for line in lines]
+        # A run that was killed leaves half a last line, which is no damage.
+        broken = [number for number, row in enumerate(rows[:-1], 1) if row is None]
+        if broken:
+            tell(
+                f"{self.metrics.name}: {len(broken)} of {len(lines)} lines cannot be read and are "
+                f"dropped, the first is line {broken[0]}"
+            )
+        kept = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
+        kept = [(line, row) for line, row in kept if row["step"] <= step]
+        self._replace(self.metrics, "".join(line for line, _ in kept))
+        return [row for _, row in kept]
+
+    def _replace(self, path: Path, text: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(text)
+        os.replace(unfinished, path)
 
 
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
-    """Makes the folder of a run, with its config in it, or opens that of a run to go on with.
+    """Makes the folder of a new run, with its config in it, or opens that of one to go on with.
+
+    The config of a run that goes on is left as it is: what refuses to go on must change nothing.
 
     Args:
         config: where `run_dir` says so, or as `runs/<name>-<time>` where it does not.
@@ -89,8 +139,10 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
     directory = RunDirectory(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with open(directory.config, "x" if resume is None else "w") as file:
-            yaml.safe_dump(config.to_dict(), file, sort_keys=False)
+        if resume is None:
+            with open(directory.config, "x") as file:
+                yaml.safe_dump(config.to_dict(), file, sort_keys=False)
+        check_writable(path)
     except FileExistsError as error:
         raise ConfigError(
             f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with "
@@ -103,7 +155,39 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
     return directory
 
 
+def check_writable(folder: Path) -> None:
+    """Makes a folder and a file in it, which goes again.
+
+    Raises:
+        OSError: when either cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+        pass
+
+
 def _newest_run(name: str) -> Path | None:
     pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
     runs = (folder.parent for folder in Path("runs").glob("*/checkpoints"))
     return max((run for run in runs if pattern.fullmatch(run.name)), default=None)
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """One line of `metrics.jsonl`, or None where it is none."""
+    if not line.endswith("\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if is_row else None
+
+
+def _flat(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts by dotted path."""
+    if not isinstance(config, dict):
+        yield path, config
+        return
+    for key, value in config.items():
+        yield from _flat(value, f"{path}.{key}" if path else str(key))

@@ -104,7 +104,7 @@ def evaluate(
     if world.process_index == 0:
         tell(loader.description)
     means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
-    unit = task.unit(config.data)
+    derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
         checkpoint=checkpoint,
         step=step_of(checkpoint.name),
@@ -112,8 +112,8 @@ def evaluate(
         num_samples=num_samples,
         strategy=built.strategy.name,
         mesh=str(world.spec),
-        unit=unit,
-        metrics=means | (of_text(means["loss"], loader) if task.item == "tokens" else {}),
+        unit=task.unit(config.data),
+        metrics={"loss": means["loss"], **means, **derived},
     )
 
 
@@ -178,6 +178,11 @@ def _measured_on(config: RunConfig, files: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"got files {', '.join(files)} for a run whose images are made up; leave them out, or "
             "change its data: data={kind: images, files: [...]}"
+        )
+    if not hasattr(data, "validation_files"):
+        raise ConfigError(
+            f"got files {', '.join(files)} for a run whose data name none; leave them out, or "
+            "change its data: data={kind: text, files: [...], validation_files: [...]}"
         )
     changes = {"validation_files": tuple(files), "validation_fraction": None}
     if isinstance(data, TextData) and not data.files:

@@ -115,7 +115,9 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
         )
     path = getattr(config.data, "tokenizer", None)
     if path is not None:
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path, getattr(config.data, "end_token", None))
+        end = getattr(config.data, "document_end", None)
+        return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
     if task.unit(config.data) != "nats/byte":
         raise ConfigError(
             f"the data of the run {str(run)!r} has tokens and no tokenizer, so that no text can be "

@@ -18,11 +18,13 @@ def opening_lines(run: Run) -> list[str]:
     """What a run is going to do, before it starts, and on which processes; all must call it."""
     train, spec = run.config.train, run.world.spec
     kind = run.world.runtime_info()["device_kind"]
-    parameters = si(num_params(run.step.parts.weights))
+    parts = run.step.parts
+    trained = f" ({si(num_params(parts.params))} trained)" if parts.frozen else ""
+    parameters = f"{si(num_params(parts.weights))} parameters{trained}"
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
         *table,
-        f"{run.config.name}: {parameters} parameters, {run.step.strategy.name} on mesh {spec} of "
+        f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
         f"data: {run.loader.description}",
         f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
@@ -37,6 +39,7 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "name": run.config.name,
         "ended": result.reason,
         "steps": result.num_steps,
+        "first_step": result.first_step,
         "train_loss": training[-1] if training else None,
         "validation_loss": validation[-1] if validation else None,
         "best_validation_loss": min(validation, default=None),
@@ -64,6 +67,7 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
         summary: from `summarize`.
         total_seconds: from the start of the program to its end.
     """
+    since = f" since step {summary['first_step']}" if summary["first_step"] else ""
     unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
     rows = {
         "ended": f"{summary['ended']} after {summary['steps']} steps",
@@ -74,8 +78,9 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
             for name, value in summary["validation_metrics"].items()
         },
         "speed": "unknown" if speed is None else f"{si(speed)} {item}/s",
-        "time": f"{clock_time(total_seconds)}, of it {clock_time(summary['train_seconds'])} in "
-        f"training steps and {clock_time(summary['compile_seconds'])} compiling",
+        f"time{since}": f"{clock_time(total_seconds)}, of it "
+        f"{clock_time(summary['train_seconds'])} in training steps and "
+        f"{clock_time(summary['compile_seconds'])} compiling",
         "train state": f"{byte_size(summary['state_bytes_per_device'])} per device",
     }
     table = Table(title=summary["name"], box=SIMPLE_HEAD, show_header=False, title_justify="left")

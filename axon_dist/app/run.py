@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
-from axon_dist.core.errors import CheckpointError, NonfiniteError
+from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -28,7 +29,8 @@ from axon_dist.step import PortableForm, TrainState
 
 from ..config.build import Run, build_run
 from ..config.schema import RunConfig
-from .directory import RunDirectory, create_directory
+from .directory import RunDirectory, check_writable, create_directory
+from .lock import locked
 from .report import opening_lines, summarize, summary_table
 from .resume import find_start, newest_state, open_checkpoints, save_state
 
@@ -80,28 +82,80 @@ def train(
     directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
     for line in [*opening_lines(run), f"run directory: {directory.path}"]:
         tell(line)
-    form = PortableForm(run.step)
-    state = find_start(run, form, directory, resume, tell)
-    if state is not None and int(state.step) >= config.train.steps:
-        tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
-        return _finished_already(run, directory, state)
-    if is_main:
-        directory.forget_metrics_after(0 if state is None else int(state.step))
-    progress = make_progress(console, config.name)
     with contextlib.ExitStack() as stack:
-        writers = _open_writers(config, directory, stack) if is_main else []
-        checkpoints = stack.enter_context(open_checkpoints(run, directory, progress.note))
-        save = functools.partial(save_state, run, form, checkpoints)
-        go_back = functools.partial(newest_state, form, checkpoints)
-        result = _fit(run.trainer(progress, writers, save, go_back), state, checkpoints)
-    summary = summarize(run, result)
-    if is_main:
-        directory.write_summary(summary)
-        _plot(run, result, directory)
-    _print_closing(console, summary, directory, time.perf_counter() - start)
-    if checkpoints.failure is not None:
-        raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
+        on_main(lambda: _take(config, directory, stack, tell))
+        form = PortableForm(run.step)
+        state = find_start(run, form, directory, resume, tell)
+        history = _go_on(config, directory, state, tell) if is_main else []
+        if state is not None and int(state.step) >= config.train.steps:
+            tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
+            return _finished_already(run, directory, state)
+        progress = make_progress(console, config.name)
+        with contextlib.ExitStack() as inner:
+            writers = _open_writers(config, directory, inner) if is_main else []
+            checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
+            save = functools.partial(save_state, run, form, checkpoints)
+            go_back = functools.partial(newest_state, form, checkpoints)
+            trainer = run.trainer(progress, writers, save, go_back, history)
+            result = _fit(trainer, state, checkpoints)
+        summary = summarize(run, result)
+        if is_main:
+            directory.write_summary(summary)
+            _plot(run, result, directory)
+        # All wait for that: a scheduler may end the other processes as soon as one has ended.
+        on_main(lambda: None)
+        _print_closing(console, summary, directory, time.perf_counter() - start)
+        if checkpoints.failure is not None:
+            raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
+        _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
+
+
+def _take(
+    config: RunConfig,
+    directory: RunDirectory,
+    stack: contextlib.ExitStack,
+    tell: Callable[[str], None],
+) -> None:
+    """Keeps other runs out of the folders that this one writes to, for as long as a stack is open.
+
+    Raises:
+        ConfigError: when another run is at work in one of them, or it cannot be written.
+    """
+    stack.enter_context(locked(directory.path, "run_dir", tell))
+    if config.checkpoint.dir is None:
+        return
+    folder = Path(config.checkpoint.dir).expanduser()
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.dir: cannot write to {str(folder)!r}: {error.strerror}; name another"
+        ) from error
+    if folder.resolve() != directory.path.resolve():
+        stack.enter_context(locked(folder, "checkpoint.dir", tell))
+
+
+def _go_on(
+    config: RunConfig, directory: RunDirectory, state: TrainState | None, tell: Callable
+) -> list[dict[str, Any]]:
+    """Writes the config of a run that may go on, tells what it changes, and reads the metrics."""
+    for change in directory.changes(config):
+        tell(f"config: {change}")
+    directory.write_config(config)
+    return directory.take_metrics(0 if state is None else int(state.step), tell)
+
+
+def _check_kept(
+    config: RunConfig, directory: RunDirectory, writers: Sequence[MetricWriter]
+) -> None:
+    """Raises `ConfigError` if what a run had written was taken away while it ran."""
+    if any(isinstance(writer, JsonlWriter) and writer.was_removed for writer in writers):
+        directory.write_config(config)
+        raise ConfigError(
+            f"{str(directory.path)!r} was removed or emptied while the run was writing to it; what "
+            "it wrote before that is gone, what it wrote after is there"
+        )
 
 
 def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:

@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if not is_main_process():
         return 0
+    tell(f"{found.checkpoint}: {found.strategy} on mesh {found.mesh}")
     Console().print(_table(found))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -54,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(found: Evaluation) -> Table:
-    title = f"{found.checkpoint}: {found.strategy} on {found.mesh}"
-    table = Table(title=title, box=SIMPLE_HEAD, show_header=False, title_justify="left")
+    table = Table(box=SIMPLE_HEAD, show_header=False)
     table.add_column(style="dim")
     table.add_column(style="bold")
     table.add_row("samples", str(found.num_samples))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from rich.console import Console
 
 from axon_dist.app import train
 from axon_dist.config import load_config
+from axon_dist.launch import INTERRUPTED
 
 from .verb import Verb
 
@@ -30,10 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class LastingConsole(Console):
+    """A console that falls silent when nobody reads it any more, as after `| head`.
+
+    Rich would end the program, and with it a run of days.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without the screen, which the interpreter must not find broken at exit either."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Trains, and tells about it on the standard output."""
-    train(load_config(arguments.config, arguments.overrides), Console(), arguments.resume)
-    return 0
+    config = load_config(arguments.config, arguments.overrides)
+    done = train(config, LastingConsole(), arguments.resume)
+    return INTERRUPTED if done.result.is_interrupted else 0
 
 
 VERB = Verb("train", "Train the model that a config describes.", add_arguments, run)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -58,12 +59,14 @@ def config_facts(config: RunConfig) -> dict[str, object]:
         >>> config_facts(RunConfig())["train.steps"]
         1000
     """
-    flat = flatten_dict(config.to_dict(), sep=".", keep_empty_nodes=True)
-    return {
-        key: {} if value is empty_node else value
-        for key, value in flat.items()
-        if key.rsplit(".", 1)[-1] not in PLACES
-    }
+    flat = flatten_dict(_without_places(config.to_dict()), sep=".", keep_empty_nodes=True)
+    return {key: {} if value is empty_node else value for key, value in flat.items()}
+
+
+def _without_places(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
+    return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
 
 
 def build_step(
@@ -184,6 +187,7 @@ class Run:
         writers: Sequence[MetricWriter],
         save: Callable[[TrainState, int, float | None], None],
         go_back: Callable[[], TrainState | None] | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -192,6 +196,7 @@ class Run:
             writers: take its metrics.
             save: takes its state now and then, as that of a `Trainer`.
             go_back: returns the newest state saved, as that of a `Trainer`.
+            history: the metrics of earlier legs, as those of a `Trainer`.
         """
         train = self.config.train
         return Trainer(
@@ -213,6 +218,7 @@ class Run:
             save=save,
             give_back=self.give_back,
             go_back=go_back,
+            history=history,
         )
 
     def give_back(self, num_batches: int) -> None:

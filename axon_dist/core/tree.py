@@ -82,7 +82,8 @@ def joined(tree: PyTree, other: PyTree) -> PyTree:
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is, or describes, an array of typed random keys."""
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def num_params(tree: PyTree) -> int:

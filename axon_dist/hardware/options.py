@@ -9,16 +9,12 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TypeAlias
 
+from ..core.compat import gpu_pipelining
+
 CompilerOptions: TypeAlias = dict[str, str | bool]
 """Names and values that `jax.jit` hands to XLA."""
 
-PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(
-    {
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_pipelined_all_reduce": True,
-    }
-)
+PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(gpu_pipelining())
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
 
 NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(

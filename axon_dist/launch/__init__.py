@@ -11,6 +11,7 @@ from .distributed import Timeouts as Timeouts
 from .distributed import initialize as initialize
 from .distributed import leave as leave
 from .environment import from_env as from_env
+from .local import INTERRUPTED as INTERRUPTED
 from .local import LaunchPlan as LaunchPlan
 from .local import launch as launch
 from .spec import LaunchSpec as LaunchSpec

@@ -115,10 +115,20 @@ def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subpr
 
 def _copy(source: int, file) -> None:
     """Copies until the other end is closed, which a terminal tells by an error."""
+    has_screen = True
     with file, contextlib.suppress(OSError):
         while chunk := os.read(source, _CHUNK_BYTES):
             file.write(chunk)
-            lines = chunk.splitlines(keepends=True)
-            sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))
-            sys.stdout.buffer.flush()
+            has_screen = has_screen and _show(chunk)
     os.close(source)
+
+
+def _show(chunk: bytes) -> bool:
+    """Copies to the screen; false once nobody reads that, which must not stop the rank."""
+    lines = chunk.splitlines(keepends=True)
+    try:
+        sys.stdout.buffer.write(b"".join(x for x in lines if not x.startswith(_NOISE)))
+        sys.stdout.buffer.flush()
+    except OSError:
+        return False
+    return True

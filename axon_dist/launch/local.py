@@ -22,6 +22,10 @@ from .watchdog import EXIT_PEER_LOST
 USER_ERROR = 2
 """The exit code of a mistake of the user, which a restart would only repeat."""
 
+INTERRUPTED = 75
+"""The exit code of a run that a signal ended between two steps, its state saved: `EX_TEMPFAIL` of
+`sysexits.h`, "try again later". A scheduler starts it again, with `--resume auto`."""
+
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -140,7 +144,8 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
         tell: takes a line about what happens.
 
     Returns:
-        0, or the exit code of the rank that failed first in the last attempt.
+        0; 75 where a signal has ended the run between two steps; or the exit code of the rank that
+        failed first in the last attempt.
 
     Raises:
         LaunchError: when the command does not exist.
@@ -205,7 +210,9 @@ class _Attempt:
             finally:
                 for child in self.children:
                     child.kill()
-        return 0 if self.failed is None else self.failed.code or 0
+        if self.failed is not None:
+            return self.failed.code or 0
+        return max(child.code or 0 for child in self.children)
 
     def _start(self) -> None:
         plan = self.plan
@@ -218,11 +225,11 @@ class _Attempt:
             )
 
     def _wait(self) -> Child | None:
-        """Returns the first rank that failed, or None when all have ended well."""
+        """Returns the first rank that failed, or None when all have ended, if only for now."""
         while True:
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
-                if code:
+                if code and code != INTERRUPTED:
                     return child
             if None not in codes:
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,10 @@ class JsonlWriter:
     A number that JSON cannot hold (a loss that became infinite or NaN) is written as a text.
 
     Args:
-        path: the file; lines are added to it.
+        path: the file; lines are added to it. Where it is removed meanwhile, a new one is begun.
+
+    Attributes:
+        was_removed: whether that has happened, so that earlier lines are gone.
 
     Example:
         >>> import tempfile
@@ -42,12 +46,21 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | Path):
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (`close` closes it)
+        self._path, self.was_removed = Path(path), False
+        self._open()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds a line."""
         values = {name: _as_json(value) for name, value in metrics.items()}
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self.was_removed = True
+            self.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._open()
         self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def _open(self) -> None:
+        self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 (`close` closes it)
 
     def close(self) -> None:
         """Closes the file."""

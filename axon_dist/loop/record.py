@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 
@@ -23,6 +23,7 @@ Curve: TypeAlias = tuple[tuple[int, float], ...]
 """Pairs of step and value."""
 
 _RECENT_STEPS = 50
+_SKIPPED = f"{TRAIN}/skipped_steps"
 
 
 class Record:
@@ -44,6 +45,8 @@ class Record:
         skips: whether steps that were not finite are counted and left out; else the first of them
             is `lost`, and nothing after it is taken.
         tell: takes the number of steps taken whenever something got done.
+        history: the records that writers took before the first step of this run, `step` beside
+            their metrics: what the curves begin with.
     """
 
     def __init__(
@@ -59,17 +62,20 @@ class Record:
         item: str = "tokens",
         skips: bool = False,
         tell: Callable[[int], None] = lambda step: None,
+        history: Sequence[Mapping[str, Any]] = (),
     ):
         self._tell = tell
         self.lost: Loss | None = None
-        self.skips, self.skipped_steps = skips, 0
+        self.skips = skips
+        self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
         self._skipped: list[Loss] = []
         self.first_step = self.taken = self.step = first_step
         self.num_steps, self.log_every, self.rollbacks = num_steps, log_every, 0
         self.writers, self.progress, self.device_bytes = writers, progress, device_bytes
         self.items_per_step, self.item, self.utilization = items_per_step, item, utilization
-        self._curves: list[tuple[str, int, dict[str, float]]] = []
+        self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
+        self.has_validated = False
         self.train_seconds, self.timed_steps = 0.0, 0
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
         self._window: list[dict[str, float]] = []
@@ -119,6 +125,7 @@ class Record:
 
     def validated(self, metrics: Mapping[str, float]) -> None:
         """Takes the loss and the other metrics of a validation after the last step."""
+        self.has_validated = True
         self._curves.append((VALIDATION, self.step, dict(metrics)))
         self._write({f"{VALIDATION}/{name}": value for name, value in metrics.items()})
         self._show()
@@ -156,7 +163,7 @@ class Record:
 
     def close_window(self) -> None:
         """Writes the mean over the steps since the last record, if there are any."""
-        skipped = {f"{TRAIN}/skipped_steps": float(self.skipped_steps)} if self.skips else {}
+        skipped = {_SKIPPED: float(self.skipped_steps)} if self.skips else {}
         tells = self._tell_skipped()
         if not self._window:
             self._write(skipped if tells else {})
@@ -234,3 +241,14 @@ class Record:
             seconds_left=seconds * left if seconds and left else None,
             device_bytes=self.device_bytes,
         )
+
+
+def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """What a record says about training and validation: kind, step and metrics."""
+    for kind in (TRAIN, VALIDATION):
+        own = {name: x for name, x in row.items() if name.startswith(f"{kind}/")}
+        # A number that JSON does not have was written as its name.
+        means = {name.removeprefix(f"{kind}/"): float(x) for name, x in own.items()}
+        means.pop("skipped_steps", None)
+        if means:
+            yield kind, row["step"], means

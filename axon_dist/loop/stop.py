@@ -18,6 +18,9 @@ from axon_dist.core.typing import Array
 from axon_dist.mesh import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ANOTHER = "another process"
+INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
+"""The reasons of runs that a signal has ended, here or in another process."""
 
 
 class StopRequest:
@@ -146,7 +149,7 @@ class Stops:
     @property
     def reason(self) -> str:
         """Who asked."""
-        return self._request.reason or "another process"
+        return self._request.reason or _ANOTHER
 
     def between_steps(self, latest: Mapping[str, float]) -> bool:
         """Whether to stop now; every process must ask before every step.

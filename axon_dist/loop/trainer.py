@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -26,7 +26,7 @@ from .meters import bytes_per_device, model_flops_utilization
 from .metrics import MetricWriter
 from .progress import Progress, SilentProgress
 from .record import Curve, Record
-from .stop import StopConsensus, Stops, stop_on_signals
+from .stop import INTERRUPTIONS, StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
 FINISHED = "finished"
@@ -46,6 +46,8 @@ class TrainResult:
     Args:
         state: after the last step.
         num_steps: steps that the state has taken.
+        first_step: those of them that it had taken before this call; the seconds and the throughput
+            are about the others.
         reason: why the run ended, such as `finished` or `SIGINT`.
         train_curve: pairs of step and mean training loss.
         validation_curve: pairs of step and validation loss.
@@ -68,6 +70,7 @@ class TrainResult:
     train_seconds: float
     items_per_second: float | None
     device_bytes: int
+    first_step: int = 0
     skipped_steps: int = 0
     rollbacks: int = 0
     metric_curves: Mapping[str, tuple[Curve, Curve]] = dataclasses.field(default_factory=dict)
@@ -76,6 +79,11 @@ class TrainResult:
     def is_finished(self) -> bool:
         """Whether the run got to its last step."""
         return self.reason == FINISHED
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ended the run, to this process or another one, before its last step."""
+        return self.reason in INTERRUPTIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +120,8 @@ class Trainer:
             the last state of a run that stops because a step was not finite is saved.
         go_back: returns the newest good state that was saved, or None if there is none; has to be
             there where the step's `nonfinite` is `"rollback"`.
+        history: what the writers took in earlier legs of the run, up to the state that it goes on
+            from: the curves of the result begin with it.
 
     What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
     the first such record on.
@@ -155,6 +165,7 @@ class Trainer:
     save: Callable[[TrainState, int, float | None], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
+    history: Sequence[Mapping[str, Any]] = ()
 
     def fit(self, state: TrainState | None = None) -> TrainResult:
         """Trains until the last step, the end of the data, or a reason to stop.
@@ -188,6 +199,7 @@ class Trainer:
                     state = self.step.init()
                 record = self._record(state, tell)
             self._check_steps_left(record)
+            first_step = record.first_step
             start = time.perf_counter()
             run = self._first_step(state, batches, first, record)
             compile_seconds = time.perf_counter() - start
@@ -197,6 +209,7 @@ class Trainer:
             self._finish(state, record, reason, stops)
         return TrainResult(
             state=state,
+            first_step=first_step,
             num_steps=record.step,
             reason=reason,
             train_curve=tuple(record.train_curve),
@@ -232,6 +245,7 @@ class Trainer:
             item=options.item,
             skips=self._policy is Nonfinite.SKIP,
             tell=tell,
+            history=self.history,
         )
 
     @property
@@ -355,7 +369,7 @@ class Trainer:
         """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
         assert self.validation is not None
         record.stop_clock()
-        is_first = not record.validation_curve
+        is_first = not record.has_validated
         sums: dict[str, list[float]] = {}
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             batches = (record.sign() or batch for batch in self.validation())

@@ -111,7 +111,7 @@ class Executor:
         rest = self._pick(program.middle_uses)
         shapes = lambda: (self.data(jnp.int32(0)), jnp.int32(0), zeros(self._wire))
         frozen = self._frozen(program)
-        at = Operands(self._rows(program), rest, *jax.eval_shape(shapes), frozen)
+        at = Operands(self._rows(program), rest, *jax.eval_shape(shapes), frozen=frozen)
         return DividedBackward.of(program, at, self._wire.floats, self.keeps)
 
     def _start(self) -> State:

@@ -87,6 +87,7 @@ def build_train_step(
             `lower(batch).compile()` shows is what runs.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
             then also what only a batch can show is refused here, rather than by the first call.
+            Its leaves have shape [B, ...]; what belongs to no sample stands in a `Shared`.
         separable: True promises that the loss of a batch is the (weighted) mean of those of its
             parts, False that it is not. None reads it from the program of the loss: a mean, a sum
             and `Weighted` have the value of the whole batch however it is cut, and a loss that

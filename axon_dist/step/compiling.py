@@ -56,7 +56,7 @@ def _check_values(given: Mapping[str, OptionValue | None] | None) -> None:
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(
             f"compiler_options is {given!r}; it must be a mapping of names to values, such as "
-            "{'xla_gpu_enable_pipelined_all_gather': False}"
+            "{'xla_gpu_enable_latency_hiding_scheduler': True}"
         )
     known = option_names()
     for name, value in (given or {}).items():

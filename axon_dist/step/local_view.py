@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,7 @@ from .objective import (
     forward_of,
     gradient_sums,
 )
+from .parts import own_and_given
 from .spec import StepSpec
 from .view import MakeGather, spelled
 
@@ -249,24 +250,35 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
+    whole = lambda _: PartitionSpec()
     if reduction.sync_buffers:
-        return jax.tree.map(lambda _: PartitionSpec(), buffers)
-    return jax.tree.map(lambda x: PartitionSpec(axes) if _per_rank(x) else PartitionSpec(), buffers)
+        return jax.tree.map(whole, buffers)
+    return _of_ranks(lambda _: PartitionSpec(axes), buffers, whole)
 
 
 def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
     """Gives every rank its own copy of the statistics where they are not synchronised."""
     if reduction.sync_buffers:
         return buffers
-    copies = lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)) if _per_rank(x) else x
-    return jax.tree.map(copies, buffers)
+    return _of_ranks(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
 
 
 def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     """The statistics to evaluate with: the average over the ranks' own."""
     if reduction.sync_buffers:
         return buffers
-    return jax.tree.map(lambda x: x.mean(0) if _per_rank(x) else x, buffers)
+    return _of_ranks(lambda x: x.mean(0), buffers)
+
+
+def _of_ranks(
+    function: Callable[[Any], Any],
+    buffers: PyTree,
+    otherwise: Callable[[Any], Any] = lambda leaf: leaf,
+) -> PyTree:
+    """Maps over the statistics of the model, of which ranks may have their own."""
+    own, given = own_and_given(buffers)
+    one = lambda leaf: function(leaf) if _per_rank(leaf) else otherwise(leaf)
+    return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
 
 
 def _per_rank(leaf: Any) -> bool:
@@ -276,4 +288,4 @@ def _per_rank(leaf: Any) -> bool:
 def _own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     if reduction.sync_buffers:
         return buffers
-    return jax.tree.map(lambda x: x[0] if _per_rank(x) else x, buffers)
+    return _of_ranks(lambda x: x[0], buffers)

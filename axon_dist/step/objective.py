@@ -16,7 +16,7 @@ from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from .nonfinite import FLAG
 from .options import LOSS_SCALE, METRICS
-from .parts import STEP, ModelParts, buffers_like
+from .parts import SHARED, STEP, ModelParts, buffers_like
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +72,7 @@ def evaluate(
     if prepare is not None:
         prepare(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
+    batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
     returned = loss_fn(model, batch, **told)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
@@ -328,6 +329,11 @@ def _kind(value: Any) -> str:
 
 
 def _check_scalar(what: str, value: Any) -> None:
+    if isinstance(value, (dict, list, tuple, str)) or value is None:
+        raise ConfigError(
+            f"loss_fn returned a {what} that is a {type(value).__name__}; it must be a scalar. "
+            "Name each number of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
+        )
     shape = jnp.shape(value)
     if shape != ():
         raise ConfigError(

@@ -73,6 +73,13 @@ def _fitting(
     """
     if (refused := _refusal(optimizer, parts.params)) is None:
         return optimizer
+    if isinstance(refused, TypeError) and "'value'" in str(refused):
+        # Some take further arguments, and not this one.
+        deaf = _without_value(optimizer)
+        refused = _refusal(deaf, parts.params)
+        if refused is None:
+            return deaf
+        optimizer = deaf
     as_state = _as_state(optimizer, parts)
     if _refusal(as_state, parts.params) is None:
         return as_state
@@ -83,6 +90,19 @@ def _fitting(
         "labels as a function, such as mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, "
         "params), or as a tree of one of these structures"
     ) from refused
+
+
+def _without_value(
+    optimizer: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that is not told the loss."""
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, value: Any = None, **extra: Any
+    ):
+        return optimizer.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _refusal(optimizer: Any, params: PyTree) -> Exception | None:

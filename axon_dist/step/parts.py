@@ -16,14 +16,14 @@ from ..core.errors import ConfigError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from ..core.typing import Path, PyTree, Shape
 from ..precision import MixedPrecision, cast_floating
-from .trainable import Trainable, check_trainable, trainable_filter
+from .trainable import STATE, Trainable, check_trainable, trainable_filter
 
 ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
 
 
-STEP = "axon_step"
-"""The key among the buffers under which the number of the step travels to a loss that is told."""
+STEP, SHARED = "axon_step", "axon_shared"
+"""The keys among the buffers under which travels what a loss is told beside the samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,9 @@ class ModelParts:
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
         frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
         reads_step: whether the loss is told the number of the step.
+        shared: nested dict of `ShapeDtypeStruct`: what a batch has beside its samples.
+        others: the paths of the buffers of other kinds than statistics and random streams, which
+            are as large as their maker likes.
     """
 
     graphdef: nnx.GraphDef
@@ -43,20 +46,28 @@ class ModelParts:
     buffers: PyTree
     frozen: PyTree = dataclasses.field(default_factory=dict)
     reads_step: bool = False
+    others: frozenset[Path] = frozenset()
+    shared: PyTree = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:
-        """What a forward pass takes beside the batch, as shapes: weights, and buffers with step."""
-        number = {STEP: jax.ShapeDtypeStruct((), jax.numpy.int32)} if self.reads_step else {}
-        return self.weights, {**self.buffers, **number}
+        """What a forward pass takes beside the samples, as shapes: weights, and buffers."""
+        step = jax.ShapeDtypeStruct((), jax.numpy.int32)
+        return self.weights, self.with_given(self.buffers, step, self.shared)
 
-    def with_step(self, buffers: PyTree, step: Any) -> PyTree:
-        """Buffers as a forward pass takes them: beside them the number of the step, if it is told.
+    def with_given(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
+        """Buffers as a forward pass takes them: with what the loss is told beside the samples.
 
         It travels with them, since like them it is no sample's, and like a key that nobody draws
         from it comes out as it went in.
+
+        Args:
+            buffers: the model's own.
+            step: how many steps have been taken; left out where the loss is not told.
+            shared: what the batch has beside its samples, a nested dict.
         """
-        return {**buffers, STEP: step} if self.reads_step else buffers
+        number = {STEP: step} if self.reads_step else {}
+        return {**buffers, **number, **({SHARED: shared} if shared else {})}
 
     @cached_property
     def weights(self) -> PyTree:
@@ -92,7 +103,7 @@ class ModelParts:
 
     def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
         """Puts a model together around given arrays; changing it leaves them as they are."""
-        return nnx.merge(self.graphdef, weights, without_step(buffers), copy=True)
+        return nnx.merge(self.graphdef, weights, own_and_given(buffers)[0], copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +146,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         graphdef, params, frozen, buffers = _split(model, chosen)
         arrays = jax.tree.map(jax.numpy.asarray, (params, frozen, buffers))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1])
+        parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1], others=_others(model))
         return _checked(parts), Source(arrays=(joined(*arrays[:2]), arrays[2]))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
@@ -143,7 +154,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
         )
     _check_takes_nothing(model)
-    found: list[nnx.GraphDef] = []
+    found: list[Any] = []
 
     def new() -> tuple[PyTree, PyTree, PyTree]:
         # Annotated models would ask for a mesh in context; the strategy decides instead.
@@ -151,7 +162,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
             made = model()
         check_trainable(trainable, made)
         graphdef, params, frozen, buffers = _split(made, chosen)
-        found.append(graphdef)
+        found[:] = graphdef, _others(made)
         return params, frozen, buffers
 
     def values_of_new() -> tuple[PyTree, PyTree]:
@@ -159,7 +170,8 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         return joined(params, frozen), buffers
 
     params, frozen, buffers = jax.eval_shape(new)
-    return _checked(ModelParts(found[0], params, buffers, frozen)), Source(make=values_of_new)
+    parts = ModelParts(found[0], params, buffers, frozen, others=found[1])
+    return _checked(parts), Source(make=values_of_new)
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
@@ -170,13 +182,14 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
     """
     after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
     keep = lambda new, old: new if is_key(old) else new.astype(old.dtype)
-    kept = map_with_path(lambda path, old: keep(after[path], old), without_step(before))
-    return kept | {STEP: before[STEP]} if STEP in before else kept
+    own, given = own_and_given(before)
+    return map_with_path(lambda path, old: keep(after[path], old), own) | given
 
 
-def without_step(buffers: PyTree) -> PyTree:
-    """The buffers that are the model's own."""
-    return {key: value for key, value in buffers.items() if key != STEP}
+def own_and_given(buffers: PyTree) -> tuple[PyTree, PyTree]:
+    """The buffers that are the model's own, and what travels with them."""
+    given = {key: buffers[key] for key in (STEP, SHARED) if key in buffers}
+    return {key: value for key, value in buffers.items() if key not in given}, given
 
 
 def stored_as(
@@ -215,6 +228,11 @@ def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTre
     graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
     params, frozen, buffers = map(nnx.to_pure_dict, states)
     return graphdef, params, frozen, buffers
+
+
+def _others(model: nnx.Module) -> frozenset[Path]:
+    named = {"/".join(map(str, keys)): kind for keys, kind in nnx.to_flat_state(nnx.state(model))}
+    return frozenset(path for path, kind in named.items() if not isinstance(kind, STATE))
 
 
 def _check_takes_nothing(make: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from ..mesh import agree, checksums, digest
 from .claims import Claims, claims_of
 from .local_view import mean_buffers, stack_buffers
 from .parts import Source
-from .placement import on_device, state_shardings
+from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec
 from .state import TrainState
 from .update import first_average
@@ -66,18 +66,19 @@ class StateForm:
         return jax.tree.map(placed, self.shapes, self.places)
 
     def near(self, state: TrainState) -> TrainState:
-        """The same state, all of it in device memory."""
-        return on_device(self.spec.strategy.offload, self.places, state)
+        """The same state as a step computes with it: in device memory, its buffers whole."""
+        state = on_device(self.spec.strategy.offload, self.places, state)
+        return dataclasses.replace(state, buffers=whole_buffers(self.spec, state.buffers))
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
         weights = self.spec.storage.weights(state.params, state.frozen)
         return weights, mean_buffers(state.buffers, self.spec.reduction)
 
-    def arguments(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """What a forward pass takes beside the batch, as a state holds it."""
+    def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
+        """What a forward pass takes beside the samples, as a state and a batch hold it."""
         weights, buffers = self.values(state)
-        return weights, self.spec.parts.with_step(buffers, state.step)
+        return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
     @cached_property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:

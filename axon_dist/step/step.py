@@ -65,11 +65,13 @@ class TrainStep(MadeOfSpec):
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
         self._evaluate = jit(
-            lambda state, placed: evaluated(*form.arguments(near(state)), placed.arrays),
+            lambda state, placed: evaluated(
+                *form.arguments(near(state), placed.shared), placed.arrays
+            ),
             out_shardings=form.whole,
         )
         self._differentiate = jit(
-            lambda state, placed: gradients(near(state), placed.arrays)[:2],
+            lambda state, placed: gradients(near(state), placed)[:2],
             out_shardings=(spec.owners, form.whole),
         )
         self._means = jax.jit(means)
@@ -182,7 +184,8 @@ class TrainStep(MadeOfSpec):
             UnsupportedError: when the strategy needs ranks that compute the loss each from its own
                 samples, and the loss couples them.
         """
-        return self.spec.separator.of(self.layout.abstract(batch).arrays)
+        placed = self.layout.abstract(batch)
+        return self.spec.with_shared(placed.shared).separator.of(placed.arrays)
 
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
         """The reduced gradients of a batch, before clipping; the state stays.

@@ -1,6 +1,7 @@
 import io
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from axon_dist.app import train
+from axon_dist.app import RunDirectory, train
+from axon_dist.app.lock import locked
 from axon_dist.checkpoint import read_manifest
-from axon_dist.config import RunConfig
+from axon_dist.config import RunConfig, load_config
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.data import TextLoader
+from axon_dist.step import TrainStep
 
 
 @pytest.fixture
@@ -253,3 +256,69 @@ def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkey
 
     monkeypatch.undo()
     assert train(config("run"), resume="auto").result.num_steps == 6
+
+
+def test_what_refuses_to_go_on_changes_nothing(config, tmp_path):
+    done = train(config("run", train__steps=2))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"params/.* restore it into"):
+        train(config("run", model__ffn_width=32), resume="auto")
+    wanted = pytest.raises(ConfigError, match="in use by process")
+    with locked(done.directory.path, "run_dir", print), wanted:
+        train(config("run", train__steps=4), resume="auto")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_two_runs_do_not_save_into_one_folder(config, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    wanted = pytest.raises(ConfigError, match=r"checkpoint.dir: '.*shared' is in use by process")
+    with locked(shared, "checkpoint.dir", print), wanted:
+        train(config("one", checkpoint__dir=str(shared)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: cannot write to '.*': Not a director"):
+        train(config("two", checkpoint__dir=str(tmp_path / "file" / "checkpoints")))
+
+
+def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
+    """Curves, summary and best validation begin where the run did; what changes is said."""
+    steady = {"optimizer": tiny["optimizer"] | {"schedule": {"name": "constant"}}}
+    whole = train(config("whole", **steady))
+    first = train(config("run", train__steps=3, **steady))
+    lines = first.directory.metrics.read_text().splitlines(keepends=True)
+    lines.insert(1, "}{\n")
+    first.directory.metrics.write_text("".join(lines))
+    console = Console(file=io.StringIO(), width=400)
+    drawn = mock.Mock()
+    monkeypatch.setattr("axon_dist.app.run.plot_losses", drawn)
+    second = train(config("run", **steady), console, resume="auto")
+    text = console.file.getvalue()
+    assert "config: train.steps: 3 -> 6" in text
+    assert f"metrics.jsonl: 1 of {len(lines)} lines cannot be read and are dropped, the fir" in text
+    result = second.result
+    assert (result.first_step, result.num_steps, len(result.train_curve)) == (3, 6, 6)
+    assert drawn.call_args.args[1] == result.train_curve
+    assert rows(second) == rows(whole)
+    # The shorter leg validated its last step, too.
+    assert [step for step, _ in result.validation_curve] == [3, 6]
+    assert second.summary["best_validation_loss"] == whole.summary["best_validation_loss"]
+    assert load_config(second.directory.config).train.steps == 6
+    assert "time since step 3" in text
+
+
+def test_a_folder_that_vanishes_ends_with_an_error_after_everything_is_kept(config, monkeypatch):
+    step = TrainStep.__call__
+
+    def vanishing(self, state, *args):
+        if int(state.step) == 3:
+            shutil.rmtree(here)
+        return step(self, state, *args)
+
+    run = config("run", checkpoint__background=False)
+    here = run.run_dir
+    monkeypatch.setattr(TrainStep, "__call__", vanishing)
+    with pytest.raises(ConfigError, match=r"'.*run' was removed or emptied while the run was writ"):
+        train(run)
+    found = {path.name for path in RunDirectory(Path(here)).path.iterdir()}
+    assert found >= {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints"}
+    assert train(run, resume="auto").result.num_steps == 6

@@ -12,8 +12,10 @@ from flax import nnx
 
 from axon_dist import build_train_step, fsdp
 from axon_dist.core.errors import ConfigError
+from axon_dist.hardware.options import PIPELINED
 from axon_dist.step.compiling import compiler_options
 
+GATHERS = next(name for name in PIPELINED if name.endswith("all_gather"))
 NAME = "xla_disable_hlo_passes"
 
 
@@ -32,7 +34,7 @@ def batch():
 
 def test_emulated_devices_have_none(world):
     assert build(world).compiler_options == {}
-    assert compiler_options(world, {"xla_gpu_enable_pipelined_all_gather": None}) == {}
+    assert compiler_options(world, dict.fromkeys(PIPELINED)) == {}
 
 
 def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
@@ -96,9 +98,8 @@ def test_options_change_no_number(world, chip):
         ({"xla_cpu_x": [1]}, r"compiler_options has 'xla_cpu_x': \[1\]; names must be strings"),
         ({7: True}, "compiler_options has 7: True; names must be strings"),
         (
-            {"xla_gpu_enable_pipelined_all_gathr": None},
-            "takes 'xla_gpu_enable_pipelined_all_gathr' away, which is set for no chip. Did you "
-            "mean 'xla_gpu_enable_pipelined_all_gather'",
+            {f"{GATHERS}s": None},
+            f"takes '{GATHERS}s' away, which is set for no chip. Did you mean '{GATHERS}'",
         ),
         ({"xla_bogus": True}, r"emulated devices refuses .*'xla_bogus'.*was given xla_bogus=True"),
         ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),

@@ -11,7 +11,6 @@ from flax import nnx
 
 from axon_dist import (
     Reduction,
-    World,
     build_train_step,
     compose,
     ddp,
@@ -33,16 +32,16 @@ SOME = ("blocks/.*/up/(kernel|bias)", "head")
 
 
 class Block(nnx.Module):
-    def __init__(self, width, rngs):
-        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, rngs=rngs)
+    def __init__(self, hidden, rngs):
+        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, widths=(WIDTH,) * DEPTH):
+    def __init__(self, rngs, widths=(2 * WIDTH,) * DEPTH):
         self.embed = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(width, rngs) for width in widths])
         self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -172,8 +171,8 @@ def test_norms_clipping_and_checks_know_trained_parameters_alone(make_world):
     clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
     wrt = trainable_filter(nnx.LoRAParam)
     model = make()
-    _, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, BATCHES[0])
-    want, after, _ = on_one_device(nnx.LoRAParam, optimizer=clipped)
+    grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, BATCHES[0])
+    _, after, _ = on_one_device(nnx.LoRAParam, optimizer=clipped)
     step = build_train_step(
         make, optax.adam(1e-2), loss_fn, fsdp(**SMALL), make_world("fsdp=4"), clip_norm=0.05,
         metrics=("loss", "grad_norm", "param_norm"), trainable=nnx.LoRAParam, nonfinite="skip",
@@ -192,7 +191,7 @@ def test_norms_clipping_and_checks_know_trained_parameters_alone(make_world):
 
 def wide():
     """Adapters of rank 2 beside kernels so large that all else is little."""
-    return lora(Net(nnx.Rngs(0), (WIDTH,) * 8), RANK, "blocks", rngs=nnx.Rngs(1))
+    return lora(Net(nnx.Rngs(0), (4 * WIDTH,) * 8), RANK, "blocks", rngs=nnx.Rngs(1))
 
 
 def test_a_frozen_base_moves_4p_and_holds_2p_over_n(make_world):
@@ -307,6 +306,42 @@ def test_a_variable_of_ones_own_kind_can_be_trained(make_world):
     assert state.frozen["linear"]["kernel"].sharding.spec == jax.P("fsdp")
 
 
+class Table(nnx.Variable):
+    """What the model reads, and nobody trains."""
+
+
+class Count(nnx.Variable):
+    """What the model changes itself."""
+
+
+class Reading(nnx.Module):
+    def __init__(self):
+        self.table = Table(jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)))
+        self.count = Count(jnp.zeros((WIDTH,)))
+        self.linear = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return self.linear(jnp.tanh(x @ self.table[...])) * self.count[...][:8]
+
+
+def test_other_variables_are_divided_as_parameters_are(make_world):
+    """Between steps no device holds all of one; what the model changes is what it made of it."""
+    world = make_world("fsdp=4")
+    step = build_train_step(Reading, optax.sgd(0.01), loss_fn, fsdp(**SMALL), world)
+    model, state = Reading(), step.init()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+    for batch in BATCHES:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert state.buffers["table"].sharding.spec == jax.P("fsdp")
+    assert state.buffers["count"].sharding.spec == jax.P("fsdp")
+    np.testing.assert_array_equal(step.merge(state).count[...], 3)
+    assert_same(step.merge(state), model)
+
+
 @pytest.mark.parametrize(
     ("trainable", "text"),
     [
@@ -344,11 +379,12 @@ def test_an_average_that_is_not_kept_is_refused(make_world):
         step.merge(step.init(), ema=True)
 
 
-@pytest.mark.parametrize("widths", [(WIDTH,) * DEPTH, (WIDTH, WIDTH, WIDTH, WIDTH)])
+@pytest.mark.parametrize("widths", [(16, 16, 16, 16), (16, 16, 8, 8)], ids=["rows", "vectors"])
 def test_a_pipeline_freezes_blocks_alike(widths, make_world):
+    frozen = 2 if widths[0] == widths[-1] else 1
     text = (
-        r"'blocks/0/down/bias' is trained and 'blocks/2/down/bias' is frozen, and a pipeline keeps "
-        r"both in one array, .* Train a parameter in every block or in none"
+        rf"'blocks/0/down/bias' is trained and 'blocks/{frozen}/down/bias' is frozen, and a "
+        r"pipeline keeps both in one array, .* Train a parameter in every block or in none"
     )
     with pytest.raises(UnsupportedError, match=text):
         build_train_step(
