@@ -82,5 +82,8 @@ from .schedule import PipelineSchedule as PipelineSchedule
 from .step import TrainState as TrainState
 from .step import TrainStep as TrainStep
 from .step import build_train_step as build_train_step
+from .weights import hub_config as hub_config
+from .weights import load_weights as load_weights
+from .weights import save_weights as save_weights
 
 __version__ = "0.1.0"

@@ -44,7 +44,8 @@ class Rule:
         reason: one clause in plain words, for tables.
 
     Raises:
-        ConfigError: for an unknown mode, or a `dim` that is not negative.
+        ConfigError: for an unknown mode, a pattern that is no regular expression, or a `dim` that
+            is not negative.
     """
 
     pattern: str
@@ -64,6 +65,12 @@ class Rule:
             raise ConfigError(
                 f"{self.pattern!r}: unknown mode {self.mode!r}."
                 f"{did_you_mean(str(self.mode), valid)}"
+            ) from None
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{self.pattern!r}: this pattern is no regular expression: {error}; correct it"
             ) from None
         if self.dim is not None and self.dim >= 0:
             raise ConfigError(

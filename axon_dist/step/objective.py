@@ -329,6 +329,11 @@ def _kind(value: Any) -> str:
 
 
 def _check_scalar(what: str, value: Any) -> None:
+    if isinstance(value, (dict, list, tuple, str)) or value is None:
+        raise ConfigError(
+            f"loss_fn returned a {what} that is a {type(value).__name__}; it must be a scalar. "
+            "Name each number of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
+        )
     shape = jnp.shape(value)
     if shape != ():
         raise ConfigError(

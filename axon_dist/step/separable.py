@@ -21,11 +21,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ..collectives import GradSyncStrategy
+from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn, PyTree
+from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..parallel import Reduction, Strategy
+from ..program import sources_of
 from ..program.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
 from ..program.samples import RANKS, follow_samples
 from .objective import Prepare, evaluate
@@ -303,6 +305,7 @@ def sample_use(
         return jaxpr
 
     whole = trace(sizes[1])
+    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.weights)], parts.frozen_paths)
     try:
         part = trace(sizes[0])
     except AxonDistError:
@@ -317,6 +320,37 @@ def sample_use(
     metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
     buffers = rest[2 * len(names) :]
     return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
+
+
+def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
+    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
+
+    Weights of parts are added up before anything is divided, so they are held when the loss is
+    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
+
+    Args:
+        program: the traced loss; its first inputs are the parameters.
+        params: their paths.
+        frozen: those of them that are not trained.
+    """
+    read = sources_of(program.jaxpr)[1]
+    if read.isdisjoint(range(len(params))):
+        return
+    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+    own, others = values[: len(params)], values[len(params) :]
+
+    def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
+        weight = lambda *own: eval_jaxpr(program, [*own, *others])[1].astype(jnp.float32)
+        return jax.jvp(weight, own, tangents)[1]
+
+    moving = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0]
+    found = [n for n, path in enumerate(params) if n in moving and path not in frozen]
+    if found:
+        raise UnsupportedError(
+            f"the weight of the loss depends on the parameter {params[min(found)]!r}; in "
+            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+            "number of its tokens, or go through jax.lax.stop_gradient"
+        )
 
 
 def _forward(

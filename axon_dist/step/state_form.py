@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError
-from ..core.tree import joined
-from ..core.typing import PyTree
+from ..core.tree import joined, leaves_with_paths, map_with_path
+from ..core.typing import Array, Path, PyTree
 from ..mesh import agree, checksums, digest
 from .claims import Claims, claims_of
 from .local_view import mean_buffers, stack_buffers
@@ -21,6 +22,7 @@ from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec
 from .state import TrainState
 from .update import first_average
+from .weights import kept_weights, placed_weights, replaced, weight_targets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,8 +80,27 @@ class StateForm:
         weights, buffers = self.values(state)
         return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
-    def born(self) -> TrainState:
+    @cached_property
+    def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
+        return weight_targets(self.spec, joined(*self._stored_places))
+
+    def weights(self, state: TrainState) -> dict[Path, Array]:
+        """The arrays of `weight_targets` with the values of a state."""
+        targets = self.weight_targets
+        where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
+        values = self.values
+        if self.spec.storage.rows is not None:
+            near = lambda state: self.values(self.near(state))
+            values = jax.jit(near, out_shardings=(where, self.whole))
+        found = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
+        return {path: found[path] for path in targets}
+
+    def born(self, weights: Mapping[Path, Array]) -> TrainState:
         """Makes the first state, every array where it lives.
+
+        Args:
+            weights: in place of the model's own first values, by path; they are used up.
 
         Returns:
             The state; a module that was given keeps its arrays.
@@ -89,9 +110,10 @@ class StateForm:
             LaunchError: when the processes of the run start from different parameters.
         """
         # Parameters first, moments second: what drawing the former took is free again by then.
-        stored, buffers = self._placed() if self.source.make is None else self._drawn()
+        is_placed = self.source.make is None and not weights
+        stored, buffers = self._placed() if is_placed else self._drawn(weights)
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
-        donated = () if self.source.make is None else (0,)
+        donated = () if is_placed else (0,)
         complete = jax.jit(self._around, out_shardings=self.places, donate_argnums=donated)
         state = complete(stored, buffers)
         self._agree("first parameters", joined(state.params, state.frozen))
@@ -104,7 +126,12 @@ class StateForm:
         Raises:
             ConfigError: when the step was given a module, whose arrays exist already.
         """
-        return self._factory().lower()
+        if self.source.make is None:
+            raise ConfigError(
+                "the step was given a module, whose arrays exist; give build_train_step a "
+                "function that makes the module, and its arrays are born where they live"
+            )
+        return self._factory().lower({})
 
     def _around(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
         """The first state with given parameters, trained and frozen, as stored, and buffers."""
@@ -120,29 +147,31 @@ class StateForm:
         )
 
     def _factory(self) -> Any:
-        make = self.source.make
-        if make is None:
-            raise ConfigError(
-                "the step was given a module, whose arrays exist; give build_train_step a "
-                "function that makes the module, and its arrays are born where they live"
-            )
+        """(weights) -> stored parameters and buffers; what is replaced is not even drawn."""
+        make: Any = self.source.make or (lambda: self.source.arrays)
 
-        def drawn() -> tuple[Any, PyTree]:
-            weights, buffers = make()
+        def drawn(replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
+            weights, buffers = (replaced(tree, replacing) for tree in make())
             return self.spec.storage.store(weights), buffers
 
-        return jax.jit(drawn, out_shardings=(self._stored_places, self.whole))
+        # The rows of a pipeline are other arrays than what they are put together from.
+        donated = 0 if self.spec.storage.rows is None else ()
+        places = (self._stored_places, self.whole)
+        return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
 
     @property
     def _stored_places(self) -> tuple[Any, Any]:
         return self.places.params, self.places.frozen
 
-    def _drawn(self) -> tuple[Any, PyTree]:
-        if self.spec.world.num_processes > 1:
+    def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
+        given = placed_weights(weights, self.weight_targets)
+        if self.source.make is None:
+            given |= kept_weights(self.source.arrays, given, self.weight_targets)
+        elif self.spec.world.num_processes > 1:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
-        return self._factory()()
+        return self._factory()(given)
 
     def _placed(self) -> tuple[Any, PyTree]:
         weights, buffers = self.source.arrays or ({}, {})

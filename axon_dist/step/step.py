@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.typing import Array, Batch, PyTree
+from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest
 from .batch import BatchLayout, Placed
@@ -75,17 +76,40 @@ class TrainStep(MadeOfSpec):
         )
         self._means = jax.jit(means)
 
-    def init(self) -> TrainState:
+    def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
+
+        Args:
+            weights: by path, arrays that take the place of the model's first values, as
+                `weight_targets` describes them; all of them or some. They are used up.
 
         Returns:
             The state. Its arrays are its own: the module given stays usable.
 
         Raises:
             ClaimError: when an array is not split as the strategy claims.
+            ConfigError: when the model has no such array, or one of another shape or dtype.
             LaunchError: when the processes of the run start from different parameters.
         """
-        return self._form.born()
+        return self._form.born(weights or {})
+
+    @property
+    def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
+        return self._form.weight_targets
+
+    def weights(self, state: TrainState, *, ema: bool = False) -> dict[Path, Array]:
+        """The model's arrays of `weight_targets` by path, in the form of the model.
+
+        Args:
+            state: of this step; it stays usable.
+            ema: the moving average of the parameters in their place.
+
+        Returns:
+            The arrays; those of a pipeline are put together from its rows.
+        """
+        check_usable(state)
+        return self._form.weights(averaged(state) if ema else state)
 
     def lower_init(self) -> jax.stages.Lowered:
         """Lowers the making of a factory's parameters and buffers, without running it.

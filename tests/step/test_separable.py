@@ -212,3 +212,25 @@ def test_a_marked_function_draws_nothing():
         UnsupportedError, match=r"draws random numbers \(`random_.*draw them before"
     ):
         split_in(1, noisy, strategy=ddp(bucket_capacity=64)).separation(case.batch(0))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_weight_that_moves_with_the_parameters_is_refused(held):
+    case = CASES["mlp"]
+    stop = jax.lax.stop_gradient if held else lambda x: x
+    sure = lambda m, b: jnp.sum(jax.nn.sigmoid(stop(m(b["x"]))[:, 0]))
+    loss_fn = lambda m, b: Weighted(jnp.sum((m(b["x"]) - b["y"]) ** 2), sure(m, b))
+    step = split_in(2, loss_fn)
+    if held:
+        assert str(step.separation(case.batch(0))) == "per rank"
+    else:
+        with pytest.raises(UnsupportedError, match=r"the weight of the loss depends on the param"):
+            step.separation(case.batch(0))
+
+
+@pytest.mark.parametrize("value", [{"b": 1.0}, "high", None])
+def test_metrics_are_numbers(value):
+    case = CASES["mlp"]
+    loss_fn = lambda m, b: (jnp.mean(m(b["x"])), {"a": value})
+    with pytest.raises(ConfigError, match=r"a metric 'a' that is a \w+; it must be a scalar. Name"):
+        split_in(2, loss_fn).separation(case.batch(0))
