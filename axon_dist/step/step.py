@@ -59,7 +59,7 @@ class TrainStep(MadeOfSpec):
 
         # Profilers show a compiled program by the name of its function.
         def train_step(
-            state: TrainState, placed: Placed, held: Array | None
+            state: TrainState, placed: Placed, held: Array | None = None
         ) -> tuple[TrainState, dict]:
             return take(near(state), placed, held)
 
