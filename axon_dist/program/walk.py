@@ -218,7 +218,8 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     """
     if sources_of(program.jaxpr)[output].isdisjoint(range(count)):
         return []
-    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+    avals: list[Any] = [variable.aval for variable in program.jaxpr.invars]
+    values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     own, others = values[:count], values[count:]
 
     def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
