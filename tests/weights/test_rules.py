@@ -115,8 +115,9 @@ def test_casting_is_asked_for_and_kept_arrays_are_named(tmp_path):
     )
     first = Transformer(model.config, rngs=nnx.Rngs(0))
     kept = llama(tmp_path, {UP: None}, keep=r"blocks/1/mlp/up/.*")
-    np.testing.assert_array_equal(
-        kept.blocks[1].mlp.up.kernel[...], first.blocks[1].mlp.up.kernel[...]
+    # Drawn in a compiled program, which some versions of JAX round otherwise.
+    np.testing.assert_allclose(
+        kept.blocks[1].mlp.up.kernel[...], first.blocks[1].mlp.up.kernel[...], rtol=1e-6
     )
     assert not np.array_equal(kept.lm_head.kernel[...], first.lm_head.kernel[...])
 
