@@ -166,7 +166,7 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
 
     Example:
         >>> apart({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
-        {'scale': np.float32(3.0)}
+        {'scale': array(3., dtype=float32)}
     """
     found = [
         keys
