@@ -34,6 +34,7 @@ from .remat import POLICIES as POLICIES
 from .remat import SUMS as SUMS
 from .remat import ActivationCheckpointing as ActivationCheckpointing
 from .remat import block_classes as block_classes
+from .remat import block_paths as block_paths
 from .remat import by_class as by_class
 from .remat import summed as summed
 from .ring import ring_attention as ring_attention

@@ -136,6 +136,11 @@ class Plan:
             plan = PRESETS[plan]
         return cls(tuple(Rule(pattern, mode) for pattern, mode in plan.items()))
 
+    @property
+    def why_whole(self) -> tuple[str, ...]:
+        """Why layers stay whole that no rule splits, where the plan knows; a sentence for each."""
+        return ()
+
     def rule_of(self, path: Path) -> Rule | None:
         """The first rule whose pattern is found in a path."""
         return next((rule for rule in self.rules if re.search(rule.pattern, path)), None)

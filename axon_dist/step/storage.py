@@ -16,7 +16,7 @@ from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
 from ..pipeline.layout import flatten
-from ..program import stacks_of
+from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition
 from .parts import ModelParts
 
@@ -124,12 +124,13 @@ def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
     model = parts.abstract
     blocks = block_keys(model, plan.classes)
     if len(blocks) < plan.schedule.num_stages:
-        where = ", ".join(plan.classes) or "modules kept in lists or stacked by nnx.vmap"
-        classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
+        where = (
+            ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+        )
         raise UnsupportedError(
             f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
-            f"blocks to cut between ({where}). Use fewer stages, "
-            f"name the class of the blocks among {', '.join(classes)}, or give each "
+            f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
+            f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
             "stage its module: Pipeline.from_modules([...])"
         )
     boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)
@@ -142,9 +143,11 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
 
     Args:
         model: any; its leaves may be shapes.
-        classes: names of the block classes; none takes the modules that the model keeps in lists
-            and that have parameters; of lists in lists, the modules in the innermost ones; and
-            the layers of stacked modules, which are numbered as those of a list are.
+        classes: names of the block classes, or of modules within bridged Linen ones, without their
+            numbers; none takes the modules that the model keeps in lists and that have parameters;
+            of lists in lists, the modules in the innermost ones; the layers of stacked modules,
+            which are numbered as those of a list are; and the blocks that bridged Linen modules
+            repeat.
 
     Returns:
         Keys, nothing inside a block being one.
@@ -161,11 +164,26 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         listed = (listed and _has_params(module)) or keys in stacks
         chosen = type(module).__name__ in classes if classes else listed
-        if chosen and not any(keys[: len(outer)] == outer for outer in found):
+        if chosen and not _is_in(keys, found):
             found.append(keys)
+    found += [keys for keys in _in_linen(model, classes) if not _is_in(keys, found)]
     layers = lambda keys: [(*keys, row) for row in range(stacks[keys])]
     blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
     return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
+
+
+def _in_linen(model: nnx.Module, classes: tuple[str, ...]) -> list[Keys]:
+    """The blocks within the bridged Linen modules of a model, the outermost of those named."""
+    found: list[Keys] = []
+    named = linen_named(model, classes) if classes else linen_blocks(model)
+    for keys in sorted(named, key=len):
+        if not _is_in(keys, found):
+            found.append(keys)
+    return found
+
+
+def _is_in(keys: Keys, outer: list[Keys]) -> bool:
+    return any(keys[: len(each)] == each for each in outer)
 
 
 def _stacked(model: nnx.Module) -> dict[Keys, int]:
@@ -176,8 +194,11 @@ def _stacked(model: nnx.Module) -> dict[Keys, int]:
 
 
 def _counted(key: str | int) -> tuple[bool, list[str | int]]:
-    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`."""
-    parts = re.split(r"(\d+)", str(key))
+    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`.
+
+    A decoder stands behind an encoder, whose results it reads.
+    """
+    parts = re.split(r"(\d+)", re.sub("(?i)decoder", "encoder~", str(key)))
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
 
 

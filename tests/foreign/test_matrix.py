@@ -1,0 +1,45 @@
+"""Models of packages that others wrote, unmodified: equal to one device, or refused by the build.
+
+They need the extra `foreign`; the whole table is `python -m benchmarks.foreign`.
+"""
+
+import pytest
+
+from benchmarks.foreign import WAYS, load, run
+from benchmarks.foreign_models import MODELS
+
+# What a package does while it is imported is no fault of a model.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CHEAP = (("gpt2", "fsdp remat"),)
+"""What is tried with every change, where the packages are there."""
+
+REFUSED = {
+    ("albert", "pp"): "the model has 1 block to cut between",
+    ("clip", "pp"): "the model calls 'vision_model/encoder/layers/0' where it holds 'text_model",
+    ("resnet", "tp"): "the plan has no rules, and would split nothing",
+    ("resnet", "dp tp"): "the plan has no rules, and would split nothing",
+    ("resnet", "pp"): "depends on the batch, as the statistics of BatchNorm do",
+}
+"""The cells that no strategy could run, and what the build says."""
+
+
+def cells():
+    for name in MODELS:
+        for way in WAYS:
+            marks = () if (name, way) in CHEAP else (pytest.mark.full,)
+            yield pytest.param(name, way, marks=marks, id=f"{name} {way}")
+
+
+@pytest.mark.parametrize(("name", "way"), cells())
+def test_equals_one_device(name, way):
+    try:
+        load(name)
+    except ImportError as error:
+        pytest.skip(f"the extra foreign is not installed: {error}")
+    outcome = run(name, way)
+    if (name, way) in REFUSED:
+        assert outcome.kind == "refused"
+        assert REFUSED[name, way] in outcome.text
+    else:
+        assert outcome.kind == "equal", outcome.text
