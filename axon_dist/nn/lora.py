@@ -108,7 +108,7 @@ def lora(
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
-            layer.__class__ = ADAPTED[type(layer)]
+            _become(layer, ADAPTED[type(layer)])
     return adapted
 
 
@@ -149,7 +149,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         kernel.set_value((kernel[...] + product.reshape(kernel.shape)).astype(kernel.dtype))
         merged.add(id(adapter))
         del adapted.lora
-        adapted.__class__ = known[type(layer)]
+        _become(adapted, known[type(layer)])
     others = [
         "/".join(map(str, keys))
         for keys, module in found
@@ -181,6 +181,12 @@ def _check_alone(name: Path, layer: Any) -> None:
             f"whose kernel has the shape {layer.kernel.shape}: many layers stacked in one. Put the "
             "adapters into the function that nnx.vmap stacks, where each layer is one"
         )
+
+
+def _become(layer: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Makes a layer one of another class, in place."""
+    # Modules of Flax before 0.12.12 would count the class among their attributes.
+    object.__setattr__(layer, "__class__", kind)
 
 
 def _size(features: Any) -> int:
