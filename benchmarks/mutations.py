@@ -249,7 +249,7 @@ MUTATIONS = (
         "program/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
     ),
     row(
-        "program/linen.py", 'return found if collection == "params" else None', "return None",
+        "program/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
         "program/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
     ),
     row(

@@ -37,7 +37,7 @@ class Store(Protocol):
         ...
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
-        """Reads every target's value onto its sharding; every process calls this."""
+        """Reads every target's value onto its sharding, and no other; every process calls this."""
         ...
 
 
@@ -58,12 +58,21 @@ class OrbaxStore:
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
         """Reads the slices that the shards of this process need."""
         stored = {path: target for path, target in targets.items() if target.size}
-        with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.restore((folder / ARRAYS).absolute(), stored) if stored else {}
+        found = self._read((folder / ARRAYS).absolute(), stored) if stored else {}
         return {
             path: found[path] if path in found else _empty(target)
             for path, target in targets.items()
         }
+
+    def _read(self, folder: Path, stored: Targets) -> dict[LeafPath, Array]:
+        # What StandardCheckpointer does, which insists on all leaves of the folder.
+        what = ocp.args.PyTreeRestore(
+            item=stored,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
+            partial_restore=True,
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(folder, args=what)
 
 
 def _empty(target: jax.ShapeDtypeStruct) -> Array:

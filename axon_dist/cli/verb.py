@@ -28,6 +28,30 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of a verb that takes up what a run has learned."""
+    parser.add_argument("folder", metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.path=value",
+        help="changes of its config, as in mesh=dp=4; any mesh and strategy will do",
+    )
+    add_step(parser)
+    parser.add_argument("--one-device", action="store_true", help="on one device, not on its mesh")
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Declares which checkpoint of a run is meant."""
+    parser.add_argument(
+        "--step",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        metavar="N|best",
+        help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
+    )
+
+
 def check_output(option: str, path: str | Path | None) -> None:
     """Checks that the file of an option can be made or replaced; touches nothing.
 

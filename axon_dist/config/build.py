@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
@@ -57,12 +59,14 @@ def config_facts(config: RunConfig) -> dict[str, object]:
         >>> config_facts(RunConfig())["train.steps"]
         1000
     """
-    flat = flatten_dict(config.to_dict(), sep=".", keep_empty_nodes=True)
-    return {
-        key: {} if value is empty_node else value
-        for key, value in flat.items()
-        if key.rsplit(".", 1)[-1] not in PLACES
-    }
+    flat = flatten_dict(_without_places(config.to_dict()), sep=".", keep_empty_nodes=True)
+    return {key: {} if value is empty_node else value for key, value in flat.items()}
+
+
+def _without_places(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
+    return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
 
 
 def build_step(
@@ -70,6 +74,7 @@ def build_step(
     world: World,
     optimizer: optax.GradientTransformation | None = None,
     metrics: tuple[str, ...] = ("loss",),
+    loss_fn: LossFn | None = None,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -78,6 +83,7 @@ def build_step(
         world: the devices, and the mesh they form.
         optimizer: in place of the config's own.
         metrics: what the step reports.
+        loss_fn: in place of that of the config's task.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -89,7 +95,7 @@ def build_step(
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps),
-        config.kind.task.loss_fn,
+        loss_fn or config.kind.task.loss_fn,
         build_strategy(config.parallel, factory, world),
         world,
         accumulate=config.train.accumulate,
@@ -100,6 +106,9 @@ def build_step(
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
+        trainable=config.trainable or nnx.Param,
+        frozen_dtype=config.frozen_dtype,
+        ema=config.train.ema,
     )
     _check_batch(config, step)
     return step

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
+from .own import Own
+
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
@@ -36,6 +38,7 @@ class OneOf:
         table: the dataclasses by name; the first is meant when the tag is missing.
         tag: the key that holds the name.
         presets: for each name, sets of values by preset name; other keys override them.
+        own: what may stand there of the user's own, by the key that holds its dotted path.
 
     Example:
         >>> OneOf({"sgd": dict, "adam": dict}).default
@@ -45,6 +48,7 @@ class OneOf:
     table: Mapping[str, type]
     tag: str = "name"
     presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
 
     @property
     def default(self) -> str:

@@ -2,8 +2,8 @@
 
 No word of parallelism: strategies shard these modules from outside, by the paths of their leaves.
 Imports `core` only. Start reading in `transformer.py`; `layers.py` holds its pieces,
-`attention.py` the forms of attention, `presets.py` the named sizes. `vit.py` and `resnet.py`
-classify images.
+`attention.py` the forms of attention, `presets.py` the named sizes; `generate.py` goes on with
+prompts. `vit.py` and `resnet.py` classify images.
 """
 
 from .attention import ATTENTION_FORMS as ATTENTION_FORMS
@@ -11,14 +11,24 @@ from .attention import auto_attention as auto_attention
 from .attention import cudnn_attention as cudnn_attention
 from .attention import cudnn_obstacle as cudnn_obstacle
 from .attention import einsum_attention as einsum_attention
+from .decoding import Cache as Cache
+from .decoding import Past as Past
+from .decoding import Place as Place
+from .decoding import cached_attention as cached_attention
 from .flash import flash_attention as flash_attention
+from .generate import Decoder as Decoder
+from .generate import Generated as Generated
+from .generate import generate as generate
 from .layers import GatedMLP as GatedMLP
+from .layers import PlainMLP as PlainMLP
 from .layers import RMSNorm as RMSNorm
 from .layers import SelfAttention as SelfAttention
 from .layers import rotate as rotate
 from .loss import classification_loss as classification_loss
 from .loss import cross_entropy as cross_entropy
+from .loss import is_likeliest as is_likeliest
 from .loss import next_token_loss as next_token_loss
+from .loss import next_token_scores as next_token_scores
 from .mlp import ACTIVATIONS as ACTIVATIONS
 from .mlp import MLP as MLP
 from .presets import PRESETS as PRESETS
@@ -26,8 +36,12 @@ from .resnet import ResidualBlock as ResidualBlock
 from .resnet import ResNet as ResNet
 from .resnet_config import RESNET_PRESETS as RESNET_PRESETS
 from .resnet_config import ResNetConfig as ResNetConfig
+from .sampling import Sampling as Sampling
+from .sampling import draw as draw
+from .sampling import kept_logits as kept_logits
 from .transformer import Block as Block
 from .transformer import Transformer as Transformer
+from .transformer import positions_in as positions_in
 from .transformer import scan_layers as scan_layers
 from .transformer_config import TransformerConfig as TransformerConfig
 from .transformer_config import num_params as num_params

@@ -1,4 +1,4 @@
-"""The pieces of models: pixels, RMSNorm, rotary positions, attention, gated feed-forward."""
+"""The pieces of models: pixels, norms, rotary positions, attention, feed-forwards."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from flax import nnx
 from axon_dist.core.typing import Array
 
 from .attention import ATTENTION_FORMS
+from .decoding import Past, Place, cached_attention
+from .mlp import ACTIVATIONS
 from .transformer_config import TransformerConfig
 
 
@@ -34,31 +36,35 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rotate(x: Array, theta: float) -> Array:
+def rotate(x: Array, theta: float, positions: Array | None = None) -> Array:
     """Rotates pairs of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
 
     The pair `(x[i], x[i + K/2])` at position `t` turns by `t * theta^(-2i/K)`, so the product of a
-    query and a key depends on the distance between them and on nothing else. Positions are those of
-    the sequence index.
+    query and a key depends on the distance between them and on nothing else.
 
     Args:
         x: `[B, T, H, K]`, K even.
         theta: base of the wavelengths.
+        positions: integers `[B, T]`; None for those of the sequence index.
 
     Returns:
         The rotated array in the dtype of `x`; the rotation is float32.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
-    cos, sin = (f(angle)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    if positions is None:
+        positions = jnp.arange(length)[None]
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    cos, sin = (f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 class SelfAttention(nnx.Module):
-    """Causal grouped-query attention with separate `q`, `k`, `v` and `out` kernels and no bias.
+    """Causal grouped-query attention with separate `q`, `k`, `v` and `out` layers.
+
+    Queries and keys are rotated by their position unless the model has learned positions.
 
     Args:
         config: sizes and numerics.
@@ -72,26 +78,51 @@ class SelfAttention(nnx.Module):
         self.v = linear(config, width, config.kv_heads * size, rngs=rngs)
         self.out = linear(config, config.num_heads * size, width, residual=True, rngs=rngs)
         self.head_dim = size
+        self.is_rotary = config.positions == "rotary"
         self.rope_theta = config.rope_theta
         self.form = config.attention
 
-    def __call__(self, x: Array) -> Array:
-        """Maps `[B, T, D]` to `[B, T, D]`; position t sees positions 0 to t."""
+    def __call__(
+        self, x: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Maps `[B, T, D]` to `[B, T, D]`; position t sees those of 0 to t in its own segment.
+
+        Args:
+            x: the residual stream.
+            segments: integers `[B, T]`, the document of each position; None for one in each row.
+            positions: integers `[B, T]`, by which queries and keys are rotated; None for those of
+                the sequence index.
+        """
         query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-        query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
-        mixed = self.attend(query, key, value)
+        if self.is_rotary:
+            query, key = (rotate(heads, self.rope_theta, positions) for heads in (query, key))
+        more = {} if segments is None else {"segments": segments}
+        mixed = self.attend(query, key, value, **more)
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
+    def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        positions = place.positions(x.shape[1])
+        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        if self.is_rotary:
+            query, key = (rotate(heads, self.rope_theta, positions) for heads in (query, key))
+        past = past.extended(key, value, place.start)
+        visible = place.visible(x.shape[1], past.keys.shape[1])
+        mixed = cached_attention(query, past, visible)
+        return self.out(mixed.reshape(*x.shape[:2], -1)), past
+
+    def attend(
+        self, query: Array, key: Array, value: Array, segments: Array | None = None
+    ) -> Array:
         """Mixes values by queries and keys, in the form of the config."""
-        return ATTENTION_FORMS[self.form](query, key, value)
+        return ATTENTION_FORMS[self.form](query, key, value, segments=segments)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
 
 class GatedMLP(nnx.Module):
-    """The SwiGLU feed-forward `down(silu(gate(x)) * up(x))` (arXiv:2002.05202), without bias.
+    """The feed-forward `down(act(gate(x)) * up(x))`, with silu SwiGLU (arXiv:2002.05202).
 
     Args:
         config: sizes and numerics.
@@ -102,10 +133,29 @@ class GatedMLP(nnx.Module):
         self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
         self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
         self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
+        self.activation = config.activation
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class PlainMLP(nnx.Module):
+    """The feed-forward `down(act(up(x)))`.
+
+    Args:
+        config: sizes and numerics.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
+        self.activation = config.activation
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., D]` to `[..., D]`."""
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
 def linear(
@@ -114,9 +164,10 @@ def linear(
     num_outputs: int,
     *,
     residual: bool = False,
+    bias: bool | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """Makes a kernel `[num_inputs, num_outputs]` without bias in the dtypes of the config.
+    """Makes a kernel `[num_inputs, num_outputs]` in the dtypes of the config.
 
     Args:
         config: dtypes and depth.
@@ -125,6 +176,7 @@ def linear(
         residual: the output is added to the residual stream; as in GPT-2 its initial weights are
             smaller by `sqrt(2 * num_layers)`, so that the sum of all branches does not grow with
             depth.
+        bias: whether it has a bias; None leaves it to the config.
         rngs: source of the initial weights.
 
     Returns:
@@ -134,7 +186,7 @@ def linear(
     return nnx.Linear(
         num_inputs,
         num_outputs,
-        use_bias=False,
+        use_bias=config.bias if bias is None else bias,
         dtype=config.dtype and jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=nnx.initializers.normal(std),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
@@ -19,13 +21,16 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
         batch: `"tokens"`, integer `[B, T + 1]`, and optionally `"mask"`, `[B, T + 1]`, zero where a
             token is padding or prompt and must not count as a target (its first column never does);
-            and `"weight"`, `[B]`, by which each sample counts.
+            `"weight"`, `[B]`, by which each sample counts; and `"segments"`, integer `[B, T + 1]`,
+            the document of each token where several stand in a row, 0 for padding: the model is
+            given them, and neither padding nor the first token of a document counts as a target.
 
     Returns:
         The sum of the losses in nats, float32, and the number of tokens that count.
 
     Raises:
-        ConfigError: the mask has another shape than the tokens.
+        ConfigError: the mask or the segments have another shape than the tokens, or the model takes
+            no segments.
 
     Example:
         >>> uniform = lambda tokens: jnp.zeros((*tokens.shape, 4))
@@ -34,20 +39,46 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         (6.0, 1.3863)
     """
     tokens = batch["tokens"]
-    mask = batch.get("mask", jnp.ones(tokens.shape, jnp.float32))
-    if mask.shape != tokens.shape:
-        raise ConfigError(
-            f"mask of shape {mask.shape} beside tokens of shape {tokens.shape}: "
-            "give one mask entry per token, the first column included."
-        )
-    losses = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-    counts = mask[:, 1:].astype(jnp.float32)
-    if "weight" in batch:
-        counts = counts * batch["weight"][:, None]
+    counts = _counts(batch)
+    losses = cross_entropy(_predict(model, batch), tokens[:, 1:])
     return Weighted(jnp.sum(losses * counts), jnp.sum(counts))
 
 
-def classification_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> Array:
+def next_token_scores(
+    model: Callable[[Array], Array], batch: Mapping[str, Array]
+) -> tuple[Weighted, dict[str, Weighted]]:
+    """The `next_token_loss`, and how often the likeliest token is the right one.
+
+    Looking for the likeliest goes over all logits once more, so that this is for evaluation.
+
+    Args:
+        model: as for `next_token_loss`.
+        batch: as for `next_token_loss`.
+
+    Returns:
+        The loss, and `accuracy` with the number of tokens that count as its weight.
+
+    Example:
+        >>> sure = lambda tokens: 9.0 * jax.nn.one_hot(tokens + 1, 4)
+        >>> loss, metrics = next_token_scores(sure, {"tokens": jnp.array([[0, 1, 2, 2]])})
+        >>> round(float(metrics["accuracy"].mean), 4)
+        0.6667
+    """
+    tokens = batch["tokens"]
+    counts = _counts(batch)
+    logits = _predict(model, batch)
+    losses = cross_entropy(logits, tokens[:, 1:])
+    hits = is_likeliest(logits, tokens[:, 1:])
+    weight = jnp.sum(counts)
+    return (
+        Weighted(jnp.sum(losses * counts), weight),
+        {"accuracy": Weighted(jnp.sum(hits * counts), weight)},
+    )
+
+
+def classification_loss(
+    model: Callable[[Array], Array], batch: Mapping[str, Array]
+) -> tuple[Array, dict[str, Array]]:
     """Means the cross-entropy of `model(batch["x"])` against the labels `batch["y"]`.
 
     Args:
@@ -55,9 +86,38 @@ def classification_loss(model: Callable[[Array], Array], batch: Mapping[str, Arr
         batch: `"x"`, the inputs, and `"y"`, integer labels `[B]`.
 
     Returns:
-        A float32 scalar in nats.
+        A float32 scalar in nats; and `accuracy`, the share of samples whose likeliest class is
+        that of the label.
+
+    Example:
+        >>> batch = {"x": jnp.array([[2.0, 1.0], [0.0, 1.0]]), "y": jnp.array([0, 0])}
+        >>> loss, metrics = classification_loss(lambda x: x, batch)
+        >>> float(metrics["accuracy"])
+        0.5
     """
-    return jnp.mean(cross_entropy(model(batch["x"]), batch["y"]))
+    logits = model(batch["x"])
+    hits = is_likeliest(logits, batch["y"])
+    return jnp.mean(cross_entropy(logits, batch["y"])), {"accuracy": jnp.mean(hits)}
+
+
+def is_likeliest(logits: Array, labels: Array) -> Array:
+    """Whether `argmax(logits)` is the label, as 1 or 0; of equal logits the first is the largest.
+
+    Written with a largest and a smallest number, which XLA partitions where classes are split over
+    devices; for an argmax it would gather them.
+
+    Args:
+        logits: `[..., C]`.
+        labels: integers `[...]` in `[0, C)`.
+
+    Returns:
+        float32 `[...]`.
+    """
+    logits = jax.lax.stop_gradient(logits)
+    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+    is_largest = logits == logits.max(axis=-1, keepdims=True)
+    first = jnp.where(is_largest, classes, logits.shape[-1]).min(axis=-1)
+    return (first == labels).astype(jnp.float32)
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
@@ -77,3 +137,44 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def _predict(model: Callable[..., Array], batch: Mapping[str, Array]) -> Array:
+    """The logits of every next token, each from those before it in its document."""
+    tokens, segments = batch["tokens"], batch.get("segments")
+    if segments is None:
+        return model(tokens[:, :-1])
+    if not _takes_segments(model):
+        raise ConfigError(
+            f"the batch has segments, several documents in a row, and {type(model).__name__} takes "
+            "none: let it be called as model(tokens, segments=...), and attend within equal "
+            "segments alone"
+        )
+    return model(tokens[:, :-1], segments=segments[:, :-1])
+
+
+def _takes_segments(model: Callable[..., Array]) -> bool:
+    call = type(model).__call__ if isinstance(model, nnx.Module) else model
+    taken = inspect.signature(call).parameters
+    return "segments" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values())
+
+
+def _counts(batch: Mapping[str, Array]) -> Array:
+    """By how much each token counts that is to be predicted, float32 `[B, T]`."""
+    tokens = batch["tokens"]
+    mask = batch.get("mask", jnp.ones(tokens.shape, jnp.float32))
+    if mask.shape != tokens.shape:
+        raise ConfigError(
+            f"mask of shape {mask.shape} beside tokens of shape {tokens.shape}: "
+            "give one mask entry per token, the first column included."
+        )
+    counts = mask[:, 1:].astype(jnp.float32)
+    if (segments := batch.get("segments")) is not None:
+        if segments.shape != tokens.shape:
+            raise ConfigError(
+                f"segments of shape {segments.shape} beside tokens of shape {tokens.shape}: give "
+                "one for every token, the last column included."
+            )
+        is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        counts = counts * is_inside
+    return counts * batch["weight"][:, None] if "weight" in batch else counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -12,8 +13,15 @@ from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.typing import Array
 
 ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
-    {"gelu": nnx.gelu, "relu": nnx.relu, "silu": nnx.silu, "tanh": nnx.tanh}
+    {
+        "gelu": nnx.gelu,
+        "gelu_exact": functools.partial(nnx.gelu, approximate=False),
+        "relu": nnx.relu,
+        "silu": nnx.silu,
+        "tanh": nnx.tanh,
+    }
 )
+"""Functions between layers; `gelu` is the approximation by tanh, `gelu_exact` the one by erf."""
 
 
 class MLP(nnx.Module):

@@ -3,9 +3,9 @@
 A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, depth, heads,
 vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
 (arXiv:2005.14165, table 2.1), but the layers of this library: RMSNorm, rotary positions and a gated
-feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"llama-8b"` is
-Llama 3 8B as published (arXiv:2407.21783). `"1b"`, `"7b"` and `"8b"` are the shapes that the
-benchmarks of this library are quoted for.
+feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"gpt2"` is GPT-2 of
+124 M as published, its layers included, and `"llama-8b"` Llama 3 8B (arXiv:2407.21783). `"1b"`,
+`"7b"` and `"8b"` are the shapes that the benchmarks of this library are quoted for.
 """
 
 from __future__ import annotations
@@ -43,6 +43,20 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "num_kv_heads": 4,
             "ffn_width": 384,
             "max_length": 128,
+        },
+        "gpt2": {
+            "vocab_size": 50_257,
+            "width": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "ffn_width": 3072,
+            "max_length": 1024,
+            "tied_head": True,
+            "norm": "layer",
+            "positions": "learned",
+            "gated": False,
+            "activation": "gelu",
+            "bias": True,
         },
         "gpt2-124m": {
             "vocab_size": 50_257,

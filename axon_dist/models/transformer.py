@@ -11,7 +11,8 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
 
-from .layers import GatedMLP, RMSNorm, SelfAttention, init_std, linear
+from .decoding import Cache, Past, Place
+from .layers import GatedMLP, PlainMLP, RMSNorm, SelfAttention, init_std, linear
 from .transformer_config import TransformerConfig
 
 
@@ -24,20 +25,30 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config)
+        self.attention_norm = _norm(config, rngs)
         self.attention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm = _norm(config)
-        self.mlp = GatedMLP(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs)
+        self.mlp = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
         self.dropout = _dropout(config, rngs)
 
-    def __call__(self, x: Array) -> Array:
-        """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def __call__(
+        self, x: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Maps the residual stream `[B, T, D]` to `[B, T, D]`; arguments as of `SelfAttention`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), segments, positions))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+        """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
+        mixed, past = self.attention.decode(self.attention_norm(x), past, place)
+        x = x + self.dropout(mixed)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), past
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+    """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU by default.
+
+    With other norms, positions and feed-forward of its config it is GPT-2 (preset `"gpt2"`).
 
     `logits = head(blocks(embed(tokens)))`. The three parts are methods of their own so that a model
     can be cut between any two blocks; positions come from the sequence index, so that a block needs
@@ -60,25 +71,23 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config
-        self.token_embedding = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            dtype=config.dtype and jnp.dtype(config.dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=nnx.initializers.normal(init_std(config)),
-            rngs=rngs,
-        )
+        self.token_embedding = _embedding(config, config.vocab_size, rngs)
         self.blocks = _blocks(config, rngs)
-        self.final_norm = _norm(config)
+        self.final_norm = _norm(config, rngs)
         if not config.tied_head:
-            self.lm_head = linear(config, config.width, config.vocab_size, rngs=rngs)
+            self.lm_head = linear(config, config.width, config.vocab_size, bias=False, rngs=rngs)
+        if config.positions == "learned":
+            self.position_embedding = _embedding(config, config.max_length, rngs)
         self.dropout = _dropout(config, rngs)  # last: the initial weights do not depend on its rate
 
-    def __call__(self, tokens: Array) -> Array:
+    def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
         """Predicts every next token.
 
         Args:
             tokens: integer `[B, T]`, T at most `config.max_length`.
+            segments: integers `[B, T]` that say which tokens are of one document, where several
+                stand in a row one after another: tokens see their own document alone, and
+                positions begin anew in each. None for one document in each row.
 
         Returns:
             Logits `[B, T, vocab_size]`, float32; row t predicts token t + 1.
@@ -86,21 +95,79 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
-        x = self.embed(tokens)
+        more = () if segments is None else (segments, positions_in(segments))
+        x = self.embed(tokens, *more[1:])
         if self.config.scan_layers:
-            return self.head(scan_layers(self.blocks, x))
+            return self.head(scan_layers(self.blocks, x, *more))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *more)
         return self.head(x)
 
-    def embed(self, tokens: Array) -> Array:
-        """Looks up tokens `[B, T]` and returns the residual stream `[B, T, D]`."""
+    def start_cache(self, padding: Array, length: int) -> Cache:
+        """Makes an empty cache.
+
+        Args:
+            padding: how many positions at the start of each row are to be padding, int32 `[B]`.
+            length: positions that it has room for, padding among them.
+
+        Returns:
+            The cache, of zeros in the dtype that the model computes in.
+        """
+        config = self.config
+        shape = (padding.shape[0], length, config.kv_heads, config.key_size)
+        dtype = config.dtype or self.token_embedding.embedding.dtype
+        empty = lambda *lead: Past(*(jnp.zeros((*lead, *shape), dtype) for _ in range(2)))
+        layers = range(config.num_layers)
+        past = empty(config.num_layers) if config.scan_layers else tuple(empty() for _ in layers)
+        return Cache(past, Place(jnp.zeros((), jnp.int32), padding))
+
+    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Predicts the token behind some more tokens, without going over those before again.
+
+        Equals `self(all tokens so far)[:, -1]`, a row without its padding.
+
+        Args:
+            tokens: integers `[B, T]`; all of a prompt, or the one token that was drawn last.
+            cache: of the tokens before.
+
+        Returns:
+            Logits `[B, vocab_size]`, float32, and the cache with these tokens in it.
+        """
+        place = cache.place
+        x = self.embed(tokens, place.positions(tokens.shape[1]))
+        if self.config.scan_layers:
+            x, past = decode_layers(self.blocks, x, cache.past, place)
+        else:
+            kept = []
+            for block, past in zip(self.blocks, cache.past, strict=True):
+                x, past = block.decode(x, past, place)
+                kept.append(past)
+            past = tuple(kept)
+        return self.head(x[:, -1:])[:, 0], cache.after(past, tokens.shape[1])
+
+    def embed(self, tokens: Array, positions: Array | None = None) -> Array:
+        """Looks up tokens and returns the residual stream.
+
+        Args:
+            tokens: integers `[B, T]`.
+            positions: integers `[B, T]`; None for those of the sequence index.
+
+        Returns:
+            `[B, T, D]`.
+
+        Raises:
+            ConfigError: the sequence is longer than `config.max_length`.
+        """
         if tokens.shape[1] > self.config.max_length:
             raise ConfigError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than "
                 f"max_length={self.config.max_length}: shorten it, or raise max_length."
             )
-        return self.dropout(self.token_embedding(tokens))
+        x = self.token_embedding(tokens)
+        if self.config.positions == "learned":
+            at = jnp.arange(tokens.shape[1]) if positions is None else positions
+            x = x + self.position_embedding(at)
+        return self.dropout(x)
 
     def head(self, x: Array) -> Array:
         """Maps the residual stream `[B, T, D]` to float32 logits `[B, T, vocab_size]`."""
@@ -109,7 +176,26 @@ class Transformer(nnx.Module):
         return logits.astype(jnp.float32)
 
 
-def scan_layers(stacked: nnx.Module, x: Array) -> Array:
+def positions_in(segments: Array) -> Array:
+    """Counts the positions of every document from 0.
+
+    Args:
+        segments: integers `[B, T]`, equal within a document and unlike in neighbours.
+
+    Returns:
+        int32 `[B, T]`.
+
+    Example:
+        >>> positions_in(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
+        [[0, 1, 2, 0, 1, 0]]
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, 1)
+    is_same = segments[:, 1:] == segments[:, :-1]
+    is_first = jnp.pad(~is_same, ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+
+
+def scan_layers(stacked: nnx.Module, x: Array, *more: Array) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
     Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer
@@ -118,6 +204,7 @@ def scan_layers(stacked: nnx.Module, x: Array) -> Array:
     Args:
         stacked: a module that maps `x` to its like, its leaves with a leading dim L.
         x: the first input.
+        more: what every layer is given beside it.
 
     Returns:
         The output of the last layer.
@@ -126,12 +213,32 @@ def scan_layers(stacked: nnx.Module, x: Array) -> Array:
 
     def apply_one(x, layer):
         module = nnx.merge(graph, *layer, copy=True)
-        y = module(x)
+        y = module(x, *more)
         return y, nnx.state(module, nnx.Not(nnx.Param))
 
     x, rest = jax.lax.scan(apply_one, x, (params, rest))
     nnx.update(stacked, rest)
     return x
+
+
+def decode_layers(stacked: Any, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+    """As `scan_layers`, for the `decode` of layers that rest.
+
+    Args:
+        stacked: a block, its leaves with a leading dim L.
+        x: further positions `[B, T, D]`.
+        past: what is kept, its arrays with a leading dim L.
+        place: which positions they are.
+
+    Returns:
+        The output of the last layer, and what is kept now.
+    """
+    graph, leaves = nnx.split(stacked)
+
+    def decode_one(x: Array, layer: tuple[Any, Past]) -> tuple[Array, Past]:
+        return nnx.merge(graph, layer[0], copy=True).decode(x, layer[1], place)
+
+    return jax.lax.scan(decode_one, x, (leaves, past))
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
@@ -142,8 +249,28 @@ def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
     return nnx.List(Block(config, rngs=rngs) for rngs in one_by_one)
 
 
-def _norm(config: TransformerConfig) -> RMSNorm:
-    return RMSNorm(config.width, eps=config.norm_eps, param_dtype=config.param_dtype)
+def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+    return nnx.Embed(
+        num_rows,
+        config.width,
+        dtype=config.dtype and jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        embedding_init=nnx.initializers.normal(init_std(config)),
+        rngs=rngs,
+    )
+
+
+def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.width, eps=config.norm_eps, param_dtype=config.param_dtype)
+    return nnx.LayerNorm(
+        config.width,
+        epsilon=config.norm_eps,
+        dtype=config.dtype and jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        use_fast_variance=False,  # E[x^2] - E[x]^2 loses digits where features are far from zero
+        rngs=rngs,
+    )
 
 
 def _dropout(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Dropout:

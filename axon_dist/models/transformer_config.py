@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from axon_dist.core.errors import ConfigError, did_you_mean
 
 from .attention import ATTENTION_FORMS
 from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
+from .mlp import ACTIVATIONS
 from .presets import PRESETS
+
+NORMS = ("rms", "layer")
+"""Kinds of normalisation."""
+
+POSITIONS = ("rotary", "learned")
+"""How a model knows the order of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +31,14 @@ class TransformerConfig:
         num_heads: query heads per block.
         num_kv_heads: key and value heads, each shared by `num_heads / num_kv_heads` query heads
             (grouped-query attention, arXiv:2305.13245); None for as many as query heads.
-        head_dim: size of one head, even; None for `width / num_heads`.
-        ffn_width: hidden size of the gated feed-forward; None for 8/3 of the width, rounded up to
-            a multiple of 64, which holds as many weights as a plain feed-forward of 4 x width.
+        head_dim: size of one head, even where it is rotated; None for `width / num_heads`.
+        ffn_width: hidden size of the feed-forward; None for 4 x width, or where it is gated for
+            8/3 of the width, rounded up to a multiple of 64, which holds as many weights.
         max_length: the longest sequence the model accepts.
         tied_head: the head reuses the embedding table instead of a kernel of its own.
         dropout: rate on the embeddings and on the output of every residual branch, in [0, 1).
             Attention weights are never dropped: the fused kernels have no place for it.
-        norm_eps: added to the mean square inside RMSNorm.
+        norm_eps: added to the mean square, or to the variance, inside norms.
         rope_theta: base of the rotary wavelengths.
         param_dtype: dtype the parameters are created in.
         dtype: dtype of the matrix products; None for whatever the parameters have. Norms, softmax
@@ -39,6 +47,13 @@ class TransformerConfig:
         scan_layers: keep all blocks in one stacked block and run it in a `lax.scan`. The function
             and the initial weights are the same, compile time and memory under remat do not grow
             with depth; a list is easier to look into.
+        norm: `"rms"` for RMSNorm, `"layer"` for LayerNorm with scale and bias.
+        positions: `"rotary"` turns queries and keys by their position; `"learned"` adds a row of a
+            trained table `[max_length, width]` to every embedding.
+        gated: the feed-forward is `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
+        activation: of the feed-forward, a key of `ACTIVATIONS`.
+        bias: the linear layers of the blocks have biases. That of the keys changes nothing, for
+            softmax does not see what is added to all keys; it is there for weights that have it.
 
     Example:
         >>> config = TransformerConfig.preset("tiny", num_layers=3)
@@ -62,6 +77,11 @@ class TransformerConfig:
     dtype: str | None = None
     attention: str = "auto"
     scan_layers: bool = False
+    norm: str = "rms"
+    positions: str = "rotary"
+    gated: bool = True
+    activation: str = "silu"
+    bias: bool = False
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
@@ -89,7 +109,9 @@ class TransformerConfig:
     @property
     def hidden_size(self) -> int:
         """Hidden size of the feed-forward, the default resolved."""
-        return -(-8 * self.width // (3 * 64)) * 64 if self.ffn_width is None else self.ffn_width
+        if self.ffn_width is not None:
+            return self.ffn_width
+        return -(-8 * self.width // (3 * 64)) * 64 if self.gated else 4 * self.width
 
     def validate(self) -> None:
         """Checks that the sizes fit each other.
@@ -105,9 +127,18 @@ class TransformerConfig:
         check_above_zero(self, ("norm_eps", "rope_theta"))
         for field in ("param_dtype", "dtype"):
             check_float(self, field)
-        if self.attention not in ATTENTION_FORMS:
-            hint = did_you_mean(self.attention, ATTENTION_FORMS)
-            raise ConfigError(f"attention={self.attention!r} is not a form of attention.{hint}")
+        self._check_name("attention", ATTENTION_FORMS, "form of attention")
+        self._check_name("norm", NORMS, "norm")
+        self._check_name("positions", POSITIONS, "kind of positions")
+        self._check_name("activation", ACTIVATIONS, "activation")
+
+    def _check_name(self, field: str, known: Iterable[str], what: str) -> None:
+        name = getattr(self, field)
+        if name not in known:
+            article = "an" if what[0] in "aeiou" else "a"
+            raise ConfigError(
+                f"{field}={name!r} is not {article} {what}.{did_you_mean(name, known)}"
+            )
 
     def _check_heads(self) -> None:
         if self.head_dim is None and self.width % self.num_heads:
@@ -120,10 +151,10 @@ class TransformerConfig:
                 f"num_heads={self.num_heads} does not divide by num_kv_heads={self.kv_heads}: "
                 "every key head serves the same number of query heads; choose a divisor."
             )
-        if self.key_size % 2:
+        if self.positions == "rotary" and self.key_size % 2:
             raise ConfigError(
                 f"heads of {self.key_size} cannot be rotated in pairs: head_dim must be even; "
-                "set head_dim, or change width or num_heads."
+                "set head_dim, change width or num_heads, or take learned positions."
             )
 
 
@@ -131,7 +162,8 @@ def num_params(config: TransformerConfig) -> int:
     """Counts the parameters of a `Transformer` without making it.
 
     With width D, layers L, heads H and kv heads N of size K, feed-forward F and vocabulary V:
-    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, the table counted once if tied.
+    `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, the table counted once if tied; a
+    plain feed-forward has `2 D F`, biases, LayerNorms and learned positions count besides.
 
     Args:
         config: a valid config.
@@ -143,8 +175,13 @@ def num_params(config: TransformerConfig) -> int:
         >>> round(num_params(TransformerConfig.preset("llama-8b")) / 1e9, 2)
         8.03
     """
-    width = config.width
-    attention = 2 * width * config.key_size * (config.num_heads + config.kv_heads)
-    block = attention + 3 * width * config.hidden_size + 2 * width
+    width, hidden = config.width, config.hidden_size
+    heads, kernels = config.num_heads + config.kv_heads, 3 if config.gated else 2
+    norm = width * (1 if config.norm == "rms" else 2)
+    block = 2 * width * config.key_size * heads + kernels * width * hidden + 2 * norm
+    if config.bias:
+        q_and_kv = config.key_size * (config.num_heads + 2 * config.kv_heads)
+        block += q_and_kv + width + (kernels - 1) * hidden + width
     tables = config.vocab_size * width * (1 if config.tied_head else 2)
-    return tables + config.num_layers * block + width
+    tables += config.max_length * width if config.positions == "learned" else 0
+    return tables + config.num_layers * block + norm

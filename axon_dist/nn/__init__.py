@@ -27,6 +27,8 @@ from .layout import constrain as constrain
 from .linear import ColumnParallelLinear as ColumnParallelLinear
 from .linear import ParallelMLP as ParallelMLP
 from .linear import RowParallelLinear as RowParallelLinear
+from .lora import lora as lora
+from .lora import merge_lora as merge_lora
 from .mode import ParallelMode as ParallelMode
 from .remat import POLICIES as POLICIES
 from .remat import SUMS as SUMS

@@ -117,6 +117,8 @@ class TensorLayers:
         """Changes the calls of a merged model's layers, in place."""
         for keys, module in list(nnx.iter_modules(model)):
             path = "/".join(map(str, keys))
+            if isinstance(module, nnx.LoRA) and keys[-1:] == ("lora",):
+                continue  # A part of the layer that it is beside, which is pinned as one.
             if isinstance(module, nnx.bridge.ToNNX):
                 pins = LinenPins(self, layout, path, shapes_below(module))
                 wrap_calls(module, {"__call__": pins})
@@ -351,10 +353,19 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     is split by itself: the kernel moves between the ranks, which is small, and not the activations.
     """
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-    pieces = jax.tree.map(lambda leaf: jnp.split(leaf, parts, dim), params)
-    is_list = lambda value: isinstance(value, list)
-    pick = lambda index: jax.tree.map(lambda piece: piece[index], pieces, is_leaf=is_list)
-    return [nnx.merge(graphdef, pick(index), rest, copy=True) for index in range(parts)]
+    flat = nnx.to_flat_state(params)
+    pieces = [_pieces(keys, variable[...], parts, dim) for keys, variable in flat]
+    block = lambda index: nnx.from_flat_state(
+        [(k, v.replace(piece[index])) for (k, v), piece in zip(flat, pieces, strict=True)]
+    )
+    return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(parts)]
+
+
+def _pieces(keys: tuple[Any, ...], leaf: Array, parts: int, dim: int) -> list[Array]:
+    """A parameter's share of each block; the narrow side of an adapter belongs to all of them."""
+    if keys[-2:] == ("lora", "lora_a"):
+        return [leaf] * parts
+    return jnp.split(leaf, parts, -1 if keys[-2:-1] == ("lora",) else dim)
 
 
 def shapes_of(module: nnx.Module) -> dict[str, tuple[int, ...]]:

@@ -283,7 +283,7 @@ class LinenUnits:
         params = {
             "/".join(map(str, keys)): variable
             for keys, variable in nnx.iter_graph(bridge)
-            if isinstance(variable, nnx.Param) and self.metadata in variable.get_metadata()
+            if isinstance(variable, nnx.Variable) and self.metadata in variable.get_metadata()
         }
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
         # Linen takes a variable with metadata of ours for a boxed value.
@@ -382,9 +382,9 @@ class Intercepted:
         """How each leaf of the variables of each scope is gathered, or None."""
 
         def one(path: Path, keys: Any) -> Any:
-            collection, *names = (str(key.key) for key in keys if hasattr(key, "key"))
-            found = self.gathers.get("/".join(filter(None, (path, *names))))
-            return found if collection == "params" else None
+            # The first key is the collection, of which a bridged module knows nothing.
+            _, *names = (str(key.key) for key in keys if hasattr(key, "key"))
+            return self.gathers.get("/".join(filter(None, (path, *names))))
 
         (group,) = variables
         pairs = zip(paths, group, strict=True)

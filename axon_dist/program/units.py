@@ -164,7 +164,7 @@ class AsUnit:
         """
         if (count := num_stacked(module)) is not None:
             raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
-        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        graphdef, params, rest = nnx.split(module, _is_weight, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
@@ -263,7 +263,14 @@ def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     _check_unchanged(type(module), leaves, (args, kwargs))
     # What never changes is not handed on from block to block.
     changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-    return output, nnx.state(module, nnx.Not(nnx.Param)), changed
+    weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
+    return output, nnx.state(module, lambda keys, _: keys not in weights), changed
+
+
+def _is_weight(_: Any, variable: Any) -> bool:
+    if not isinstance(variable, nnx.Variable):
+        return False
+    return isinstance(variable, nnx.Param) or GATHER in variable.get_metadata()
 
 
 def _check_unchanged(module_type: type, leaves: list[Any], given: Any) -> None:

@@ -60,6 +60,7 @@ def _arrays(spec: StepSpec) -> None:
     """Decides where every array lies."""
     stored, mesh = spec.storage.strategy, spec.mesh
     shardings(stored.params, spec.stored_shapes, mesh)
+    shardings(stored.params, spec.stored_frozen, mesh)
     optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
 
 

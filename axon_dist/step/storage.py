@@ -11,9 +11,11 @@ import jax
 from flax import nnx
 
 from ..core.errors import UnsupportedError
+from ..core.tree import joined, parted
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
+from ..pipeline.layout import flatten
 from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition
 from .parts import ModelParts
@@ -32,6 +34,7 @@ class Storage:
         to_model: the inverse, exactly.
         rows: the rows of a pipeline; None without one.
         stacks: the modules of the model that a pipeline takes apart first.
+        frozen: the paths of the stored leaves that the optimizer leaves alone.
     """
 
     strategy: Strategy
@@ -39,6 +42,22 @@ class Storage:
     to_model: Callable[[PyTree], PyTree] = lambda params: params
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
+    frozen: frozenset[Path] = frozenset()
+
+    def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
+        """The stored form of a model's trained and frozen parameters.
+
+        Args:
+            weights: the model's nested dict of both.
+
+        Returns:
+            The trained ones, and the frozen ones.
+        """
+        return parted(self.from_model(weights), self.frozen)
+
+    def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The model's nested dict of all parameters; the inverse of `store`."""
+        return self.to_model(joined(params, frozen))
 
     def with_state_rows(self, paths: frozenset[Path]) -> Storage:
         """The same, knowing which leaves of the optimizer's state are rows."""
@@ -64,16 +83,41 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
     if strategy.pipeline is None:
-        return Storage(strategy)
+        return Storage(strategy, frozen=parts.frozen_paths)
     stages, stacks = _stages(parts, strategy.pipeline)
-    rows = storage_for(stages, stacks.apart(parts.params))
+    rows = storage_for(stages, stacks.apart(parts.weights))
     return Storage(
         _staged(strategy, rows, stacks),
         lambda params: rows.from_model(stacks.apart(params)),
         lambda stored: stacks.together(rows.to_model(stored)),
         rows,
         stacks,
+        _frozen_rows(parts, rows, stacks),
     )
+
+
+def _frozen_rows(parts: ModelParts, rows: ModelStorage, stacks: Stacks) -> frozenset[Path]:
+    """The paths of the stored leaves that hold frozen parameters, and no others.
+
+    Raises:
+        UnsupportedError: when a stored leaf would hold both kinds.
+    """
+    path_of = lambda keys: "/".join(map(str, keys))
+    held: dict[Path, dict[bool, Path]] = {}
+    for keys in flatten(rows.shapes):
+        number = rows.block_of(keys)
+        is_frozen = path_of(stacks.in_model(keys)) in parts.frozen_paths
+        for stored in [keys] if number is None else rows.trained_with(number, keys):
+            held.setdefault(path_of(stored), {}).setdefault(is_frozen, path_of(keys))
+    for kinds in held.values():
+        if len(kinds) == 2:
+            raise UnsupportedError(
+                f"{kinds[False]!r} is trained and {kinds[True]!r} is frozen, and a pipeline keeps "
+                "both in one array, a row of which is on each of its ranks. Train a parameter in "
+                "every block or in none, and of blocks that differ all parameters or none; or "
+                "leave the pipeline out"
+            )
+    return frozenset(path for path, kinds in held.items() if True in kinds)
 
 
 def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:

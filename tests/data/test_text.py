@@ -83,6 +83,22 @@ def test_tokens_by_a_tokenizers_file(folder, tokenizer_file):
     assert "tokens of words.json" in text.description
 
 
+def test_prompts_have_no_end_and_tokens_are_text_again(tokenizer_file):
+    by_bytes, by_words = byte_tokenizer(), load_tokenizer(tokenizer_file)
+    assert by_bytes.prompt("aé").tolist() == [97, 195, 169]
+    assert by_bytes.decode(np.array([97, 195, 169, 195])) == "aé\N{REPLACEMENT CHARACTER}"
+    assert (by_bytes.end, by_words.end) == (0, None)
+    assert by_words.decode(by_words.prompt("this is far")) == "this is far"
+    ended = tokenizers.Tokenizer.from_file(tokenizer_file)
+    ended.post_processor = tokenizers.processors.TemplateProcessing(
+        single="a $A far", special_tokens=[("a", 3), ("far", 700)]
+    )
+    ended.save(tokenizer_file)
+    by_words = load_tokenizer(tokenizer_file)
+    assert by_words.encode(b"this is").tolist() == [3, 1, 2, 700]
+    assert (by_words.prompt("this is").tolist(), by_words.end) == ([3, 1, 2], 700)
+
+
 def test_byte_tokens_end_a_document_with_zero():
     assert byte_tokenizer().encode(b"\xffa").tolist() == [255, 97, 0]
 
@@ -110,7 +126,7 @@ def test_an_empty_side_is_refused(folder):
     one = (str(folder / "a.txt"),)
     with pytest.raises(ConfigError, match=r"0.001 of 1 files .* validation.*validation_files"):
         load_text(TextSource(files=one, validation_fraction=0.001))
-    with pytest.raises(ConfigError, match=r"0.999 of 1 files .* training.*Give more files"):
+    with pytest.raises(ConfigError, match=r"0.999 of 1 files .* training.*give more text"):
         load_text(TextSource(files=one, validation_fraction=0.999))
 
 

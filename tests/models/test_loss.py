@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.models import classification_loss, cross_entropy, next_token_loss
+from axon_dist.models import (
+    classification_loss,
+    cross_entropy,
+    is_likeliest,
+    next_token_loss,
+    next_token_scores,
+)
 
 TABLE = jax.random.normal(jax.random.key(0), (5, 5)) * 3
 TOKENS = jnp.array([[0, 3, 1, 4], [2, 2, 0, 1]])
@@ -56,4 +62,25 @@ def test_cross_entropy_of_low_precision_logits_is_float32_and_does_not_overflow(
 def test_classification_loss_is_the_mean():
     batch = {"x": jnp.array([0, 2, 3]), "y": jnp.array([1, 1, 0])}
     want = cross_entropy(TABLE[batch["x"]], batch["y"])
-    np.testing.assert_allclose(classification_loss(bigram, batch), np.mean(want), rtol=1e-6)
+    loss, metrics = classification_loss(bigram, batch)
+    np.testing.assert_allclose(loss, np.mean(want), rtol=1e-6)
+    likeliest = np.asarray(TABLE)[batch["x"]].argmax(-1)
+    assert float(metrics["accuracy"]) == pytest.approx(np.mean(likeliest == batch["y"]))
+
+
+def test_of_equal_logits_the_first_is_the_likeliest():
+    logits = jnp.array([[1.0, 2.0, 2.0, 0.0]] * 4)
+    assert is_likeliest(logits, jnp.arange(4)).tolist() == [0, 1, 0, 0]
+
+
+def test_the_scores_of_tokens_are_the_loss_and_how_many_are_right():
+    mask, weight = jnp.array([[0, 1, 0, 1], [1, 0, 1, 1]]), jnp.array([1.0, 0.5])
+    batch = {"tokens": TOKENS, "mask": mask, "weight": weight}
+    loss, metrics = next_token_scores(bigram, batch)
+    want = next_token_loss(bigram, batch)
+    assert (float(loss.total), float(loss.weight)) == (float(want.total), float(want.weight))
+    hits = np.asarray(TABLE)[TOKENS[:, :-1]].argmax(-1) == np.asarray(TOKENS[:, 1:])
+    counts = np.asarray(mask[:, 1:] * weight[:, None])
+    assert 0 < (hits * counts).sum() < counts.sum()
+    np.testing.assert_allclose(metrics["accuracy"].total, (hits * counts).sum())
+    assert float(metrics["accuracy"].weight) == counts.sum()

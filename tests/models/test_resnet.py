@@ -93,7 +93,7 @@ def test_evaluation_takes_the_running_statistics():
 
 def test_every_parameter_has_a_gradient():
     batch = {"x": IMAGES, "y": np.array([1, 2, 3, 4], np.int32)}
-    grads = nnx.jit(nnx.grad(classification_loss))(make(), batch)
+    grads, _ = nnx.jit(nnx.grad(classification_loss, has_aux=True))(make(), batch)
     for path, leaf in tree.leaves_with_paths(nnx.to_pure_dict(grads)):
         assert float(abs(leaf).max()) > 1e-6, path
 

@@ -59,7 +59,7 @@ def test_bytes_and_the_floats_that_they_mean_are_the_same_image():
 def test_every_parameter_has_a_gradient():
     model = ViT(SMALL, rngs=nnx.Rngs(0))
     batch = {"x": IMAGES, "y": np.array([1, 2, 3], np.int32)}
-    grads = nnx.jit(nnx.grad(classification_loss))(model, batch)
+    grads, _ = nnx.jit(nnx.grad(classification_loss, has_aux=True))(model, batch)
     for path, leaf in tree.leaves_with_paths(nnx.to_pure_dict(grads)):
         assert float(jnp.abs(leaf).max()) > 1e-6, path
 

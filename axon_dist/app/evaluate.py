@@ -1,0 +1,190 @@
+"""`evaluate`: how good the model of a run is, measured over all of its validation data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import jax
+import numpy as np
+import optax
+
+from axon_dist.checkpoint import step_of
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import LossFn
+from axon_dist.data import Loader, LocalBatch, standard_library_files
+from axon_dist.loop.trainer import delayed
+from axon_dist.models import next_token_loss, next_token_scores
+from axon_dist.step import TrainState, TrainStep
+
+from ..config.build import build_loader, build_step
+from ..config.data import SyntheticImageData, TextData
+from ..config.schema import RunConfig
+from .load import find_checkpoint, load_state, run_config, world_of
+
+SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
+"""Losses that have metrics which are too dear for training, and what measures both."""
+
+_LAG = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What was measured, and on what.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        step: how many steps it had taken; None where its name does not say.
+        data: what the data is, in one sentence.
+        num_samples: over how many samples; images, or windows of a text.
+        strategy: the name of the strategy.
+        mesh: its mesh, as text.
+        unit: what the loss is measured in.
+        metrics: `loss`, the metrics of the loss function, and for text `perplexity` and
+            `bits_per_byte`.
+    """
+
+    checkpoint: Path
+    step: int | None
+    data: str
+    num_samples: int
+    strategy: str
+    mesh: str
+    unit: str
+    metrics: dict[str, float]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as JSON holds it."""
+        return {**dataclasses.asdict(self), "checkpoint": str(self.checkpoint)}
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    step: int | str | None = None,
+    overrides: Sequence[str] = (),
+    files: Sequence[str] = (),
+    num_batches: int | None = None,
+    one_device: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """Measures the model of a run over its validation data, each sample once.
+
+    Every number is that of plain JAX with the model in eval mode, `sum(totals) / sum(weights)` over
+    all samples, whatever the mesh and the batches are. A last batch that does not divide over the
+    mesh is repeated until it does, and counts once.
+
+    Args:
+        run: the folder of a run.
+        step: which checkpoint: the number of its step, `"best"`, or None for the newest.
+        overrides: changes of the run's config, such as `"mesh=dp=4"`; any mesh and strategy will
+            do.
+        files: paths or globs to measure on in place of the run's validation data.
+        num_batches: so many batches alone, spread as in training; None for everything.
+        one_device: on one device, whatever the config says.
+        tell: takes the description of the data, before anything is compiled.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ConfigError: when there is no run in the folder, or the data or an override is wrong.
+        CheckpointError: when the run has no such checkpoint, or that is damaged.
+    """
+    config = run_config(run, overrides)
+    config, world = world_of(_measured_on(config, files), one_device)
+    checkpoint = find_checkpoint(run, config, step)
+    task = config.kind.task
+    measure = SCORES.get(task.loss_fn, task.loss_fn)
+    built = build_step(config, world, optax.identity(), loss_fn=measure)
+    loader = build_loader(config, world, built.strategy.batch_axes)
+    if world.process_index == 0:
+        tell(loader.description)
+    means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
+    derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
+    return Evaluation(
+        checkpoint=checkpoint,
+        step=step_of(checkpoint.name),
+        data=loader.description,
+        num_samples=num_samples,
+        strategy=built.strategy.name,
+        mesh=str(world.spec),
+        unit=task.unit(config.data),
+        metrics={"loss": means["loss"], **means, **derived},
+    )
+
+
+def _measure(
+    step: TrainStep, state: TrainState, loader: Loader, num_batches: int | None
+) -> tuple[dict[str, float], int]:
+    """The mean of every metric, and over how many samples."""
+    sums: dict[str, np.ndarray] = {}
+    num_samples = 0
+    found = (
+        (copies, count, step.evaluate_sums(state, batch))
+        for copies, count, batch in _batches(loader, step, num_batches)
+    )
+    for copies, count, metrics in delayed(found, _LAG):
+        num_samples += count
+        for name, part in jax.device_get(metrics).items():
+            both = np.array([part.total, part.weight], np.float64) / copies
+            sums[name] = sums.get(name, np.zeros(2)) + both
+    means = {
+        name: float(total / weight) if weight else 0.0 for name, (total, weight) in sums.items()
+    }
+    return means, num_samples
+
+
+def _batches(
+    loader: Loader, step: TrainStep, num_batches: int | None
+) -> Iterator[tuple[int, int, LocalBatch]]:
+    """How often each sample stands in a batch, how many samples it has, and its local rows."""
+    if num_batches is not None:
+        for batch in loader.validation_batches(num_batches):
+            yield 1, loader.global_batch, batch
+        return
+    places, divisor = (
+        loader.validation_places(),
+        step.layout.divisor // step.layout.num_microbatches,
+    )
+    for start in range(0, len(places), loader.global_batch):
+        batch = places[start : start + loader.global_batch]
+        whole, rest = np.split(batch, [len(batch) // divisor * divisor])
+        if len(whole):
+            yield 1, len(whole), loader.validation_rows(whole)
+        if len(rest):
+            yield divisor, len(rest), loader.validation_rows(np.tile(rest, divisor))
+
+
+def of_text(loss: float, loader: Loader) -> dict[str, float]:
+    """What else a mean loss per token, in nats, says of a text."""
+    found = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+    text = getattr(loader.samples, "text", None)
+    if text is not None and text.validation_bytes:
+        tokens_per_byte = len(text.validation) / text.validation_bytes
+        found["bits_per_byte"] = loss / math.log(2) * tokens_per_byte
+    return found
+
+
+def _measured_on(config: RunConfig, files: Sequence[str]) -> RunConfig:
+    """The config with other files to validate on."""
+    if not files:
+        return config
+    data = config.data
+    if isinstance(data, SyntheticImageData):
+        raise ConfigError(
+            f"got files {', '.join(files)} for a run whose images are made up; leave them out, or "
+            "change its data: data={kind: images, files: [...]}"
+        )
+    if not hasattr(data, "validation_files"):
+        raise ConfigError(
+            f"got files {', '.join(files)} for a run whose data name none; leave them out, or "
+            "change its data: data={kind: text, files: [...], validation_files: [...]}"
+        )
+    changes = {"validation_files": tuple(files), "validation_fraction": None}
+    if isinstance(data, TextData) and not data.files:
+        changes["files"] = tuple(str(file.path) for file in standard_library_files())
+    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))

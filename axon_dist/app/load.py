@@ -1,0 +1,220 @@
+"""What a run has learned: its checkpoints, found and read without the optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from axon_dist.checkpoint import (
+    CheckpointManager,
+    LeafSpec,
+    load_checkpoint,
+    read_manifest,
+    step_name,
+)
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.tree import is_key, map_with_path
+from axon_dist.core.typing import Path as LeafPath
+from axon_dist.core.typing import PyTree
+from axon_dist.mesh import World
+from axon_dist.step import PortableForm, TrainState, TrainStep
+from axon_dist.step.local_view import stack_buffers
+from axon_dist.step.parts import ModelParts, take_apart
+
+from ..config.build import build_world
+from ..config.load import load_config
+from ..config.models import make_model
+from ..config.schema import RunConfig
+from .directory import RunDirectory
+
+BEST = "best"
+"""Which checkpoint: the one with the lowest validation loss."""
+
+
+def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Module, RunConfig]:
+    """Loads the model of a run as a plain module on one device, without the optimizer.
+
+    Whatever mesh and strategy it was trained with, pipelines among them: a checkpoint has the
+    arrays as the model has them.
+
+    Args:
+        run: the folder of a run.
+        step: which checkpoint: the number of its step, `"best"`, or None for the newest.
+
+    Returns:
+        The module, with its parameters in the dtypes that were saved, and the config of the run.
+
+    Raises:
+        ConfigError: when there is no run in the folder.
+        CheckpointError: when it has no such checkpoint, or that is damaged.
+
+    Example:
+        >>> load_model("runs/none")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: there is no run in 'runs/none', for it has no ...
+    """
+    config = run_config(run)
+    folder = find_checkpoint(run, config, step)
+    parts, _ = take_apart(functools.partial(make_model, config.model, config.seed))
+    here = jnp.zeros(()).sharding
+    params, buffers = load_arrays(folder, parts, jax.tree.map(lambda _: here, parts.params), here)
+    return parts.merge(params, buffers), config
+
+
+def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config that a run was made from.
+
+    Args:
+        run: the folder of a run.
+        overrides: such as `"mesh=dp=4"`.
+
+    Raises:
+        ConfigError: when there is no run in the folder, or a value cannot be.
+    """
+    directory = RunDirectory(Path(run).expanduser())
+    if not directory.config.is_file():
+        raise ConfigError(
+            f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
+            "folder that axon train has made, such as runs/<name>-<time>"
+        )
+    return load_config(directory.config, overrides)
+
+
+def find_checkpoint(run: str | Path, config: RunConfig, step: int | str | None = None) -> Path:
+    """The folder of a checkpoint of a run.
+
+    Args:
+        run: the folder of the run.
+        config: of the run; it says where the checkpoints are, if not there.
+        step: the number of its step, `"best"`, or None for the newest.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint; it names those there are.
+    """
+    own = RunDirectory(Path(run).expanduser()).checkpoints
+    folder = own if config.checkpoint.dir is None else Path(config.checkpoint.dir).expanduser()
+    entries = CheckpointManager(folder).entries()
+    if not entries:
+        raise CheckpointError(
+            f"there is no finished checkpoint in {str(folder)!r}; train until one is saved, or "
+            "name another run"
+        )
+    if step is None:
+        return folder / step_name(entries[-1].step)
+    if step == BEST:
+        scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]
+        if not scored:
+            raise CheckpointError(
+                f"no checkpoint in {str(folder)!r} has a validation loss to be the best by; leave "
+                "the step out for the newest, or name one"
+            )
+        return folder / step_name(min(scored)[1])
+    there = [entry.step for entry in entries]
+    if step not in there:
+        raise CheckpointError(
+            f"got step {step!r}, and the checkpoints in {str(folder)!r} are of the steps "
+            f"{', '.join(map(str, there))}; name one of these, best, or none for the newest"
+        )
+    return folder / step_name(int(step))
+
+
+def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
+    """The devices of a run, or one of them; and its config as it is there.
+
+    Args:
+        config: of a run.
+        one_device: take one device, on which nothing is split.
+    """
+    if not one_device:
+        return config, build_world(config)
+    emulate = config.devices.emulate and 1
+    alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
+    plain = config.to_dict()
+    plain["train"]["accumulate"] = 1
+    config = RunConfig.from_dict({**plain, **alone})
+    if emulate:
+        return config, build_world(config)
+    return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
+
+
+def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
+    """The state of a step that trains nothing, with the parameters of a checkpoint.
+
+    Args:
+        checkpoint: the folder of one, of any mesh and strategy.
+        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
+
+    Returns:
+        The state, to evaluate with.
+    """
+    form, spec = PortableForm(step), step.spec
+    where = jax.tree.map(lambda leaf: leaf.sharding, form.target.params)
+    whole = NamedSharding(step.world.mesh, PartitionSpec())
+    params, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    stacked = jax.jit(
+        lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
+        out_shardings=step.state_shardings.buffers,
+    )
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=form.target.opt_state,
+        buffers=stacked(buffers),
+        scaler=None if step.options.scaler is None else step.options.scaler.init(),
+    )
+    return form.take_up(state)
+
+
+def load_arrays(
+    checkpoint: Path, parts: ModelParts, where: PyTree, buffers_where: Sharding
+) -> tuple[PyTree, PyTree]:
+    """Reads the parameters and the buffers of a model from a checkpoint, and nothing else.
+
+    Statistics of which every rank has kept its own are averaged, as evaluation does it.
+
+    Args:
+        checkpoint: the folder of one.
+        parts: the model's shapes; the dtypes of floating-point arrays are those that were saved.
+        where: the shardings of the parameters, a tree like them.
+        buffers_where: that of every buffer.
+
+    Returns:
+        Parameters and buffers, in the form of the model.
+
+    Raises:
+        CheckpointError: when the checkpoint is damaged, or belongs to another model.
+    """
+    saved = read_manifest(checkpoint).leaves
+
+    def target(path: LeafPath, leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+        if path not in saved:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        shape = saved[path].shape if _is_per_rank(saved[path], leaf) else leaf.shape
+        dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    wanted = {"params": parts.params, "buffers": parts.buffers}
+    shardings = {"params": where, "buffers": jax.tree.map(lambda _: buffers_where, parts.buffers)}
+    targets = map_with_path(target, wanted, shardings)
+    found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
+
+    def own(path: LeafPath, leaf: Any, value: Any) -> Any:
+        return value.mean(0) if _is_per_rank(saved[path], leaf) else value
+
+    found = map_with_path(own, wanted, found)
+    return found["params"], found["buffers"]
+
+
+def _is_per_rank(saved: LeafSpec, leaf: Any) -> bool:
+    return _is_float(leaf) and saved.shape[1:] == leaf.shape and len(saved.shape) > len(leaf.shape)
+
+
+def _is_float(leaf: Any) -> bool:
+    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)

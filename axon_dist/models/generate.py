@@ -1,0 +1,285 @@
+"""`generate`: tokens behind prompts, in one jitted scan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.typing import Array
+
+from .sampling import Sampling, draw
+
+_TOLERANCE = 1e-4
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A model that keeps what it has seen, as `Transformer` does."""
+
+    def start_cache(self, padding: Array, length: int) -> Any:
+        """Makes an empty cache for rows with some positions of padding in front, int32 `[B]`."""
+        ...
+
+    def decode(self, tokens: Array, cache: Any) -> tuple[Array, Any]:
+        """Takes further tokens `[B, T]`; gives the logits behind the last, `[B, V]`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Generated:
+    """What `generate` returns.
+
+    Args:
+        tokens: what follows each prompt, int32 `[B, N]`; behind the end, the end again.
+        lengths: how many of them there are, the end included, `[B]`.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The tokens of each row up to its end."""
+        pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in pairs]
+
+
+def generate(
+    model: nnx.Module,
+    prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    end: int | None = None,
+) -> Generated:
+    """Goes on with prompts, token by token, as this loop does:
+
+        for _ in range(num_tokens):
+            prompt = prompt + [draw(model(prompt)[-1])]
+
+    All of it is one compiled program: the prompts go through the model at once, and every token
+    after that, in a `lax.scan`, alone, beside a cache of what came before. Parameters that are
+    split over a mesh stay where they are, and the tokens are those of one device. Dropout rests.
+
+    A model without `start_cache` and `decode` is run over the whole of its sequence for each
+    token; it has to map tokens `[B, T]` to logits `[B, T, V]` and be causal, which is tried first.
+
+    Args:
+        model: a `Transformer`, or any `Decoder`, or any causal model of tokens.
+        prompts: B sequences of token ids, of any lengths from 1; none sees another.
+        num_tokens: how many to add, N.
+        temperature: 0 takes the likeliest token; see `Sampling`.
+        top_k: draw among this many of the likeliest tokens; None for all.
+        top_p: draw among the fewest that together have at least this probability; None for all.
+        seed: of the draws; each row has its own.
+        end: the token behind which nothing follows; None goes on to the last.
+
+    Returns:
+        The tokens that were added.
+
+    Raises:
+        ConfigError: when there is no prompt, an empty one, a token that the model does not know, a
+            value that is out of range, or more tokens than the model can see at once.
+        UnsupportedError: when a model without a cache is not causal, or gives no logits.
+
+    Example:
+        >>> from axon_dist.models import Transformer, TransformerConfig
+        >>> model = Transformer(TransformerConfig.preset("tiny"), rngs=nnx.Rngs(0))
+        >>> done = generate(model, [[1, 2, 3], [4]], 5, temperature=0)
+        >>> done.tokens.shape, done.lengths.tolist()
+        ((2, 5), [5, 5])
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    sampling.validate()
+    if num_tokens < 1:
+        raise ConfigError(f"num_tokens={num_tokens} must be at least 1; raise it")
+    tokens, padding = _aligned(prompts)
+    _check_fits(model, tokens, num_tokens, end)
+    if not isinstance(model, Decoder):
+        _check_causal(model, tokens, padding, num_tokens)
+    graphdef, leaves = nnx.split(model)
+    added = _generate(
+        leaves, tokens, padding, jax.random.key(seed),
+        graphdef=graphdef, num_tokens=num_tokens, sampling=sampling, end=end, whole=_whole(leaves),
+    )  # fmt: skip
+    added = np.asarray(added)
+    return Generated(added, _lengths(added, end))
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens", "sampling", "end", "whole"))
+def _generate(
+    leaves: Any,
+    tokens: Array,
+    padding: Array,
+    key: Array,
+    *,
+    graphdef: nnx.GraphDef,
+    num_tokens: int,
+    sampling: Sampling,
+    end: int | None,
+    whole: NamedSharding | None,
+) -> Array:
+    """Tokens `[B, T]` -> those that follow, `[B, N]`."""
+
+    def decode(tokens: Array, cache: Any) -> tuple[Array, Any]:
+        return _decoder(graphdef, leaves).decode(tokens, cache)
+
+    def take(logits: Array, number: Any, is_over: Array) -> tuple[Array, Array]:
+        token = draw(jax.random.fold_in(key, number), logits, sampling)
+        if end is None:
+            return token, is_over
+        token = jnp.where(is_over, end, token)
+        return token, is_over | (token == end)
+
+    def step(carry: Any, number: Array) -> tuple[Any, Array]:
+        token, cache, is_over = carry
+        logits, cache = decode(token[:, None], cache)
+        token, is_over = take(logits, number, is_over)
+        return (token, cache, is_over), token
+
+    # The last token is drawn and never seen.
+    room = tokens.shape[1] + num_tokens - 1
+    logits, cache = decode(tokens, _decoder(graphdef, leaves).start_cache(padding, room))
+    first, is_over = take(logits, 0, jnp.zeros(tokens.shape[0], bool))
+    _, others = jax.lax.scan(step, (first, cache, is_over), jnp.arange(1, num_tokens))
+    added = jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
+    return added if whole is None else jax.lax.with_sharding_constraint(added, whole)
+
+
+def _decoder(graphdef: nnx.GraphDef, leaves: Any) -> Decoder:
+    """The model at rest, put together where it is called: in a loop it must not be changed."""
+    model = nnx.merge(graphdef, leaves, copy=True)
+    model.eval()
+    return model if isinstance(model, Decoder) else Recomputing(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputing:
+    """A causal model without a cache as a `Decoder`: it keeps the tokens, and sees all of them.
+
+    Rows begin at position 0, so that a model whose positions are absolute sees them right; behind
+    the tokens so far are zeros, which a causal model does not see.
+
+    Args:
+        model: maps tokens `[B, S]` to logits `[B, S, V]`.
+    """
+
+    model: Any
+
+    def start_cache(self, padding: Array, length: int) -> tuple[Array, Array]:
+        """Tokens `[B, S]`, none yet, and how many there are, `[B]`; less than 0 with padding."""
+        return jnp.zeros((padding.shape[0], length), jnp.int32), -padding
+
+    def decode(self, tokens: Array, cache: tuple[Array, Array]) -> tuple[Array, Any]:
+        """Writes further tokens behind those so far, and runs the model on everything."""
+        kept, counts = cache
+        rows = jnp.arange(kept.shape[0])[:, None]
+        columns = counts[:, None] + jnp.arange(tokens.shape[1])
+        # Padding stands before column 0; out of bounds nothing is written.
+        columns = jnp.where(columns < 0, kept.shape[1], columns)
+        kept = kept.at[rows, columns].set(tokens, mode="drop")
+        counts = counts + tokens.shape[1]
+        return self.model(kept)[rows[:, 0], counts - 1], (kept, counts)
+
+
+def _aligned(prompts: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens with padding in front, so that all rows end together; int32 `[B, T]` and `[B]`."""
+    rows = [np.asarray(row) for row in prompts]
+    if not rows:
+        raise ConfigError("got no prompt; give at least one, such as [[1, 2, 3]]")
+    for number, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ConfigError(
+                f"prompt {number} is {row.dtype} of shape {row.shape}; a prompt is a sequence of "
+                "token ids, and prompts are a sequence of those, such as [[1, 2, 3]]"
+            )
+        if not row.size:
+            raise ConfigError(
+                f"prompt {number} is empty; it needs at least one token to go on from"
+            )
+    longest = max(map(len, rows))
+    padding = np.array([longest - len(row) for row in rows], np.int32)
+    pairs = zip(rows, padding, strict=True)
+    tokens = [np.pad(row.astype(np.int32), (missing, 0)) for row, missing in pairs]
+    return np.stack(tokens), padding
+
+
+def _check_fits(model: nnx.Module, tokens: np.ndarray, num_tokens: int, end: int | None) -> None:
+    config = getattr(model, "config", None)
+    size, length = (getattr(config, name, None) for name in ("vocab_size", "max_length"))
+    if isinstance(length, int) and tokens.shape[1] + num_tokens > length:
+        raise ConfigError(
+            f"a prompt of {tokens.shape[1]} tokens and {num_tokens} more are longer than "
+            f"max_length={length} of the model; shorten the prompt, or ask for "
+            f"{max(length - tokens.shape[1], 0)} tokens at most"
+        )
+    known = range(size) if isinstance(size, int) else range(np.iinfo(np.int32).max)
+    asked = [int(tokens.min()), int(tokens.max()), *([] if end is None else [operator.index(end)])]
+    for token in asked:
+        if token not in known:
+            raise ConfigError(
+                f"got token {token}, and the model knows tokens from 0 to {known[-1]}; encode the "
+                "prompt with the tokenizer that it was trained with"
+            )
+
+
+def _check_causal(
+    model: nnx.Module, tokens: np.ndarray, padding: np.ndarray, num_tokens: int
+) -> None:
+    """Runs a model without a cache twice, other tokens behind the prompts."""
+    kind = type(model).__name__
+    graphdef, leaves = nnx.split(model)
+    length = tokens.shape[1] + num_tokens - 1
+    behind = np.arange(length) >= (tokens.shape[1] - padding)[:, None]
+    kept = np.zeros((len(tokens), length), np.int32)
+    kept[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
+
+    @jax.jit
+    def run(leaves: Any, tokens: Array) -> Array:
+        return _decoder(graphdef, leaves).model(tokens)  # type: ignore[attr-defined]
+
+    logits, again = (np.asarray(run(leaves, np.where(behind, x, kept))) for x in (0, 1))
+    if logits.shape[:-1] != kept.shape:
+        raise UnsupportedError(
+            f"{kind} maps tokens of shape {kept.shape} to {logits.shape}, and generating needs "
+            "logits for every position, [B, T, V]; wrap it in a module that gives these"
+        )
+    seen, other = (x[~behind].astype(np.float32) for x in (logits, again))
+    if not np.isfinite(seen).all():
+        raise UnsupportedError(
+            f"the logits of {kind} for {length} positions are not finite; ask for fewer tokens if "
+            "that is more than it can see at once"
+        )
+    if np.abs(seen - other).max() > _TOLERANCE * max(np.abs(seen).max(), 1.0):
+        raise UnsupportedError(
+            f"{kind} has no cache (start_cache and decode), and its logits depend on the tokens "
+            "behind, or differ from call to call; to generate, each position must see those before "
+            "it alone, and dropout must rest: give it a causal mask, or a cache"
+        )
+
+
+def _whole(leaves: Any) -> NamedSharding | None:
+    """Where the tokens go: to every device of the mesh that the parameters are on."""
+    for leaf in jax.tree.leaves(leaves):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return None
+
+
+def _lengths(added: np.ndarray, end: int | None) -> np.ndarray:
+    is_end = np.zeros_like(added, bool) if end is None else added == end
+    return np.where(is_end.any(1), is_end.argmax(1) + 1, added.shape[1])
