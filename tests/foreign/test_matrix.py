@@ -14,12 +14,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CHEAP = (("gpt2", "fsdp remat"),)
 """What is tried with every change, where the packages are there."""
 
+NO_PLAN = "the plan has no rules, and would split nothing"
+STATISTICS = "depends on the batch, as the statistics of BatchNorm do"
+
 REFUSED = {
     ("albert", "pp"): "the model has 1 block to cut between",
     ("clip", "pp"): "the model calls 'vision_model/encoder/layers/0' where it holds 'text_model",
-    ("resnet", "tp"): "the plan has no rules, and would split nothing",
-    ("resnet", "dp tp"): "the plan has no rules, and would split nothing",
-    ("resnet", "pp"): "depends on the batch, as the statistics of BatchNorm do",
+    **{(name, way): NO_PLAN for name in ("resnet", "regnet") for way in ("tp", "dp tp")},
+    **{(name, "pp"): STATISTICS for name in ("resnet", "regnet")},
 }
 """The cells that no strategy could run, and what the build says."""
 
