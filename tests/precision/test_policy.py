@@ -107,8 +107,9 @@ class Outer(nn.Module):
 
 def test_layers_of_a_bridged_module_compute_in_the_dtype_too():
     model = nnx.bridge.ToNNX(Outer(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((2, 4)))
-    autocast(model, MixedPrecision.bf16())
-    jaxpr = jax.make_jaxpr(lambda x: model(x))(jnp.ones((2, 4)))
+    graphdef, state = nnx.split(autocast(model, MixedPrecision.bf16()))
+    call = lambda x: nnx.merge(graphdef, state, copy=True)(x)
+    jaxpr = jax.make_jaxpr(call)(jnp.ones((2, 4)))
     products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     assert [e.outvars[0].aval.dtype for e in products] == [jnp.bfloat16] * 2
     assert jaxpr.out_avals[0].dtype == jnp.float32
