@@ -33,7 +33,7 @@ def cells():
             yield pytest.param(name, way, marks=marks, id=f"{name} {way}")
 
 
-@pytest.mark.parametrize(("name", "way"), cells())
+@pytest.mark.parametrize(("name", "way"), list(cells()))
 def test_equals_one_device(name, way):
     try:
         load(name)
