@@ -39,6 +39,7 @@ from .walk import equations as equations
 from .walk import in_branches as in_branches
 from .walk import interpret as interpret
 from .walk import made_by as made_by
+from .walk import moves_with as moves_with
 from .walk import needed_for as needed_for
 from .walk import opened as opened
 from .walk import sources_of as sources_of

@@ -21,13 +21,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ..collectives import GradSyncStrategy
-from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..parallel import Reduction, Strategy
-from ..program import sources_of
+from ..program import moves_with
 from ..program.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
 from ..program.samples import RANKS, follow_samples
 from .objective import Prepare, evaluate
@@ -333,21 +332,11 @@ def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> 
         params: their paths.
         frozen: those of them that are not trained.
     """
-    read = sources_of(program.jaxpr)[1]
-    if read.isdisjoint(range(len(params))):
-        return
-    values = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
-    own, others = values[: len(params)], values[len(params) :]
-
-    def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
-        weight = lambda *own: eval_jaxpr(program, [*own, *others])[1].astype(jnp.float32)
-        return jax.jvp(weight, own, tangents)[1]
-
-    moving = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0]
-    found = [n for n, path in enumerate(params) if n in moving and path not in frozen]
+    moving = moves_with(program, 1, len(params))
+    found = [number for number in moving if params[number] not in frozen]
     if found:
         raise UnsupportedError(
-            f"the weight of the loss depends on the parameter {params[min(found)]!r}; in "
+            f"the weight of the loss depends on the parameter {params[found[0]]!r}; in "
             "Weighted(total, weight) the weight must follow from the batch alone, such as the "
             "number of its tokens, or go through jax.lax.stop_gradient"
         )
