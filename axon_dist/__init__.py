@@ -35,6 +35,7 @@ from .collectives import sync_gradients as sync_gradients
 from .collectives import world_size as world_size
 from .core.errors import AxonDistError as AxonDistError
 from .core.per_sample import per_sample as per_sample
+from .core.shared import Shared as Shared
 from .core.weighted import Weighted as Weighted
 from .loop import Trainer as Trainer
 from .mesh import Backend as Backend
@@ -48,6 +49,8 @@ from .nn import ParallelMode as ParallelMode
 from .nn import RowParallelLinear as RowParallelLinear
 from .nn import TensorParallelAttention as TensorParallelAttention
 from .nn import VocabParallelEmbedding as VocabParallelEmbedding
+from .nn import lora as lora
+from .nn import merge_lora as merge_lora
 from .parallel import DDP as DDP
 from .parallel import FSDP as FSDP
 from .parallel import CPUOffload as CPUOffload
@@ -79,5 +82,8 @@ from .schedule import PipelineSchedule as PipelineSchedule
 from .step import TrainState as TrainState
 from .step import TrainStep as TrainStep
 from .step import build_train_step as build_train_step
+from .weights import hub_config as hub_config
+from .weights import load_weights as load_weights
+from .weights import save_weights as save_weights
 
 __version__ = "0.1.0"

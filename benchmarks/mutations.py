@@ -239,6 +239,31 @@ MUTATIONS = (
         "2 * around(num_replicas) * size",
         "planner/test_traffic.py::test_hybrid_adds_an_all_reduce_of_the_shards",
     ),
+    # Blocks of bridged models: one program for equal ones, their own weights, their names.
+    row(
+        "program/linen.py", "if program.is_like(other):", "if not program.is_like(other):",
+        "program/test_linen.py",
+    ),
+    row(
+        "program/linen.py", "kept.append(equation)", "kept.append(equation), known.clear()",
+        "program/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
+    ),
+    row(
+        "program/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
+        "program/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
+    ),
+    row(
+        "step/storage.py", 're.sub("(?i)decoder", "encoder~", str(key))', "str(key)",
+        "step/test_blocks.py",
+    ),
+    row(
+        "parallel/tensor.py", "if any(context.module is layer for layer in pinned):", "if False:",
+        "parallel/test_lookups.py",
+    ),
+    row(
+        "parallel/tensor.py", "not in LOOKUPS:", "is None:",
+        "parallel/test_lookups.py",
+    ),
 )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""What a verb of the command does: run, resume, report, verify, examine, load, evaluate, generate.
+"""What a verb of the command does: run, resume, report, verify, examine, load, evaluate, export.
 
 Imports every room below `cli`. Start reading in `run.py`.
 """
 
+from .data import DataCheck as DataCheck
+from .data import check_data as check_data
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
@@ -10,6 +12,7 @@ from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
 from .examine import Examination as Examination
 from .examine import examine as examine
+from .export import export_run as export_run
 from .generate import Completion as Completion
 from .generate import generate_text as generate_text
 from .load import load_model as load_model

@@ -179,6 +179,11 @@ def _measured_on(config: RunConfig, files: Sequence[str]) -> RunConfig:
             f"got files {', '.join(files)} for a run whose images are made up; leave them out, or "
             "change its data: data={kind: images, files: [...]}"
         )
+    if not hasattr(data, "validation_files"):
+        raise ConfigError(
+            f"got files {', '.join(files)} for a run whose data name none; leave them out, or "
+            "change its data: data={kind: text, files: [...], validation_files: [...]}"
+        )
     changes = {"validation_files": tuple(files), "validation_fraction": None}
     if isinstance(data, TextData) and not data.files:
         changes["files"] = tuple(str(file.path) for file in standard_library_files())

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.tree import joined
 from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.mesh import World
 from axon_dist.models import generate
@@ -115,7 +116,9 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
         )
     path = getattr(config.data, "tokenizer", None)
     if path is not None:
-        return load_tokenizer(path)
+        tokenizer = load_tokenizer(path, getattr(config.data, "end_token", None))
+        end = getattr(config.data, "document_end", None)
+        return tokenizer if end is None else dataclasses.replace(tokenizer, end=end)
     if task.unit(config.data) != "nats/byte":
         raise ConfigError(
             f"the data of the run {str(run)!r} has tokens and no tokenizer, so that no text can be "
@@ -127,7 +130,8 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
 def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
     step = build_step(config, world, optax.identity())
-    params = PortableForm(step).target.params
+    target = PortableForm(step).target
+    params = joined(target.params, target.frozen)
     # In device memory, where a strategy that offloads them would not have them.
     where = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, x.sharding.spec), params)
     whole = NamedSharding(world.mesh, PartitionSpec())

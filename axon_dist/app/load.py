@@ -20,13 +20,14 @@ from axon_dist.checkpoint import (
     step_name,
 )
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.core.tree import is_key, map_with_path
+from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
 from axon_dist.step import PortableForm, TrainState, TrainStep
 from axon_dist.step.local_view import stack_buffers
 from axon_dist.step.parts import ModelParts, take_apart
+from axon_dist.step.update import first_average
 
 from ..config.build import build_world
 from ..config.load import load_config
@@ -49,7 +50,8 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
 
     Returns:
-        The module, with its parameters in the dtypes that were saved, and the config of the run.
+        The module, with its parameters in the dtypes that were saved, or what the run has averaged
+        of them; and the config of the run.
 
     Raises:
         ConfigError: when there is no run in the folder.
@@ -64,8 +66,8 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
     folder = find_checkpoint(run, config, step)
     parts, _ = take_apart(functools.partial(make_model, config.model, config.seed))
     here = jnp.zeros(()).sharding
-    params, buffers = load_arrays(folder, parts, jax.tree.map(lambda _: here, parts.params), here)
-    return parts.merge(params, buffers), config
+    where = jax.tree.map(lambda _: here, parts.weights)
+    return parts.merge(*load_arrays(folder, parts, where, here)), config
 
 
 def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -155,9 +157,11 @@ def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
         The state, to evaluate with.
     """
     form, spec = PortableForm(step), step.spec
-    where = jax.tree.map(lambda leaf: leaf.sharding, form.target.params)
+    target = joined(form.target.params, form.target.frozen)
+    where = jax.tree.map(lambda leaf: leaf.sharding, target)
     whole = NamedSharding(step.world.mesh, PartitionSpec())
-    params, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    params, frozen = parted(weights, step.parts.frozen_paths)
     stacked = jax.jit(
         lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
         out_shardings=step.state_shardings.buffers,
@@ -168,6 +172,8 @@ def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
         opt_state=form.target.opt_state,
         buffers=stacked(buffers),
         scaler=None if step.options.scaler is None else step.options.scaler.init(),
+        frozen=frozen,
+        ema=first_average(step.options.ema, params),
     )
     return form.take_up(state)
 
@@ -177,12 +183,13 @@ def load_arrays(
 ) -> tuple[PyTree, PyTree]:
     """Reads the parameters and the buffers of a model from a checkpoint, and nothing else.
 
-    Statistics of which every rank has kept its own are averaged, as evaluation does it.
+    Statistics of which every rank has kept its own are averaged, as evaluation does it. Of a run
+    that keeps a moving average of its parameters, that is its model, as it was in its validations.
 
     Args:
         checkpoint: the folder of one.
         parts: the model's shapes; the dtypes of floating-point arrays are those that were saved.
-        where: the shardings of the parameters, a tree like them.
+        where: the shardings of the parameters, trained and frozen, a tree like them.
         buffers_where: that of every buffer.
 
     Returns:
@@ -200,16 +207,24 @@ def load_arrays(
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    wanted = {"params": parts.params, "buffers": parts.buffers}
-    shardings = {"params": where, "buffers": jax.tree.map(lambda _: buffers_where, parts.buffers)}
-    targets = map_with_path(target, wanted, shardings)
+    # What was frozen says the checkpoint: another step may train another choice.
+    frozen = {path for path, _ in leaves_with_paths(parts.weights) if f"frozen/{path}" in saved}
+    params = "ema" if any(path.startswith("ema/") for path in saved) else "params"
+    divided = lambda tree: dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
+    everywhere = jax.tree.map(lambda _: buffers_where, parts.buffers)
+    wanted = {name: tree for name, tree in divided(parts.weights).items() if tree}
+    wanted["buffers"] = parts.buffers
+    places = {**divided(where), "buffers": everywhere}
+    targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
     def own(path: LeafPath, leaf: Any, value: Any) -> Any:
+        if path.startswith("ema/"):
+            return value.astype(saved[path.replace("ema", "params", 1)].dtype)
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
     found = map_with_path(own, wanted, found)
-    return found["params"], found["buffers"]
+    return joined(found.get(params, {}), found.get("frozen", {})), found["buffers"]
 
 
 def _is_per_rank(saved: LeafSpec, leaf: Any) -> bool:

@@ -18,11 +18,13 @@ def opening_lines(run: Run) -> list[str]:
     """What a run is going to do, before it starts, and on which processes; all must call it."""
     train, spec = run.config.train, run.world.spec
     kind = run.world.runtime_info()["device_kind"]
-    parameters = si(num_params(run.step.parts.params))
+    parts = run.step.parts
+    trained = f" ({si(num_params(parts.params))} trained)" if parts.frozen else ""
+    parameters = f"{si(num_params(parts.weights))} parameters{trained}"
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
         *table,
-        f"{run.config.name}: {parameters} parameters, {run.step.strategy.name} on mesh {spec} of "
+        f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
         f"data: {run.loader.description}",
         f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
@@ -51,7 +53,7 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "train_seconds": result.train_seconds,
         "skipped_steps": result.skipped_steps,
         "rollbacks": result.rollbacks,
-        "parameters": num_params(run.step.parts.params),
+        "parameters": num_params(run.step.parts.weights),
         "state_bytes_per_device": result.device_bytes,
         "strategy": run.step.strategy.name,
         **run.world.runtime_info(),

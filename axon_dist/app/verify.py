@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,12 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
+from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.step import TrainStep, build_train_step
 
-from ..config.build import build_step, build_world
+from ..config.build import build_loader, build_step, build_world
 from ..config.models import make_model
 from ..config.schema import RunConfig
 
@@ -97,10 +99,10 @@ def tiny(config: RunConfig) -> RunConfig:
     plain["devices"]["emulate"] = None
     plain["train"]["global_batch"] = min(config.train.global_batch, size * microbatches)
     model, data = plain["model"], plain["data"]
-    if "sequence_length" in data:
+    if "sequence_length" in data and "factory" not in data:
         data["sequence_length"] = min(data["sequence_length"], _POSITIONS * size)
     is_cut_by_hand = {"boundaries", "costs"} & pipeline.keys()
-    if "num_layers" in model and not is_cut_by_hand:
+    if "num_layers" in model and "factory" not in model and not is_cut_by_hand:
         stages = config.mesh.shape.get("pp", 1) * pipeline.get("chunks", 2)
         model["num_layers"] = min(model["num_layers"], max(stages, 2))
     return RunConfig.from_dict(plain)
@@ -109,7 +111,8 @@ def tiny(config: RunConfig) -> RunConfig:
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 
-    Both use SGD with momentum on the config's model and random numbers: Adam hides constant factors
+    Both use SGD with momentum on the config's model and random numbers, or, where only the data say
+    what numbers there can be, on its first batches: Adam hides constant factors
     of a gradient, and turns rounding of gradients that should be zero into steps of full size.
     Microbatches, clipping, dropout and precision are the config's.
 
@@ -135,7 +138,8 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     alone = _one_device(config, world, step.layout.num_microbatches)
     # Accelerators multiply float32 in fewer bits unless they are told not to.
     with jax.default_matmul_precision("highest"):
-        seen, reference = _train(step, config, steps), _train(alone, config, steps)
+        batches = list(_batches(config, world, steps))
+        seen, reference = _train(step, batches), _train(alone, batches)
     rounded = config.precision not in (None, "float32")
     return Verification(
         strategy=step.strategy.name,
@@ -167,10 +171,10 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
     )
 
 
-def _train(step: TrainStep, config: RunConfig, steps: int) -> tuple[dict, dict]:
+def _train(step: TrainStep, batches: list[LocalBatch]) -> tuple[dict, dict]:
     """Losses by step, and the parameters of the model at the end by path."""
     state, losses = step.init(), {}
-    for number, batch in enumerate(_batches(config, steps)):
+    for number, batch in enumerate(batches):
         state, metrics = step(state, batch)
         # Clipping hides a constant factor in the gradients, as Adam does, but not in their norm.
         for name in COMPARED:
@@ -179,14 +183,15 @@ def _train(step: TrainStep, config: RunConfig, steps: int) -> tuple[dict, dict]:
     return losses, {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
 
 
-def _batches(config: RunConfig, steps: int) -> Iterator[dict[str, np.ndarray]]:
+def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:
+    """Random numbers in the shapes of the data, or the data where nothing else can be."""
     fields, rows = config.kind.task.fields(config.model, config.data), config.train.global_batch
+    if any(field.below is None for field in fields.values()):
+        yield from itertools.islice(build_loader(config, world), steps)
+        return
     for number in range(steps):
         random = np.random.default_rng((config.seed, number))
-        yield {
-            name: random.integers(0, field.below, (rows, *field.shape)).astype(field.dtype)
-            for name, field in fields.items()
-        }
+        yield {name: field.draw(random, rows) for name, field in fields.items()}
 
 
 def _compare(seen: dict[str, Any], expected: dict[str, Any]) -> Iterator[Difference]:

@@ -5,8 +5,10 @@ Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.
 """
 
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError
+from .agree import is_main as is_main
 from .agree import on_main as on_main
 from .export import export_safetensors as export_safetensors
+from .full import gather as gather
 from .layout import LeafSpec as LeafSpec
 from .layout import step_name as step_name
 from .layout import step_of as step_of
@@ -21,4 +23,8 @@ from .retention import Retention as Retention
 from .save import save_checkpoint as save_checkpoint
 from .seal import is_checkpoint as is_checkpoint
 from .seal import read_manifest as read_manifest
+from .tensorfile import TensorEntry as TensorEntry
+from .tensorfile import list_tensors as list_tensors
 from .tensorfile import open_tensors as open_tensors
+from .tensorfile import plan_order as plan_order
+from .tensorfile import write_tensors as write_tensors

@@ -20,21 +20,23 @@ from .stores import STORES
 
 
 def load_checkpoint(
-    path: str | Path, target: PyTree, *, parts: Collection[str] | None = None
+    path: str | Path, target: PyTree, *, parts: str | Collection[str] | None = None
 ) -> PyTree:
     """Restores a state, bit for bit, onto the mesh and the layout that the target names.
 
     Neither the mesh, nor the strategy, nor the number of processes has to be the one that the
     state was saved on. Nothing is cast, cut, or left out: the leaves of checkpoint and target have
-    to be the same. Every file is checked before it is read, and every value after.
+    to be the same, or with `parts` those of some parts of it. Every file is checked before it is
+    read, and every value after.
 
     Args:
         path: the folder of the checkpoint.
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
             values are not looked at. `target_of(step.abstract_state, step.state_shardings)`
             makes that of a training step.
-        parts: names at the top of the state, such as `("params", "buffers")`, where the target has
-            these alone; the rest of the checkpoint is not read. None reads all of it.
+        parts: the fields of the state to restore, the others not being read. A name, such as
+            `"params"`: the target is that field alone, such as `target.params`. Several: it is a
+            dict of them.
 
     Returns:
         The state, with the structure of the target.
@@ -55,7 +57,11 @@ def load_checkpoint(
         axon_dist.core.errors.CheckpointError: checkpoint ... does not fit: w is float32[3] in the
         checkpoint and float32[4] here; restore it into the model, optimizer and precision that it
         was saved from
+        >>> load_checkpoint(path, jnp.zeros(3), parts="w").tolist()
+        [1.0, 1.0, 1.0]
     """
+    if isinstance(parts, str):
+        return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
     folder = Path(path)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))

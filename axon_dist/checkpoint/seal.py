@@ -17,6 +17,9 @@ from .manifest import FileRecord, Manifest
 def seal(folder: Path, manifest: Manifest) -> None:
     """Completes the manifest with the files of a folder, and writes it and the marker.
 
+    When it returns the disk has all of them, so that an older checkpoint may be removed once this
+    one has its name: a power cut leaves one of the two.
+
     Args:
         folder: holds every value already.
         manifest: without files.
@@ -27,8 +30,12 @@ def seal(folder: Path, manifest: Manifest) -> None:
         if path.is_file()
     }
     text = dataclasses.replace(manifest, files=files).to_json().encode()
+    for name in files:
+        _sync(folder / name)
     write_durably(folder / MANIFEST, text)
     write_durably(folder / MARKER, _marker_of(text))
+    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        _sync(inner)
 
 
 def publish(folder: Path) -> None:
@@ -39,7 +46,7 @@ def publish(folder: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(folder, replaced)
     os.rename(staging_of(folder), folder)
-    _sync_folder(folder.parent)
+    _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -113,9 +120,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _sync_folder(folder: Path) -> None:
-    """Waits until the disk knows the names in a folder."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Waits until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -10,7 +10,9 @@ them at once. Source: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -112,6 +114,47 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         >>> open_tensors(path)["w"].tolist()
         [1.0, 1.0]
     """
+    return {name: entry.open() for name, entry in list_tensors(path).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Where an array lies in a file.
+
+    Args:
+        path: the file.
+        dtype: of its elements.
+        shape: of the array.
+        start: the byte of the file at which its values begin.
+    """
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def open(self) -> np.ndarray:
+        """Maps it into memory, read-only; what was touched is given back with the last view."""
+        if not self.size:
+            return np.zeros(self.shape, self.dtype)
+        raw = np.memmap(self.path, np.uint8, "r", self.start, self.size)
+        return np.asarray(raw).view(self.dtype).reshape(self.shape)
+
+
+def list_tensors(path: Path) -> dict[str, TensorEntry]:
+    """Reads the header of a file alone.
+
+    Returns:
+        Where each array lies, by name.
+
+    Raises:
+        CheckpointError: when it is no safetensors file, or was cut off.
+    """
     try:
         with open(path, "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -119,18 +162,29 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(file.read(length))
         header.pop(_METADATA, None)
-        return {name: _view(path, 8 + length, **entry) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
+        _check_inside(entries, path.stat().st_size)
+        return entries
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(
             f"cannot read {str(path)!r} as safetensors: {error}; name another file"
         ) from error
 
 
-def _view(
-    path: Path, start: int, dtype: str, shape: list[int], data_offsets: list[int]
-) -> np.ndarray:
-    kind = np.dtype(_DTYPES[dtype])
-    if 0 in shape:
-        return np.zeros(shape, kind)
-    raw = np.memmap(path, np.uint8, "r", start + data_offsets[0], data_offsets[1] - data_offsets[0])
-    return np.asarray(raw).view(kind).reshape(shape)
+def _entry(
+    path: Path, first: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> TensorEntry:
+    begin, end = data_offsets
+    entry = TensorEntry(path, np.dtype(_DTYPES[dtype]), tuple(shape), first + begin)
+    if min([begin, *shape], default=0) < 0 or end - begin != entry.size:
+        raise ValueError(f"{dtype} of shape {shape} cannot lie at bytes {begin} to {end}")
+    return entry
+
+
+def _check_inside(entries: Mapping[str, TensorEntry], size: int) -> None:
+    for name, entry in entries.items():
+        if entry.start + entry.size > size:
+            raise ValueError(
+                f"{name} ends at byte {entry.start + entry.size} of a file of {size}, which was "
+                "cut off"
+            )

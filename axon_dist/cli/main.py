@@ -11,13 +11,27 @@ from axon_dist import __version__
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 from axon_dist.launch import leave
 
-from . import doctor, evaluate, generate, inspect, launch, plan, schedule, train, verify
+from . import (
+    data,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    launch,
+    plan,
+    schedule,
+    train,
+    verify,
+)
 from .verb import Verb
 
 VERBS: tuple[Verb, ...] = (
     train.VERB,
     evaluate.VERB,
     generate.VERB,
+    export.VERB,
+    data.VERB,
     plan.VERB,
     inspect.VERB,
     launch.VERB,

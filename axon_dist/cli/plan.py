@@ -86,7 +86,7 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _read(config: RunConfig) -> tuple[TransformerShape, dict[str, Any]]:
     model = config.model
-    if not isinstance(model, TransformerConfig):
+    if not isinstance(model, TransformerConfig) or config.kind.task.item != "tokens":
         raise ConfigError(
             f"plan knows the activations of transformers on text, and {config.name} is another "
             "model; take its number of parameters instead, --params"

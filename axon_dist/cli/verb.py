@@ -38,13 +38,18 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         metavar="key.path=value",
         help="changes of its config, as in mesh=dp=4; any mesh and strategy will do",
     )
+    add_step(parser)
+    parser.add_argument("--one-device", action="store_true", help="on one device, not on its mesh")
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Declares which checkpoint of a run is meant."""
     parser.add_argument(
         "--step",
         type=lambda text: int(text) if text.isdecimal() else text,
         metavar="N|best",
         help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
     )
-    parser.add_argument("--one-device", action="store_true", help="on one device, not on its mesh")
 
 
 def check_output(option: str, path: str | Path | None) -> None:

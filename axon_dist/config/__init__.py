@@ -13,14 +13,22 @@ from .build import build_step as build_step
 from .build import build_world as build_world
 from .data import DATA as DATA
 from .data import ImageData as ImageData
+from .data import JsonlData as JsonlData
+from .data import MixtureData as MixtureData
+from .data import OwnData as OwnData
+from .data import ParquetData as ParquetData
 from .data import SyntheticImageData as SyntheticImageData
 from .data import TextData as TextData
+from .data import TokenData as TokenData
 from .load import load_config as load_config
 from .loggers import LOGGERS as LOGGERS
 from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
+from .models import OwnModel as OwnModel
 from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
+from .optimizers import OwnOptimizer as OwnOptimizer
+from .own import Own as Own
 from .schema import CheckpointConfig as CheckpointConfig
 from .schema import DevicesConfig as DevicesConfig
 from .schema import RunConfig as RunConfig
@@ -30,10 +38,12 @@ from .strategies import build_strategy as build_strategy
 VERBS = frozenset(
     {
         "AUTO",
+        "DataCheck",
         "Examination",
         "RunDirectory",
         "RunResult",
         "Verification",
+        "check_data",
         "create_directory",
         "examine",
         "train",

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
@@ -58,12 +59,14 @@ def config_facts(config: RunConfig) -> dict[str, object]:
         >>> config_facts(RunConfig())["train.steps"]
         1000
     """
-    flat = flatten_dict(config.to_dict(), sep=".", keep_empty_nodes=True)
-    return {
-        key: {} if value is empty_node else value
-        for key, value in flat.items()
-        if key.rsplit(".", 1)[-1] not in PLACES
-    }
+    flat = flatten_dict(_without_places(config.to_dict()), sep=".", keep_empty_nodes=True)
+    return {key: {} if value is empty_node else value for key, value in flat.items()}
+
+
+def _without_places(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
+    return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
 
 
 def build_step(
@@ -103,6 +106,9 @@ def build_step(
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
+        trainable=config.trainable or nnx.Param,
+        frozen_dtype=config.frozen_dtype,
+        ema=config.train.ema,
     )
     _check_batch(config, step)
     return step

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
+from .own import Own
+
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
@@ -25,7 +27,8 @@ class Bound:
     holds: Callable[[Any], bool]
 
 
-@dataclasses.dataclass(frozen=True)
+# Python 3.11 takes the hash of what stands in an optional annotation, and tables have none.
+@dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
     """A section that is one of several dataclasses; a tag in it says which.
 
@@ -36,6 +39,7 @@ class OneOf:
         table: the dataclasses by name; the first is meant when the tag is missing.
         tag: the key that holds the name.
         presets: for each name, sets of values by preset name; other keys override them.
+        own: what may stand there of the user's own, by the key that holds its dotted path.
 
     Example:
         >>> OneOf({"sgd": dict, "adam": dict}).default
@@ -45,6 +49,7 @@ class OneOf:
     table: Mapping[str, type]
     tag: str = "name"
     presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    own: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
 
     @property
     def default(self) -> str:

@@ -35,6 +35,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a YAML file that holds a section of keys.
 
+    `<<: *name` takes over the keys of the section `&name`. Sections at the top whose name begins
+    with `x-` are there for that alone, and left out.
+
     Raises:
         ConfigError: when the file cannot be read, is no YAML, holds something else, or says
             a key twice.
@@ -49,7 +52,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"the config {str(path)!r} holds {data!r}; it must be a section of keys and values"
         )
-    return data or {}
+    return {key: value for key, value in (data or {}).items() if not _holds_anchors(key)}
+
+
+def _holds_anchors(key: Any) -> bool:
+    """Whether a section at the top is there to be merged into others by `<<`."""
+    return isinstance(key, str) and key.startswith("x-")
 
 
 def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -84,17 +92,33 @@ def _replaced(data: Any, keys: Sequence[str], value: Any, override: str) -> dict
     return section
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand only once; PyYAML would take the last one silently."""
+_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand only once; PyYAML would take the last one silently.
+
+    What `<<` brings along gives way to the keys of the section itself.
+    """
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""
+        # A section that others merge comes here again, its own `<<` written out already.
+        if not hasattr(node, "is_checked"):
+            node.is_checked = True  # type: ignore[attr-defined]
+            self._check_keys([key for key, _ in node.value if key.tag != _MERGE])
+        super().flatten_mapping(node)
+
+    def _check_keys(self, nodes: list[yaml.Node]) -> None:
+        seen = []
+        for node in nodes:
+            key = self.construct_object(node, deep=True)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.value[index][0].start_mark
+                    None, None, f"the key {key!r} stands twice", node.start_mark
                 )
-        return super().construct_mapping(node, deep)
+            seen.append(key)
 
 
 def _parse(text: str, where: str) -> Any:

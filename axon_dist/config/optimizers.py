@@ -5,13 +5,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import optax
 
 from axon_dist.core.errors import ConfigError
 
 from .kinds import Fraction, Natural, NonNegative, OneOf, Positive
+from .own import Own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,3 +206,35 @@ class SGD(Optimizer):
 OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
     {"adamw": AdamW, "adam": Adam, "lion": Lion, "sgd": SGD}
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnOptimizer(Own):
+    """An optimizer of the user's own: `optimizer: {factory: package.module:make, ...}`.
+
+    The factory is called with the keys beside it, and with `num_steps`, the length of the run,
+    where it takes that; it returns an `optax.GradientTransformation`. Those of optax can be named
+    too, as in `{factory: optax:adafactor, learning_rate: 0.001}`.
+    """
+
+    section: ClassVar[str] = "optimizer"
+    offered: ClassVar[tuple[str, ...]] = ("num_steps",)
+
+    def build(self, num_steps: int) -> optax.GradientTransformation:
+        """Calls the factory.
+
+        Raises:
+            ConfigError: when it returns something else.
+
+        Example:
+            >>> own = OwnOptimizer(path="optax:sgd", options={"learning_rate": 0.5})
+            >>> float(own.build(10).update({"w": 1.0}, own.build(10).init({"w": 1.0}))[0]["w"])
+            -0.5
+        """
+        made = self.call(num_steps=num_steps)
+        if not isinstance(made, optax.GradientTransformation):
+            raise ConfigError(
+                f"optimizer.factory: {self.path} returns a {type(made).__name__}, which must be "
+                "an optax.GradientTransformation; return one"
+            )
+        return made

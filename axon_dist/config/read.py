@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
 from .kinds import Bound, OneOf, Parsed
+from .own import Own
 
 _T = TypeVar("_T")
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
@@ -71,6 +72,8 @@ def write(value: Any, hint: Any = None) -> Any:
         >>> write((1, 2))
         [1, 2]
     """
+    if isinstance(value, Own):
+        return value.to_plain()
     if (choice := _extra(hint, OneOf)) is not None:
         return {choice.tag: choice.name_of(value), **write(value)}
     if (parsed := _extra(hint, Parsed)) is not None:
@@ -110,13 +113,13 @@ def _read_dataclass(cls: Any, data: Any, path: str) -> Any:
         if name not in data and _is_required(field):
             raise ConfigError(f"{_join(path, name)}: missing, and it has no default; set it")
     values = {key: read(hints[key], value, _join(path, key)) for key, value in data.items()}
-    return _make_checked(cls, values, path)
+    return _checked(lambda: cls(**values), path)
 
 
-def _make_checked(cls: Any, values: dict[str, Any], path: str) -> Any:
+def _checked(make: Callable[[], Any], path: str) -> Any:
     """Makes a value that checks itself, with the path put before what it complains about."""
     try:
-        made = cls(**values)
+        made = make()
         if hasattr(made, "validate"):
             made.validate()
         return made
@@ -163,6 +166,14 @@ def _read_parsed(parsed: Parsed, value: Any, path: str) -> Any:
 
 
 def _read_choice(choice: OneOf, value: Any, path: str) -> Any:
+    if choice.own and isinstance(value, str) and ":" in value:
+        value = {next(iter(choice.own)): value}
+    for key in choice.own:
+        if isinstance(value, Mapping) and key in value:
+            return _read_own(choice, key, value, path)
+    if not choice.table:
+        keys = " or ".join(f"{{{key}: package.module:name}}" for key in choice.own)
+        raise ConfigError(f"{path}: got {value!r}, which must be {keys}")
     data = {choice.tag: value} if isinstance(value, str) else dict(_section(value, path))
     name = data.pop(choice.tag, choice.default)
     variant = _pick(choice.table, name, _join(path, choice.tag))
@@ -170,6 +181,21 @@ def _read_choice(choice: OneOf, value: Any, path: str) -> Any:
     if preset is not None:
         data = {**_pick(choice.presets[name], preset, _join(path, "preset")), **data}
     return _read_dataclass(variant, data, path)
+
+
+def _read_own(choice: OneOf, key: str, value: Mapping[str, Any], path: str) -> Own:
+    """Reads a thing of the user's own, whose options are read by nothing but itself."""
+    others = [other for other in (choice.tag, *choice.own) if other in value and other != key]
+    if others:
+        raise ConfigError(
+            f"{path}: got {key} and {others[0]}, which both say what it is; leave one of them out"
+        )
+    cls, data = choice.own[key], {name: item for name, item in value.items() if name != key}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name in cls.own_fields():
+        if name in data:
+            data[name] = read(hints[name], data[name], _join(path, name))
+    return _checked(lambda: cls.from_plain(value[key], data), path)
 
 
 def _pick(table: Mapping[str, Any], name: Any, path: str) -> Any:
@@ -185,7 +211,7 @@ def _read_union(hint: Any, value: Any, path: str) -> Any:
         return None
     possible = [option for option in options if option is not types.NoneType]
     has_keys = isinstance(value, Mapping)
-    fitting = [option for option in possible if dataclasses.is_dataclass(option) == has_keys]
+    fitting = [option for option in possible if _has_keys(option) == has_keys]
     errors = []
     for option in fitting or possible:
         try:
@@ -193,6 +219,10 @@ def _read_union(hint: Any, value: Any, path: str) -> Any:
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
+
+
+def _has_keys(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping
 
 
 def _read_tuple(hint: Any, value: Any, path: str) -> tuple:

@@ -15,11 +15,11 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.precision import GradScaler, MixedPrecision
 from axon_dist.step import Nonfinite
 
-from .data import DATA, TextData
-from .kinds import Count, Natural, OneOf, Parsed, Positive, Seed
+from .data import DATA, OwnData, TextData
+from .kinds import Count, Fraction, Natural, OneOf, Parsed, Positive, Seed
 from .loggers import LOGGERS, Logger
-from .models import MODELS, ModelKind, kind_of
-from .optimizers import OPTIMIZERS, AdamW, Optimizer
+from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
+from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
 from .read import read, write
 from .strategies import read_strategies
 
@@ -100,6 +100,8 @@ class TrainConfig:
         log_every: steps between written metrics, each their mean over those steps.
         peak_flops: what one device computes at best, in FLOP/s; sets what the utilization in the
             metrics is measured against, and there is none without it.
+        ema: decay of a moving average of the parameters, which is then what is validated; None
+            keeps none.
         nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
             that batch, or `rollback` to the newest checkpoint and go on with new batches.
         max_rollbacks: how often a run goes back before it stops.
@@ -113,6 +115,7 @@ class TrainConfig:
     eval_batches: Count = 16
     log_every: Count = 10
     peak_flops: Positive | None = None
+    ema: Fraction | None = None
     nonfinite: Nonfinite = Nonfinite.STOP
     max_rollbacks: Count = 3
 
@@ -155,13 +158,17 @@ class RunConfig:
         run_dir: the folder for what the run writes; None makes `runs/<name>-<time>`.
         mesh: axes and sizes, outer to inner; one size may be -1.
         devices: which devices the mesh is laid over.
-        model: the sizes of the model, under the `kind` it is of.
-        data: what the model is trained on, under the `kind` it is of.
-        optimizer: the optimizer under its `name`, with its options and learning rate.
+        model: the sizes of the model, under the `kind` it is of; or `{factory: module:name, ...}`.
+        data: what the model is trained on, under the `kind` it is of; or a factory.
+        loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
+        optimizer: the optimizer under its `name`, with its options and learning rate; or a factory.
         parallel: the strategies to compose, each with its options.
         precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
             strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
+        trainable: regular expressions, searched for in the paths of the parameters: what is found
+            is trained, and all else frozen; empty trains everything.
+        frozen_dtype: what frozen parameters are kept in, such as `bfloat16`; None keeps theirs.
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
             and TPUs do that anyway, GPUs get slower by it.
@@ -188,15 +195,21 @@ class RunConfig:
             {name: kind.sizes for name, kind in MODELS.items()},
             tag="kind",
             presets={name: kind.presets for name, kind in MODELS.items()},
+            own={"factory": OwnModel},
         ),
     ] = TransformerConfig()
-    data: Annotated[Any, OneOf(DATA, tag="kind")] = TextData()
-    optimizer: Annotated[Optimizer, OneOf(OPTIMIZERS)] = AdamW()
+    data: Annotated[Any, OneOf(DATA, tag="kind", own={"factory": OwnData})] = TextData()
+    loss: Annotated[OwnLoss, OneOf({}, own=LOSSES)] | None = None
+    optimizer: Annotated[
+        Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, own={"factory": OwnOptimizer})
+    ] = AdamW()
     parallel: Annotated[StrategyOptions, Parsed(strategy_options, _plain_options)] = (
         dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     )
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
+    trainable: tuple[str, ...] = ()
+    frozen_dtype: str | None = None
     loss_scale: GradScaler | None = None
     deterministic: bool = False
     train: TrainConfig = TrainConfig()
@@ -205,8 +218,8 @@ class RunConfig:
 
     @property
     def kind(self) -> ModelKind:
-        """The kind that the model is of."""
-        return kind_of(self.model)
+        """The kind that the model is of, and what it learns from this data."""
+        return kind_of(self.model, self.data, self.loss)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunConfig:
@@ -245,14 +258,12 @@ class RunConfig:
     def _check_task(self) -> None:
         task = self.kind.task
         if not isinstance(self.data, task.data):
-            kind, given = (
-                next(name for name, row in table.items() if row is value)
-                for table, value in ((MODELS, self.kind), (DATA, type(self.data)))
-            )
-            fitting = " or ".join(name for name, row in DATA.items() if row in task.data)
+            model = next(name for name, row in MODELS.items() if row.sizes is type(self.model))
+            given = next(name for name, row in DATA.items() if row is type(self.data))
+            *others, last = (name for name, row in DATA.items() if row in task.data)
             raise ConfigError(
-                f"data.kind: got {given}, and the model is a {kind}, which needs {fitting}; change "
-                "data.kind or model.kind"
+                f"data.kind: got {given}, and the model is a {model}, which needs "
+                f"{', '.join(others)} or {last}; change data.kind or model.kind"
             )
         task.check(self.model, self.data)
         if self.train.peak_flops is not None and task.item != "tokens":

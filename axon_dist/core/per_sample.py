@@ -15,7 +15,8 @@ def per_sample(function: Callable[..., Any]) -> Callable[..., Any]:
     """Promises that a function treats samples one by one, forwards and backwards.
 
     A step that computes a loss in parts reads from its program that samples do not mix. A kernel
-    of Pallas, or a call into foreign code, is no program that it could read.
+    of Pallas, or a call into foreign code, is no program that it could read. Random numbers are
+    drawn before the function: each rank runs it on its own samples, and would draw the same.
 
     Args:
         function: takes and returns arrays; dim 0 of each that has one for every sample counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -40,9 +40,50 @@ def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> 
     )
 
 
+def parted(tree: PyTree, paths: Collection[Path]) -> tuple[PyTree, PyTree]:
+    """Divides nested dicts in two by the paths of their leaves.
+
+    Args:
+        tree: nested dicts.
+        paths: of leaves, which need not all be there.
+
+    Returns:
+        The leaves that are at none of the paths, and those that are, as nested dicts.
+
+    Example:
+        >>> parted({"a": 1, "b": {"c": 2, "d": 3}}, {"b/c"})
+        ({'a': 1, 'b': {'d': 3}}, {'b': {'c': 2}})
+    """
+    if not paths:
+        return tree, {}
+    others: dict[Any, Any] = {}
+    named: dict[Any, Any] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        node = named if path_str(keys) in paths else others
+        *outer, last = (entry.key for entry in keys)
+        for key in outer:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return others, named
+
+
+def joined(tree: PyTree, other: PyTree) -> PyTree:
+    """Nested dicts with the leaves of both; the inverse of `parted`.
+
+    Example:
+        >>> joined({"a": 1, "b": {"d": 3}}, {"b": {"c": 2}})
+        {'a': 1, 'b': {'d': 3, 'c': 2}}
+    """
+    if not (isinstance(tree, dict) and isinstance(other, dict)):
+        raise ValueError("both trees have a leaf in one place")
+    shared = {key: joined(tree[key], other[key]) for key in tree.keys() & other.keys()}
+    return {**tree, **other, **shared}
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is, or describes, an array of typed random keys."""
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def num_params(tree: PyTree) -> int:

@@ -26,10 +26,25 @@ class TextFile:
         name: path relative to the folder of the pattern that found it, with forward slashes, so
             that it is the same on every machine.
         path: where the file is here.
+        start: the first byte that counts.
+        stop: the first byte that does not; None for all.
     """
 
     name: str
     path: Path
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def size(self) -> int:
+        """How many bytes count."""
+        return (self.path.stat().st_size if self.stop is None else self.stop) - self.start
+
+    def read(self) -> bytes:
+        """The bytes that count."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.size)
 
 
 def find_files(patterns: Sequence[str]) -> tuple[TextFile, ...]:
@@ -90,6 +105,108 @@ def split_files(
     for file in files:
         sides[_place(file.name) < fraction].append(file)
     return tuple(sides[0]), tuple(sides[1])
+
+
+FEW = 10
+"""Where fewer files than this are expected on one side, a share of them is no share of bytes."""
+
+_LINE = 2**16
+"""A line that is longer is cut in its midst."""
+
+
+def split_bytes(
+    files: Sequence[TextFile], fraction: float
+) -> tuple[tuple[TextFile, ...], tuple[TextFile, ...]]:
+    """Splits files into training and validation so that validation has a share of their bytes.
+
+    Files go to validation in the order of the numbers in `split_files` until the share is reached.
+    The file in which that happens goes to one side where that keeps validation within half and one
+    and a half times its share; else it is cut at the end of a line, its rest for validation.
+
+    Args:
+        files: what to split.
+        fraction: the share of the bytes for validation, in (0, 1).
+
+    Returns:
+        The files, or parts of them, for training and for validation, in the given order.
+
+    Example:
+        >>> files = [TextFile(name, Path(name), stop=100) for name in "abcdefghij"]
+        >>> [file.name for file in split_bytes(files, 0.2)[1]]
+        ['d', 'j']
+    """
+    wanted, held, reached = fraction * sum(file.size for file in files), [], 0
+    for file in sorted(files, key=lambda file: _place(file.name)):
+        if reached + file.size > wanted:
+            break
+        held.append(file)
+        reached += file.size
+    else:
+        return (), tuple(files)
+    border = [reached, reached + file.size]
+    nearest = min(border, key=lambda size: abs(size - wanted))
+    cut = None
+    if abs(nearest - wanted) > wanted / 2:
+        cut = _cut(file, file.size - round(wanted - reached))
+        held.append(dataclasses.replace(file, start=cut, stop=file.start + file.size))
+    elif nearest == border[1]:
+        held.append(file)
+    rest = [
+        dataclasses.replace(one, stop=cut) if one == file and cut is not None else one
+        for one in files
+        if one not in held
+    ]
+    order = [one.name for one in files]
+    held.sort(key=lambda one: order.index(one.name))
+    return tuple(one for one in rest if one.size), tuple(one for one in held if one.size)
+
+
+def _cut(file: TextFile, size: int) -> int:
+    """Where a file is cut: behind the last line break within a size, else between two letters."""
+    place = file.start + size
+    begin = max(file.start, place - _LINE)
+    before = dataclasses.replace(file, start=begin, stop=place).read()
+    if b"\n" in before:
+        return begin + before.rindex(b"\n") + 1
+    # In UTF-8 a byte 10xxxxxx goes on with a letter that began before.
+    rest = dataclasses.replace(file, start=place, stop=file.start + file.size).read()[:4]
+    return place + len(rest) - len(rest.lstrip(bytes(range(0x80, 0xC0))))
+
+
+def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:
+    """Checks that no file is on both sides.
+
+    Raises:
+        ConfigError: naming one that is.
+    """
+    shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
+    if shared:
+        raise ConfigError(
+            f"{len(shared)} files are in data.files and in data.validation_files, for example "
+            f"{min(shared)}: validation must hold what training never sees; take them out of one."
+        )
+
+
+def says_little(train: float, held: float, what: str) -> str:
+    """A clause for people where training got less than 80 % of the data, else nothing.
+
+    Args:
+        train: how much there is for training.
+        held: how much there is for validation.
+        what: it is measured in.
+
+    Example:
+        >>> says_little(10, 205, "bytes")
+        '; note that only 5 % of the bytes are for training'
+        >>> says_little(90, 10, "bytes")
+        ''
+    """
+    share = train / (train + held)
+    few = f"; note that only {100 * share:.0f} % of the {what} are for training"
+    return few if share < _MOST else ""
+
+
+_MOST = 0.8
 
 
 def _place(name: str) -> float:

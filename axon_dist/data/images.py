@@ -12,8 +12,8 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
-from .files import TextFile, find_files
-from .sampling import checksum, held_fraction
+from .files import check_disjoint, find_files
+from .sampling import checksum, drawn, held_fraction, random_of
 
 PATTERN = 8
 """Height and width of the pattern that a synthetic class shows."""
@@ -138,9 +138,9 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
     whole = _read(source.files, shape, num_classes)
     if source.validation_files:
         held = _read(source.validation_files, shape, num_classes)
-        _check_disjoint(source)
+        check_disjoint(find_files(source.files), find_files(source.validation_files))
     else:
-        is_held = _drawn(len(whole), held_fraction(source.validation_fraction))
+        is_held = drawn(len(whole), held_fraction(source.validation_fraction))
         whole, held = whole.part(~is_held), whole.part(is_held)
     return Images(whole, held, shape, _describe(", ".join(source.files), whole, held, shape))
 
@@ -202,37 +202,20 @@ class MadeImages:
 
     def _draw(self, number: int) -> tuple[np.ndarray, int]:
         height, width, channels = self.shape
-        own = _random(1, number)
+        own = random_of(1, number)
         label = int(own.integers(self.num_classes))
-        coarse = _random(0, label).integers(0, 256, (PATTERN, PATTERN, channels), np.uint8)
+        coarse = random_of(0, label).integers(0, 256, (PATTERN, PATTERN, channels), np.uint8)
         rows, columns = (np.arange(size) * PATTERN // size for size in (height, width))
         noise = own.integers(0, 256, self.shape, np.uint8)
         mean = (coarse[rows][:, columns].astype(np.uint16) + noise) // 2
         return mean.astype(np.uint8), label
 
 
-def _random(kind: int, number: int) -> np.random.Generator:
-    """Random numbers that depend on what they are for and on one number alone."""
-    return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
-
-
 def _made_up(source: SyntheticImages, shape: tuple[int, int, int], num_classes: int) -> Images:
     numbers = np.arange(source.num_images)
-    is_held = _drawn(source.num_images, held_fraction(source.validation_fraction))
+    is_held = drawn(source.num_images, held_fraction(source.validation_fraction))
     train, held = (MadeImages(numbers[side], shape, num_classes) for side in (~is_held, is_held))
     return Images(train, held, shape, _describe("synthetic images", train, held, shape))
-
-
-def _drawn(count: int, fraction: float) -> np.ndarray:
-    """A mask of a share of `count` images."""
-    num_held = round(count * fraction)
-    if num_held in (0, count):
-        empty = "training" if num_held else "validation"
-        raise ConfigError(
-            f"data.validation_fraction={fraction} of {count} images leaves none for {empty}: give "
-            "more images, or change the fraction."
-        )
-    return _random(2, 0).permutation(count) < num_held
 
 
 def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int) -> ArrayImages:
@@ -274,20 +257,6 @@ def _check_arrays(
             f"{path} has labels of {labels.dtype} {labels.shape}, which must be integers "
             f"({len(images)},), one for each image."
         )
-
-
-def _check_disjoint(source: ImageSource) -> None:
-    sides = (source.files, source.validation_files)
-    train, held = ({_resolved(file) for file in find_files(patterns)} for patterns in sides)
-    if shared := train & held:
-        raise ConfigError(
-            f"{len(shared)} files are in data.files and in data.validation_files, for example "
-            f"{min(shared)}: validation must hold what training never sees; take them out of one."
-        )
-
-
-def _resolved(file: TextFile) -> Path:
-    return file.path.resolve()
 
 
 def _check_size(image_size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import grain
 import numpy as np
@@ -12,49 +11,12 @@ import numpy as np
 from axon_dist.core.errors import ConfigError
 
 from .images import Images, ImageSet
-from .sampling import checksum, local_rows, num_windows, shuffled, spread_starts, windows_at
-from .text import Text
-
-LocalBatch = dict[str, np.ndarray]
-"""Arrays of `B / P` rows, those of one process: `{"tokens": int32 [B / P, T + 1]}` of text,
-`{"x": uint8 [B / P, H, W, C], "y": int32 [B / P]}` of images."""
+from .samples import LocalBatch, Samples
+from .sampling import checksum, local_rows, shuffled, spread_starts
+from .windows import Text, Windows
 
 _ENDLESS = 2**62
 """More samples than any run sees, and still an int64."""
-
-
-class Samples(Protocol):
-    """What a loader hands out, sample by sample."""
-
-    @property
-    def description(self) -> str:
-        """One sentence for people."""
-        ...
-
-    @property
-    def identity(self) -> dict[str, int]:
-        """What the order of samples counts in; `num_samples` of training is part of it.
-
-        `contents` is a checksum of the samples: other files of the same size are other data.
-        """
-        ...
-
-    def train(self, numbers: np.ndarray) -> LocalBatch:
-        """The training samples of some numbers, `[B]`, each below `num_samples`."""
-        ...
-
-    @property
-    def num_validation(self) -> int:
-        """How many validation samples there are that share nothing; `spread` gives so many."""
-        ...
-
-    def spread(self, count: int) -> np.ndarray:
-        """Places of `count` validation samples, `[count]`, the same every time."""
-        ...
-
-    def validation(self, places: np.ndarray) -> LocalBatch:
-        """The validation samples at some of the places."""
-        ...
 
 
 class Loader:
@@ -72,6 +34,7 @@ class Loader:
         process: which process this is, from 0.
         num_processes: how many share every batch.
         num_ahead: batches a thread loads ahead; 0 to load each when it is asked for.
+        vocab_size: what every token of a batch must be below, checked in each; None checks none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -87,6 +50,7 @@ class Loader:
         process: int = 0,
         num_processes: int = 1,
         num_ahead: int = 2,
+        vocab_size: int | None = None,
     ):
         if num_ahead < 0:
             raise ConfigError(f"num_ahead={num_ahead} must be at least 0; change it.")
@@ -96,7 +60,8 @@ class Loader:
         self.num_samples = samples.identity["num_samples"]
         self._rows_of = lambda batch: local_rows(batch, process, num_processes)
         self._rows = self._rows_of(global_batch)
-        self._order = shuffled(self.num_samples, seed)
+        self._order = getattr(samples, "order", self._epochs)(seed)
+        self._vocab_size = vocab_size
         self._num_ahead = num_ahead
         self._samples_seen = 0
         self._batches = self._start()
@@ -156,9 +121,12 @@ class Loader:
             raise ConfigError(f"{num_batches} validation batches must be at least 1; raise it.")
         places = self.samples.spread(num_batches * self.global_batch)
         return (
-            self.samples.validation(batch[self._rows])
-            for batch in places.reshape(num_batches, self.global_batch)
+            _known(self.samples.validation(batch[self._rows]), self._vocab_size)
+            for batch in places.reshape(num_batches, self.global_batch, *places.shape[1:])
         )
+
+    def _epochs(self, seed: int) -> grain.MapDataset[int]:
+        return shuffled(self.num_samples, seed)
 
     def validation_places(self) -> np.ndarray:
         """The places of all validation samples, each once, for `validation_rows`.
@@ -183,11 +151,12 @@ class Loader:
         Raises:
             DivisibilityError: the batch does not divide by the processes.
         """
-        return self.samples.validation(places[self._rows_of(len(places))])
+        rows = places[self._rows_of(len(places))]
+        return _known(self.samples.validation(rows), self._vocab_size)
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:
         rows = np.arange(self.global_batch)[self._rows]
-        load = functools.partial(_load, self.samples, self._order, rows)
+        load = functools.partial(_load, self.samples, self._order, rows, self._vocab_size)
         counters = grain.MapDataset.range(self._samples_seen, _ENDLESS, self.global_batch)
         options = grain.ReadOptions(
             num_threads=min(1, self._num_ahead), prefetch_buffer_size=self._num_ahead
@@ -217,60 +186,6 @@ class TextLoader(Loader):
 
     def __init__(self, text: Text, *, length: int, global_batch: int, **options: int):
         super().__init__(Windows(text, length), global_batch=global_batch, **options)
-
-
-class Windows:
-    """The windows of a text as samples.
-
-    Args:
-        text: training and validation tokens, one dim each.
-        length: tokens a model sees, T; windows hold T + 1.
-
-    Raises:
-        ConfigError: the length is out of range, or either side is shorter than a window.
-    """
-
-    def __init__(self, text: Text, length: int):
-        if length < 1:
-            raise ConfigError(f"length={length} must be at least 1; change it.")
-        _check_long_enough("training", text.train, length)
-        _check_long_enough("validation", text.validation, length)
-        self.text, self.length, self.description = text, length, text.description
-
-    @property
-    def identity(self) -> dict[str, int]:
-        """The length, how many windows there are, and what they contain."""
-        return {
-            "length": self.length,
-            "num_samples": num_windows(len(self.text.train), self.length),
-            "contents": self._contents,
-        }
-
-    @functools.cached_property
-    def _contents(self) -> int:
-        return checksum(self.text.train, self.text.validation)
-
-    def train(self, numbers: np.ndarray) -> LocalBatch:
-        """Cuts windows that lie side by side."""
-        return {"tokens": windows_at(self.text.train, numbers * self.length, self.length)}
-
-    @property
-    def num_validation(self) -> int:
-        """Windows of the validation text side by side; less than a window of it is left out."""
-        return num_windows(len(self.text.validation), self.length)
-
-    @property
-    def validation_bytes(self) -> int | None:
-        """How many bytes the validation text has, where that is known."""
-        return self.text.validation_bytes
-
-    def spread(self, count: int) -> np.ndarray:
-        """First positions of windows all over the validation text."""
-        return spread_starts(len(self.text.validation), self.length, count)
-
-    def validation(self, places: np.ndarray) -> LocalBatch:
-        """Cuts windows out of the validation text."""
-        return {"tokens": windows_at(self.text.validation, places, self.length)}
 
 
 class ImageLoader(Loader):
@@ -347,10 +262,25 @@ def _pictures(images: ImageSet, numbers: np.ndarray) -> LocalBatch:
 
 
 def _load(
-    samples: Samples, order: grain.MapDataset[int], rows: np.ndarray, counter: int
+    samples: Samples,
+    order: grain.MapDataset[int],
+    rows: np.ndarray,
+    vocab_size: int | None,
+    counter: int,
 ) -> LocalBatch:
     """The given rows of the global batch whose first sample is number `counter` of the run."""
-    return samples.train(np.array([order[sample] for sample in (counter + rows).tolist()]))
+    numbers = np.array([order[sample] for sample in (counter + rows).tolist()])
+    return _known(samples.train(numbers), vocab_size)
+
+
+def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
+    """The batch, whose tokens a model of so many knows; looking up others gives wrong rows."""
+    if vocab_size is not None and (largest := int(batch["tokens"].max())) >= vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
+            f"at least {largest + 1}, or give files of this model's tokens"
+        )
+    return batch
 
 
 def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
@@ -375,12 +305,4 @@ def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
         raise ConfigError(
             f"the data state has samples_seen={state['samples_seen']}, which must be 0 or "
             "more: give what state() returned."
-        )
-
-
-def _check_long_enough(side: str, stream: np.ndarray, length: int) -> None:
-    if len(stream) <= length:
-        raise ConfigError(
-            f"the {side} text has {len(stream)} tokens, less than one window of {length + 1}: "
-            "give more text in data.files, or a shorter length."
         )

@@ -159,6 +159,27 @@ def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) 
     return fraction
 
 
+def random_of(kind: int, number: int) -> np.random.Generator:
+    """Random numbers that depend on what they are for and on one number alone."""
+    return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
+
+
+def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
+    """A mask of a share of `count` things, the same every time.
+
+    Raises:
+        ConfigError: when it takes none or all of them.
+    """
+    num_held = round(count * fraction)
+    if num_held in (0, count):
+        empty = "training" if num_held else "validation"
+        raise ConfigError(
+            f"data.validation_fraction={fraction} of {count} {what} leaves none for {empty}: give "
+            f"more {what}, or change the fraction."
+        )
+    return random_of(2, 0).permutation(count) < num_held
+
+
 def checksum(*arrays: np.ndarray) -> int:
     """A number that other contents of the same sizes do not have, below 2^53 so that JSON holds it.
 

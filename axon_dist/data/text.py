@@ -11,9 +11,19 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
-from .files import TextFile, find_files, split_files, standard_library_files
+from .files import (
+    FEW,
+    TextFile,
+    check_disjoint,
+    find_files,
+    says_little,
+    split_bytes,
+    split_files,
+    standard_library_files,
+)
 from .sampling import held_fraction
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from .windows import Text, Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +32,13 @@ class TextSource:
 
     Args:
         files: paths or globs; empty for the source of Python's own standard library.
-        validation_files: paths or globs kept for validation; empty to split `files` by name.
-        validation_fraction: the expected share of files for validation, in (0, 1), where there are
-            no `validation_files`; None for a tenth.
+        validation_files: paths or globs kept for validation; empty to split `files`: many of them
+            by their names, few so that the share is one of bytes.
+        validation_fraction: the share for validation, in (0, 1), where there are no
+            `validation_files`; None for a tenth.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
-        max_bytes: on each side of the split, read only the first files by name that together stay
-            within this many bytes; None for all.
+        max_bytes: on each side of the split, read only the first files by name, or parts of files,
+            that together stay within this many bytes; None for all.
 
     Example:
         >>> TextSource(validation_fraction=0.05).validate()
@@ -63,24 +74,19 @@ class TextSource:
                 "training files as well."
             )
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays of a batch."""
+        return ("tokens",)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Text:
-    """Two streams of tokens and what they are.
+    @property
+    def unit(self) -> str:
+        """What a loss is measured in."""
+        return "nats/byte" if self.tokenizer is None else "nats/token"
 
-    Args:
-        train: 1-D unsigned integers, the training files one after another.
-        validation: the same of the validation files; no file is in both.
-        vocab_size: token ids are below it.
-        description: one sentence for people.
-        validation_bytes: of the validation files; a byte that ends a document counts.
-    """
-
-    train: np.ndarray
-    validation: np.ndarray
-    vocab_size: int
-    description: str
-    validation_bytes: int | None = None
+    def open(self, length: int) -> Windows:
+        """Reads the text; its samples are windows of `length + 1` tokens."""
+        return Windows(load_text(self), length)
 
 
 def load_text(source: TextSource) -> Text:
@@ -110,8 +116,9 @@ def load_text(source: TextSource) -> Text:
         validation=held,
         vocab_size=tokenizer.vocab_size,
         description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
-        f"validation, as {tokenizer.name}",
-        validation_bytes=_num_bytes(validation) if source.tokenizer else len(held),
+        f"validation, as {tokenizer.name}" + says_little(_size(train), _size(validation), "bytes"),
+        show=tokenizer.decode,
+        validation_bytes=_size(validation) if source.tokenizer else len(held),
     )
 
 
@@ -119,40 +126,30 @@ def _sides(source: TextSource) -> tuple[Sequence[TextFile], Sequence[TextFile]]:
     files = find_files(source.files) if source.files else standard_library_files()
     if source.validation_files:
         validation = find_files(source.validation_files)
-        _check_disjoint(files, validation)
+        check_disjoint(files, validation)
         return files, validation
     fraction = held_fraction(source.validation_fraction)
-    train, validation = split_files(files, fraction)
+    is_few = len(files) * min(fraction, 1 - fraction) < FEW
+    train, validation = (split_bytes if is_few else split_files)(files, fraction)
     if not train or not validation:
         empty = "training" if not train else "validation"
         raise ConfigError(
-            f"data.validation_fraction={fraction} of {len(files)} files leaves "
-            f"no file for {empty}: a file is never cut, and its name decides its side. Give more "
-            "files, change the fraction, or name data.validation_files."
+            f"data.validation_fraction={fraction} of {len(files)} files leaves nothing for "
+            f"{empty}: give more text, change the fraction, or name data.validation_files."
         )
     return train, validation
-
-
-def _check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) -> None:
-    shared = {file.path.resolve() for file in train} & {file.path.resolve() for file in validation}
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} files are in data.files and in data.validation_files, for example "
-            f"{min(shared)}: validation must hold what training never sees; take them out of one."
-        )
 
 
 def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]:
     """The files, in order, whose running total stays within the limit; a file is never cut."""
     if max_bytes is None:
         return files
-    totals = itertools.accumulate(file.path.stat().st_size for file in files)
+    totals = itertools.accumulate(file.size for file in files)
     kept = [file for file, total in zip(files, totals, strict=True) if total <= max_bytes]
     if not kept:
-        size = files[0].path.stat().st_size
         raise ConfigError(
-            f"data.max_bytes={max_bytes} is less than the first file, {files[0].path} of {size} "
-            "bytes: raise it, since a file is never cut."
+            f"data.max_bytes={max_bytes} is less than the first file, {files[0].path} of "
+            f"{files[0].size} bytes: raise it, since a limit cuts no file."
         )
     return kept
 
@@ -163,7 +160,7 @@ def _stream(files: Sequence[TextFile], tokenizer: Tokenizer) -> np.ndarray:
 
 def _encode(file: TextFile, tokenizer: Tokenizer) -> np.ndarray:
     try:
-        return tokenizer.encode(file.path.read_bytes())
+        return tokenizer.encode(file.read())
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file.path} is not UTF-8 (byte {error.start}): convert it, take it out of "
@@ -172,8 +169,9 @@ def _encode(file: TextFile, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _amount(files: Sequence[TextFile]) -> str:
-    return f"{len(files)} files of {_num_bytes(files) / 1e6:.2f} MB"
+    parts = "parts of files" if any(file.stop is not None for file in files) else "files"
+    return f"{len(files)} {parts} of {_size(files) / 1e6:.2f} MB"
 
 
-def _num_bytes(files: Sequence[TextFile]) -> int:
-    return sum(file.path.stat().st_size for file in files)
+def _size(files: Sequence[TextFile]) -> int:
+    return sum(file.size for file in files)

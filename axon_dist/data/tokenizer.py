@@ -23,6 +23,8 @@ class Tokenizer:
             them all; raises UnicodeDecodeError if it needs UTF-8 and gets something else.
         prompt: maps the beginning of a document to a 1-D array of ids, without the end of one.
         decode: maps ids to text for people.
+        answer: maps a prompt and what follows it to the ids of both together, and how many of them
+            belong to the prompt.
         end: the id that ends a document; None where none does.
     """
 
@@ -31,6 +33,7 @@ class Tokenizer:
     encode: Callable[[bytes], np.ndarray]
     prompt: Callable[[str], np.ndarray]
     decode: Callable[[np.ndarray], str]
+    answer: Callable[[str, str], tuple[np.ndarray, int]]
     end: int | None = None
 
 
@@ -41,27 +44,31 @@ def byte_tokenizer() -> Tokenizer:
         >>> byte_tokenizer().encode(b"axon").tolist()
         [97, 120, 111, 110, 0]
     """
+    encode = lambda content: np.frombuffer(content + b"\0", np.uint8)
     return Tokenizer(
         "bytes",
         256,
-        encode=lambda content: np.frombuffer(content + b"\0", np.uint8),
+        encode=encode,
         prompt=lambda text: np.frombuffer(text.encode(), np.uint8),
         decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
+        answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
         end=0,
     )
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     """Loads a `tokenizer.json` as Hugging Face `tokenizers` writes it.
 
     Args:
         path: of the `tokenizer.json`.
+        end_token: a token put behind every document, such as `"<|endoftext|>"`.
 
     Returns:
         The tokenizer; special tokens are added as the file's own post-processor says.
 
     Raises:
-        ConfigError: there is no such file, it is not a tokenizer, or the library is missing.
+        ConfigError: there is no such file, it is not a tokenizer, it has no such token, or the
+            library is missing.
     """
     try:
         import tokenizers  # noqa: PLC0415  (an optional dependency)
@@ -85,13 +92,26 @@ def load_tokenizer(path: str) -> Tokenizer:
     vocab_size = max(model.get_vocab().values(), default=0) + 1
     dtype = np.min_scalar_type(vocab_size - 1)
     known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
-    behind = _behind(model.encode(known))
+    added = _end(model.token_to_id, end_token, path)
+    behind = [*_behind(model.encode(known)), *added]
+
+    def encode(content: bytes) -> np.ndarray:
+        return np.array([*model.encode(content.decode()).ids, *added], dtype)
+
+    def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
+        found = model.encode(prompt + text)
+        # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
+        # learn, and a token on the border counts as prompt.
+        before = [i for i, (a, b) in enumerate(found.offsets) if a < b and a < len(prompt)]
+        return np.array([*found.ids, *added], dtype), before[-1] + 1 if before else 0
+
     return Tokenizer(
         f"tokens of {Path(path).name}",
         vocab_size,
-        encode=lambda content: np.array(model.encode(content.decode()).ids, dtype),
+        encode=encode,
         prompt=lambda text: np.array(_without_end(model.encode(text)), dtype),
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
+        answer=answer,
         end=behind[0] if behind else None,
     )
 
@@ -107,3 +127,17 @@ def _behind(encoded: Any) -> list[int]:
 
 def _without_end(encoded: Any) -> list[int]:
     return encoded.ids[: len(encoded.ids) - len(_behind(encoded))]
+
+
+def _end(
+    token_to_id: Callable[[str], int | None], end_token: str | None, path: str
+) -> tuple[int, ...]:
+    if end_token is None:
+        return ()
+    found = token_to_id(end_token)
+    if found is None:
+        raise ConfigError(
+            f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
+            "is, or leave it out."
+        )
+    return (found,)

@@ -228,7 +228,8 @@ class Trainer:
         if options.peak_flops is not None:
             utilization = functools.partial(
                 model_flops_utilization,
-                num_params(state.params),
+                # A frozen parameter has no gradient of its own: a third less to compute.
+                num_params(state.params) + 2 * num_params(state.frozen) // 3,
                 peak_flops=options.peak_flops,
                 num_devices=self.step.world.size,
             )
@@ -372,7 +373,8 @@ class Trainer:
         sums: dict[str, list[float]] = {}
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             batches = (record.sign() or batch for batch in self.validation())
-            found = (self.step.evaluate_sums(state, batch) for batch in batches)
+            averages = self.step.options.ema is not None
+            found = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
             for metrics in delayed(found, _LAG):
                 for name, part in jax.device_get(metrics).items():
                     total = sums.setdefault(name, [0.0, 0.0])

@@ -41,6 +41,7 @@ from .sampling import draw as draw
 from .sampling import kept_logits as kept_logits
 from .transformer import Block as Block
 from .transformer import Transformer as Transformer
+from .transformer import positions_in as positions_in
 from .transformer import scan_layers as scan_layers
 from .transformer_config import TransformerConfig as TransformerConfig
 from .transformer_config import num_params as num_params

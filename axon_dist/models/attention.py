@@ -1,7 +1,8 @@
 """Attention in its several forms: the same function, computed by different code.
 
-All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N) and
-whether they are causal, so that position t sees positions 0 to t alone; they return `[B, T, H, K]`:
+All forms take queries `[B, T, H, K]`, keys and values `[B, T, N, K]` (H a multiple of N), whether
+they are causal, so that position t sees positions 0 to t alone, and segments, integers `[B, T]`, so
+that a position sees those of its own segment alone; they return `[B, T, H, K]`:
 
 | form | runs on | memory | what it is |
 |---|---|---|---|
@@ -9,6 +10,9 @@ whether they are causal, so that position t sees positions 0 to t alone; they re
 | `cudnn` | NVIDIA GPUs, bfloat16 or float16 | linear in T | cuDNN's fused flash attention |
 | `flash` | TPUs | linear in T | the Pallas splash attention kernel that ships with JAX |
 | `auto` | everything | that of the form chosen | `cudnn` where it can run, `einsum` elsewhere |
+
+With segments `cudnn` reads a mask `[B, 1, T, T]`, in two bytes an entry, which is no longer linear
+in T but has no dim of heads; `flash` skips what is masked, and stays linear.
 
 `auto` decides when the program is lowered, by the platform it is lowered for, so that one traced
 step serves CPU and GPU. It takes `einsum` on a GPU in the cases `cudnn_obstacle` names, float32
@@ -32,7 +36,9 @@ from axon_dist.core.typing import Array
 from .flash import flash_attention
 
 
-def einsum_attention(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+def einsum_attention(
+    query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
+) -> Array:
     """Computes `softmax(q k^T / sqrt(K) + mask) v` with the scores in memory.
 
     The heads are moved before the sequence first: in that layout the products are plain batched
@@ -44,6 +50,7 @@ def einsum_attention(query: Array, key: Array, value: Array, causal: bool = True
         key: `[B, T, N, K]`, every head shared by `H / N` query heads.
         value: `[B, T, N, K]`.
         causal: position t sees positions 0 to t; otherwise all.
+        segments: integers `[B, T]`; a position sees those of its own alone. None for one segment.
 
     Returns:
         `[B, T, H, K]` in the dtype of `value`; the softmax is float32.
@@ -57,26 +64,37 @@ def einsum_attention(query: Array, key: Array, value: Array, causal: bool = True
         length = query.shape[2]
         visible = jnp.tril(jnp.ones((length, length), bool))[None, None]
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    if segments is not None:
+        scores = jnp.where(same_segment(segments), scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bhsk->bhtk", weights, value).swapaxes(1, 2)
 
 
-def cudnn_attention(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+def same_segment(segments: Array) -> Array:
+    """Which keys each query may see, `[B, 1, T, T]`, of segments `[B, T]`."""
+    return (segments[:, :, None] == segments[:, None, :])[:, None]
+
+
+def cudnn_attention(
+    query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
+) -> Array:
     """Computes attention with cuDNN's fused kernel; arguments as in `einsum_attention`.
 
     Raises:
         UnsupportedError: cuDNN cannot be traced here, or not for this dtype or head size.
     """
-    obstacle = cudnn_obstacle(query, key, value)
+    obstacle = cudnn_obstacle(query, key, value, segments)
     if obstacle is not None:
         raise UnsupportedError(
             f"attention='cudnn' with {query.dtype} heads of {query.shape[-1]}: {obstacle} Install "
             "axon_dist[cuda] and compute in bfloat16, or use attention='auto' or 'einsum'."
         )
-    return _cudnn(query, key, value, causal=causal)
+    return _cudnn(query, key, value, segments, causal=causal)
 
 
-def cudnn_obstacle(query: Array, key: Array, value: Array) -> str | None:
+def cudnn_obstacle(
+    query: Array, key: Array, value: Array, segments: Array | None = None
+) -> str | None:
     """Says why cuDNN attention cannot be traced for these arrays, or None if it can.
 
     JAX itself is asked, by tracing the call without running it: the dtype has to be bfloat16 or
@@ -89,23 +107,32 @@ def cudnn_obstacle(query: Array, key: Array, value: Array) -> str | None:
         False
     """
     try:
-        jax.eval_shape(functools.partial(_cudnn, causal=True), query, key, value)
+        more = () if segments is None else (segments,)
+        jax.eval_shape(functools.partial(_cudnn, causal=True), query, key, value, *more)
     except (RuntimeError, NotImplementedError) as error:
         return str(error)
     return None
 
 
-def auto_attention(query: Array, key: Array, value: Array, causal: bool = True) -> Array:
+def auto_attention(
+    query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
+) -> Array:
     """Computes attention with cuDNN on CUDA if it can, with `einsum_attention` elsewhere."""
-    einsum = functools.partial(einsum_attention, causal=causal)
-    if cudnn_obstacle(query, key, value) is not None:
-        return einsum(query, key, value)
+    arrays = (query, key, value) if segments is None else (query, key, value, segments)
+    einsum = lambda q, k, v, s=None: einsum_attention(q, k, v, causal, s)
+    if cudnn_obstacle(*arrays) is not None:
+        return einsum(*arrays)
     cudnn = functools.partial(_cudnn, causal=causal)
-    return jax.lax.platform_dependent(query, key, value, cuda=cudnn, default=einsum)
+    return jax.lax.platform_dependent(*arrays, cuda=cudnn, default=einsum)
 
 
-def _cudnn(query: Array, key: Array, value: Array, causal: bool) -> Array:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
+def _cudnn(
+    query: Array, key: Array, value: Array, segments: Array | None = None, *, causal: bool
+) -> Array:
+    mask = None if segments is None else same_segment(segments)
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
+    )
 
 
 ATTENTION_FORMS: MappingProxyType[str, Callable[..., Array]] = MappingProxyType(

@@ -20,7 +20,13 @@ _BLOCKS = (512, 256, 128)
 
 
 def flash_attention(
-    query: Array, key: Array, value: Array, causal: bool = True, *, interpret: bool = False
+    query: Array,
+    key: Array,
+    value: Array,
+    causal: bool = True,
+    segments: Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> Array:
     """Computes attention block by block without ever storing the scores.
 
@@ -33,6 +39,7 @@ def flash_attention(
         key: `[B, T, N, K]`, every head shared by `H / N` query heads.
         value: `[B, T, N, K]`.
         causal: position t sees positions 0 to t; otherwise all.
+        segments: integers `[B, T]`; a position sees those of its own alone. None for one segment.
         interpret: run the kernel in Python on any platform, slowly, for tests.
 
     Returns:
@@ -45,7 +52,8 @@ def flash_attention(
     attend = per_sample(jax.vmap(_kernel(length, num_heads, causal, interpret)))
     query = query * query.shape[-1] ** -0.5
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    return jnp.swapaxes(attend(query, key, value), 1, 2)
+    more = () if segments is None else (splash_attention_kernel.SegmentIds(segments, segments),)
+    return jnp.swapaxes(attend(query, key, value, *more), 1, 2)
 
 
 def _kernel(length: int, num_heads: int, causal: bool, interpret: bool) -> Callable[..., Any]:

@@ -82,12 +82,22 @@ class SelfAttention(nnx.Module):
         self.rope_theta = config.rope_theta
         self.form = config.attention
 
-    def __call__(self, x: Array) -> Array:
-        """Maps `[B, T, D]` to `[B, T, D]`; position t sees positions 0 to t."""
+    def __call__(
+        self, x: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Maps `[B, T, D]` to `[B, T, D]`; position t sees those of 0 to t in its own segment.
+
+        Args:
+            x: the residual stream.
+            segments: integers `[B, T]`, the document of each position; None for one in each row.
+            positions: integers `[B, T]`, by which queries and keys are rotated; None for those of
+                the sequence index.
+        """
         query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
         if self.is_rotary:
-            query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
-        mixed = self.attend(query, key, value)
+            query, key = (rotate(heads, self.rope_theta, positions) for heads in (query, key))
+        more = {} if segments is None else {"segments": segments}
+        mixed = self.attend(query, key, value, **more)
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
@@ -101,9 +111,11 @@ class SelfAttention(nnx.Module):
         mixed = cached_attention(query, past, visible)
         return self.out(mixed.reshape(*x.shape[:2], -1)), past
 
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
+    def attend(
+        self, query: Array, key: Array, value: Array, segments: Array | None = None
+    ) -> Array:
         """Mixes values by queries and keys, in the form of the config."""
-        return ATTENTION_FORMS[self.form](query, key, value)
+        return ATTENTION_FORMS[self.form](query, key, value, segments=segments)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)

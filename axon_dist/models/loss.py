@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
@@ -19,13 +21,16 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
         batch: `"tokens"`, integer `[B, T + 1]`, and optionally `"mask"`, `[B, T + 1]`, zero where a
             token is padding or prompt and must not count as a target (its first column never does);
-            and `"weight"`, `[B]`, by which each sample counts.
+            `"weight"`, `[B]`, by which each sample counts; and `"segments"`, integer `[B, T + 1]`,
+            the document of each token where several stand in a row, 0 for padding: the model is
+            given them, and neither padding nor the first token of a document counts as a target.
 
     Returns:
         The sum of the losses in nats, float32, and the number of tokens that count.
 
     Raises:
-        ConfigError: the mask has another shape than the tokens.
+        ConfigError: the mask or the segments have another shape than the tokens, or the model takes
+            no segments.
 
     Example:
         >>> uniform = lambda tokens: jnp.zeros((*tokens.shape, 4))
@@ -35,7 +40,7 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
     """
     tokens = batch["tokens"]
     counts = _counts(batch)
-    losses = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+    losses = cross_entropy(_predict(model, batch), tokens[:, 1:])
     return Weighted(jnp.sum(losses * counts), jnp.sum(counts))
 
 
@@ -60,8 +65,8 @@ def next_token_scores(
         0.6667
     """
     tokens = batch["tokens"]
-    logits = model(tokens[:, :-1])
     counts = _counts(batch)
+    logits = _predict(model, batch)
     losses = cross_entropy(logits, tokens[:, 1:])
     hits = is_likeliest(logits, tokens[:, 1:])
     weight = jnp.sum(counts)
@@ -134,6 +139,26 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
+def _predict(model: Callable[..., Array], batch: Mapping[str, Array]) -> Array:
+    """The logits of every next token, each from those before it in its document."""
+    tokens, segments = batch["tokens"], batch.get("segments")
+    if segments is None:
+        return model(tokens[:, :-1])
+    if not _takes_segments(model):
+        raise ConfigError(
+            f"the batch has segments, several documents in a row, and {type(model).__name__} takes "
+            "none: let it be called as model(tokens, segments=...), and attend within equal "
+            "segments alone"
+        )
+    return model(tokens[:, :-1], segments=segments[:, :-1])
+
+
+def _takes_segments(model: Callable[..., Array]) -> bool:
+    call = type(model).__call__ if isinstance(model, nnx.Module) else model
+    taken = inspect.signature(call).parameters
+    return "segments" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values())
+
+
 def _counts(batch: Mapping[str, Array]) -> Array:
     """By how much each token counts that is to be predicted, float32 `[B, T]`."""
     tokens = batch["tokens"]
@@ -144,4 +169,12 @@ def _counts(batch: Mapping[str, Array]) -> Array:
             "give one mask entry per token, the first column included."
         )
     counts = mask[:, 1:].astype(jnp.float32)
+    if (segments := batch.get("segments")) is not None:
+        if segments.shape != tokens.shape:
+            raise ConfigError(
+                f"segments of shape {segments.shape} beside tokens of shape {tokens.shape}: give "
+                "one for every token, the last column included."
+            )
+        is_inside = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        counts = counts * is_inside
     return counts * batch["weight"][:, None] if "weight" in batch else counts

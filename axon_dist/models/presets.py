@@ -4,8 +4,8 @@ A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, de
 vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
 (arXiv:2005.14165, table 2.1), but the layers of this library: RMSNorm, rotary positions and a gated
 feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"gpt2"` is GPT-2 of
-124 M as published, its layers included, and `"llama-8b"` Llama 3 8B (arXiv:2407.21783). `"1b"`, `"7b"` and `"8b"` are the shapes that the
-benchmarks of this library are quoted for.
+124 M as published, its layers included, and `"llama-8b"` Llama 3 8B (arXiv:2407.21783). `"1b"`,
+`"7b"` and `"8b"` are the shapes that the benchmarks of this library are quoted for.
 """
 
 from __future__ import annotations

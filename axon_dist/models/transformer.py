@@ -31,9 +31,11 @@ class Block(nnx.Module):
         self.mlp = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
         self.dropout = _dropout(config, rngs)
 
-    def __call__(self, x: Array) -> Array:
-        """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def __call__(
+        self, x: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Maps the residual stream `[B, T, D]` to `[B, T, D]`; arguments as of `SelfAttention`."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), segments, positions))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
@@ -78,11 +80,14 @@ class Transformer(nnx.Module):
             self.position_embedding = _embedding(config, config.max_length, rngs)
         self.dropout = _dropout(config, rngs)  # last: the initial weights do not depend on its rate
 
-    def __call__(self, tokens: Array) -> Array:
+    def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
         """Predicts every next token.
 
         Args:
             tokens: integer `[B, T]`, T at most `config.max_length`.
+            segments: integers `[B, T]` that say which tokens are of one document, where several
+                stand in a row one after another: tokens see their own document alone, and
+                positions begin anew in each. None for one document in each row.
 
         Returns:
             Logits `[B, T, vocab_size]`, float32; row t predicts token t + 1.
@@ -90,11 +95,12 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
-        x = self.embed(tokens)
+        more = () if segments is None else (segments, positions_in(segments))
+        x = self.embed(tokens, *more[1:])
         if self.config.scan_layers:
-            return self.head(scan_layers(self.blocks, x))
+            return self.head(scan_layers(self.blocks, x, *more))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *more)
         return self.head(x)
 
     def start_cache(self, padding: Array, length: int) -> Cache:
@@ -170,7 +176,26 @@ class Transformer(nnx.Module):
         return logits.astype(jnp.float32)
 
 
-def scan_layers(stacked: nnx.Module, x: Array) -> Array:
+def positions_in(segments: Array) -> Array:
+    """Counts the positions of every document from 0.
+
+    Args:
+        segments: integers `[B, T]`, equal within a document and unlike in neighbours.
+
+    Returns:
+        int32 `[B, T]`.
+
+    Example:
+        >>> positions_in(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
+        [[0, 1, 2, 0, 1, 0]]
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, segments.shape, 1)
+    is_same = segments[:, 1:] == segments[:, :-1]
+    is_first = jnp.pad(~is_same, ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+
+
+def scan_layers(stacked: nnx.Module, x: Array, *more: Array) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
     Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer
@@ -179,6 +204,7 @@ def scan_layers(stacked: nnx.Module, x: Array) -> Array:
     Args:
         stacked: a module that maps `x` to its like, its leaves with a leading dim L.
         x: the first input.
+        more: what every layer is given beside it.
 
     Returns:
         The output of the last layer.
@@ -187,7 +213,7 @@ def scan_layers(stacked: nnx.Module, x: Array) -> Array:
 
     def apply_one(x, layer):
         module = nnx.merge(graph, *layer, copy=True)
-        y = module(x)
+        y = module(x, *more)
         return y, nnx.state(module, nnx.Not(nnx.Param))
 
     x, rest = jax.lax.scan(apply_one, x, (params, rest))

@@ -27,11 +27,14 @@ from .layout import constrain as constrain
 from .linear import ColumnParallelLinear as ColumnParallelLinear
 from .linear import ParallelMLP as ParallelMLP
 from .linear import RowParallelLinear as RowParallelLinear
+from .lora import lora as lora
+from .lora import merge_lora as merge_lora
 from .mode import ParallelMode as ParallelMode
 from .remat import POLICIES as POLICIES
 from .remat import SUMS as SUMS
 from .remat import ActivationCheckpointing as ActivationCheckpointing
 from .remat import block_classes as block_classes
+from .remat import block_paths as block_paths
 from .remat import by_class as by_class
 from .remat import summed as summed
 from .ring import ring_attention as ring_attention

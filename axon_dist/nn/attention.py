@@ -112,7 +112,10 @@ class TensorParallelAttention(nnx.Module):
 
 
 def mixes(module: nnx.Module) -> bool:
-    """Whether a module has a method `attend(query, key, value)`, with or without more arguments."""
+    """Whether a module has a method `attend(query, key, value)`, with or without more arguments.
+
+    One of them may be `segments`, integers `[B, T]`: a position sees those of its own alone.
+    """
     method = getattr(type(module), "attend", None)
     names = list(inspect.signature(method).parameters) if method is not None else []
     return names[1:4] == ["query", "key", "value"]
@@ -120,8 +123,8 @@ def mixes(module: nnx.Module) -> bool:
 
 def attended(
     attend: Callable[..., Array], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[Array, Array, Array]:
-    """The query, key and value of a call of a module's `attend`, by position or by name.
+) -> tuple[Array, Array, Array, Array | None]:
+    """The query, key, value and segments of a call of a module's `attend`, by position or by name.
 
     Args:
         attend: the method, as its class has it.
@@ -130,20 +133,21 @@ def attended(
         kwargs: what it gives by name.
 
     Raises:
-        UnsupportedError: when the call gives more than these three.
+        UnsupportedError: when the call gives more than these.
     """
     given = inspect.signature(attend).bind(module, *args, **kwargs).arguments
+    segments = given.pop("segments", None)
     (_, *heads), more = list(given.values())[:4], list(given)[4:]
     more = [name for name in more if given[name] is not None]
     more += [name for name in list(given)[:4] if name in ("args", "kwargs")]
     if more or len(heads) != 3:
         raise UnsupportedError(
             f"{type(module).__name__}.attend is called with {', '.join(list(given)[1:])}; where a "
-            "strategy divides attention over devices it can take query, key and value alone. Keep "
-            "what else it needs in the module, such as causal=True"
+            "strategy divides attention over devices it can take query, key, value and segments "
+            "alone. Keep what else it needs in the module, such as causal=True"
         )
     query, key, value = heads
-    return query, key, value
+    return query, key, value, segments
 
 
 def check_attend(module: nnx.Module) -> None:

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
-from ..program import IsUnit, RematPolicy, is_inside, stacks_of
+from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_named, stacks_of
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""
@@ -45,7 +45,8 @@ class ActivationCheckpointing:
             matrix products to host memory; or `sums`, which keeps what tensor parallelism summed
             over its ranks, so that recomputing a block sums nothing again: two activations more
             per block, and a fifth less traffic.
-        classes: names of the block classes; None takes the classes of repeated blocks.
+        classes: names of the block classes, in a bridged Linen model names of modules without
+            their numbers; None takes the repeated blocks.
 
     Raises:
         ConfigError: for an interval below one or an unknown policy.
@@ -120,9 +121,27 @@ class ClassIs:
 
     names: tuple[str, ...]
 
-    def __call__(self, path: Path, module: nnx.Module) -> bool:
+    def __call__(self, path: Path, module: nnx.Module | None) -> bool:
         """Tells whether a module is a unit."""
         return type(module).__name__ in self.names
+
+
+def block_paths(model: nnx.Module, names: tuple[str, ...] = ()) -> frozenset[Path]:
+    """The paths of the blocks of a model, those within bridged Linen modules too.
+
+    Args:
+        model: any NNX module; its leaves may be shapes.
+        names: of block classes. Of a module within a bridged one, which has a class only while it
+            runs, its name without its number: `layer` or `encoder/layer` for `encoder/layer/0`,
+            `Block` for `Block_0`. None takes the blocks that the model repeats.
+
+    Returns:
+        Paths.
+    """
+    classes = names or block_classes(model)
+    found = {keys for keys, module in nnx.iter_modules(model) if type(module).__name__ in classes}
+    found.update(linen_named(model, names) if names else linen_blocks(model))
+    return frozenset("/".join(map(str, keys)) for keys in found)
 
 
 def block_classes(model: nnx.Module) -> tuple[str, ...]:

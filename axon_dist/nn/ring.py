@@ -26,11 +26,22 @@ from ..core.typing import Array
 KEY_BLOCK = 512
 """Scores are made for so many keys at a time."""
 
-Attend: TypeAlias = Callable[[Array, Array, Array], Array]
-"""(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`) -> `[B, T, H, K]`."""
+HIDDEN = -1e30
+"""The score of a key of another segment. Finite, so that a block in which a query sees no key adds
+something that the first key it sees wipes out, and no difference of infinities."""
+
+Attend: TypeAlias = Callable[..., Array]
+"""(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, maybe segments) -> `[B, T, H, K]`."""
 
 
-def ring_attention(query: Array, key: Array, value: Array, axis: str, causal: bool) -> Array:
+def ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    axis: str,
+    causal: bool,
+    segments: Array | None = None,
+) -> Array:
     """Attends over the whole sequence, each rank with its consecutive positions.
 
     Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence. The backward pass goes around the
@@ -42,6 +53,7 @@ def ring_attention(query: Array, key: Array, value: Array, axis: str, causal: bo
         value: like `key`.
         axis: the mesh axis of size c that splits the positions.
         causal: position t sees positions 0 to t; `T/c` is then even.
+        segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
 
     Returns:
         `[B, T/c, H, K]` in the dtype of `query`.
@@ -50,11 +62,20 @@ def ring_attention(query: Array, key: Array, value: Array, axis: str, causal: bo
     num_kv = key.shape[2]
     grouped = query.reshape(*query.shape[:2], num_kv, -1, query.shape[-1]).transpose(0, 2, 3, 1, 4)
     keys, values = (x.transpose(0, 2, 1, 3) for x in (key, value))
-    out: Any = _attend(ring, *(ring.deal(x) for x in (grouped, keys, values)))
+    # As an array of one feature they are dealt like the others.
+    of_row = None if segments is None else ring.deal(segments[..., None])
+    out: Any = _attend(ring, *(ring.deal(x) for x in (grouped, keys, values)), of_row)
     return ring.undeal(out).transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
 
 
-def ulysses_attention(query: Array, key: Array, value: Array, axis: str, attend: Attend) -> Array:
+def ulysses_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    axis: str,
+    attend: Attend,
+    segments: Array | None = None,
+) -> Array:
     """Attends with whole sequences of some heads, positions being split before and after.
 
     Args:
@@ -63,6 +84,7 @@ def ulysses_attention(query: Array, key: Array, value: Array, axis: str, attend:
         value: like `key`.
         axis: the mesh axis of size c that splits the positions.
         attend: attention over a whole sequence.
+        segments: integers `[B, T/c]`, which are gathered for it; None for none.
 
     Returns:
         `[B, T/c, H, K]`.
@@ -70,7 +92,8 @@ def ulysses_attention(query: Array, key: Array, value: Array, axis: str, attend:
     to_heads = functools.partial(
         jax.lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True
     )
-    mixed = attend(*(to_heads(x) for x in (query, key, value)))
+    more = () if segments is None else (jax.lax.all_gather(segments, axis, axis=1, tiled=True),)
+    mixed = attend(*(to_heads(x) for x in (query, key, value)), *more)
     return jax.lax.all_to_all(mixed, axis, split_axis=1, concat_axis=2, tiled=True)
 
 
@@ -149,11 +172,13 @@ class Ring:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: Ring, query: Array, key: Array, value: Array) -> Array:
-    return _forward(ring, query, key, value)[0]
+def _attend(ring: Ring, query: Array, key: Array, value: Array, segments: Array | None) -> Array:
+    return _forward(ring, query, key, value, segments)[0]
 
 
-def _forward(ring: Ring, query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+def _forward(
+    ring: Ring, query: Array, key: Array, value: Array, segments: Array | None
+) -> tuple[Array, Any]:
     """Folds the keys of every rank into a running softmax."""
     # Made from the query, not by `zeros`: it then varies over the same axes as what the loop makes
     # of it, which `shard_map` asks of a carry.
@@ -162,21 +187,22 @@ def _forward(ring: Ring, query: Array, key: Array, value: Array) -> tuple[Array,
 
     def fold(state: Any, held: Any, step: Any) -> Any:
         for piece, keys, masked in ring.pairs(step):
-            key, value = (jnp.take(x, keys, axis=0) for x in held)
-            mine = tuple(jnp.take(x, piece, axis=0) for x in state)
-            folded = _fold(mine, jnp.take(query, piece, axis=0), key, value, masked)
+            theirs = _taken(held, keys)
+            mine = _taken(state, piece)
+            queries = _taken((query, segments), piece)
+            folded = _fold(mine, queries, theirs, masked)
             state = tuple(x.at[piece].set(new) for x, new in zip(state, folded, strict=True))
         return state
 
-    state, _ = _around(ring, fold, state, (key, value))
+    state, _ = _around(ring, fold, state, (key, value, segments))
     total, largest, weight = state
     out = (total / weight[..., None]).astype(query.dtype)
-    return out, (query, key, value, out, largest + jnp.log(weight))
+    return out, (query, key, value, segments, out, largest + jnp.log(weight))
 
 
-def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, Array]:
+def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, Array, None]:
     """Goes around once more; the gradients of keys travel with their keys and come home."""
-    query, key, value, out, log_weight = saved
+    query, key, value, segments, out, log_weight = saved
     cotangent = cotangent.astype(jnp.float32)
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
@@ -186,22 +212,26 @@ def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, A
     def add(carry: Any, held: Any, step: Any) -> Any:
         of_query, (of_key, of_value) = carry
         for piece, keys, masked in ring.pairs(step):
-            mine = tuple(jnp.take(x, piece, axis=0) for x in (query, cotangent, log_weight, delta))
-            theirs = tuple(jnp.take(x, keys, axis=0) for x in held)
-            dq, dk, dv = _gradients(mine, theirs, masked)
+            mine = _taken((query, segments, cotangent, log_weight, delta), piece)
+            dq, dk, dv = _gradients(mine, _taken(held, keys), masked)
             of_query = of_query.at[piece].add(dq)
             of_key, of_value = of_key.at[keys].add(dk), of_value.at[keys].add(dv)
         return of_query, (of_key, of_value)
 
     start = (zeros(query), (zeros(key), zeros(value)))
     travel = lambda carry: (carry[0], ring.turn(carry[1]))
-    (of_query, of_kv), _ = _around(ring, add, start, (key, value), travel)
+    (of_query, of_kv), _ = _around(ring, add, start, (key, value, segments), travel)
     # After N - 1 turns gradients are one rank short of where their keys came from.
     of_key, of_value = ring.turn(of_kv) if ring.size > 1 else of_kv
     like = (query, key, value)
     found = zip((of_query, of_key, of_value), like, strict=True)
     of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in found)
-    return of_query, of_key, of_value
+    return of_query, of_key, of_value, None
+
+
+def _taken(tree: Any, piece: Any) -> Any:
+    """One of the pieces that are stacked in front."""
+    return jax.tree.map(lambda x: jnp.take(x, piece, axis=0), tree)
 
 
 _attend.defvjp(_forward, _backward)
@@ -244,23 +274,28 @@ def _blocks(x: Array) -> Array:
     return jnp.moveaxis(x.reshape(*x.shape[:-2], count, -1, x.shape[-1]), -3, 0)
 
 
-def _scores(query: Array, keys: Array, start: Array, masked: bool) -> Array:
+def _scores(queries: Any, keys: Any, start: Array, masked: bool) -> Array:
     """Scaled scores `[B, N, G, T, S]` of keys that begin at `start`, float32."""
-    scores = jnp.einsum("bngtk,bnsk->bngts", query, keys, preferred_element_type=jnp.float32)
+    (query, mine), (key, theirs) = queries, keys
+    scores = jnp.einsum("bngtk,bnsk->bngts", query, key, preferred_element_type=jnp.float32)
     scores = scores * query.shape[-1] ** -0.5
+    if mine is not None:
+        is_same = mine == jnp.swapaxes(theirs, -1, -2)
+        scores = jnp.where(is_same[:, None, None], scores, HIDDEN)
     if not masked:
         return scores
     place = functools.partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape[-2:])
     return jnp.where(place(0) >= place(1) + start, scores, -jnp.inf)
 
 
-def _fold(state: Any, query: Array, key: Array, value: Array, masked: bool) -> Any:
+def _fold(state: Any, queries: Any, theirs: Any, masked: bool) -> Any:
     """Folds one piece of keys into the running softmax (total, largest score, weight)."""
-    keys, values = _blocks(key), _blocks(value)
+    keys, values, segments = jax.tree.map(_blocks, theirs)
 
     def block(state: Any, piece: Any) -> tuple[Any, None]:
-        (total, largest, weight), (keys, values, number) = state, piece
-        scores = _scores(query, keys, number * keys.shape[-2], masked)
+        (total, largest, weight), (keys, values, segments, number) = state, piece
+        start = number * keys.shape[-2]
+        scores = _scores(queries, (keys, segments), start, masked)
         # A row without any key keeps -inf only until the first block: pieces begin with their own
         # positions, which every query sees.
         higher = jnp.maximum(largest, scores.max(-1))
@@ -275,25 +310,26 @@ def _fold(state: Any, query: Array, key: Array, value: Array, masked: bool) -> A
         total = total * fade[..., None] + mixed
         return (total, higher, weight * fade + probabilities.sum(-1)), None
 
-    return jax.lax.scan(block, state, (keys, values, jnp.arange(len(keys))))[0]
+    return jax.lax.scan(block, state, (keys, values, segments, jnp.arange(len(keys))))[0]
 
 
 def _gradients(mine: Any, theirs: Any, masked: bool) -> tuple[Array, Array, Array]:
     """The gradients of one piece of queries with one piece of keys, float32.
 
     Args:
-        mine: queries, cotangents of their results, logarithms of their weights, and the sums
-            `out * cotangent` over features.
-        theirs: keys and values.
+        mine: queries, their segments, cotangents of their results, logarithms of their weights,
+            and the sums `out * cotangent` over features.
+        theirs: keys, values, and their segments.
         masked: whether the pieces are the same positions under a causal mask.
     """
-    (query, cotangent, log_weight, delta), (key, value) = mine, theirs
-    dtype, keys, values = query.dtype, _blocks(key), _blocks(value)
+    (query, mine_of, cotangent, log_weight, delta), (key, _, _) = mine, theirs
+    dtype, blocks = query.dtype, jax.tree.map(_blocks, theirs)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def block(of_query: Array, piece: Any) -> tuple[Array, tuple[Array, Array]]:
-        keys, values, number = piece
-        scores = _scores(query, keys, number * keys.shape[-2], masked)
+        keys, values, segments, number = piece
+        start = number * keys.shape[-2]
+        scores = _scores((query, mine_of), (keys, segments), start, masked)
         weights = jnp.exp(scores - log_weight[..., None])
         of_value = product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent.astype(dtype))
         of_weights = product("bngtk,bnsk->bngts", cotangent.astype(dtype), values)
@@ -303,6 +339,6 @@ def _gradients(mine: Any, theirs: Any, masked: bool) -> tuple[Array, Array, Arra
         return of_query, (product("bngts,bngtk->bnsk", of_scores, query), of_value)
 
     zero = query.astype(jnp.float32) * 0
-    of_query, of_kv = jax.lax.scan(block, zero, (keys, values, jnp.arange(len(keys))))
+    of_query, of_kv = jax.lax.scan(block, zero, (*blocks, jnp.arange(len(blocks[0]))))
     join = lambda x: jnp.moveaxis(x, 0, -3).reshape(key.shape)
     return of_query, join(of_kv[0]), join(of_kv[1])

@@ -33,6 +33,7 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     whole in each; here no rank ever holds a whole sequence. Every layer but attention works on each
     position by itself. Attention is replaced where a module has a method
     `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
+    It may take `segments` besides, integers `[B, T]`: a position sees those of its own alone.
 
     Args:
         mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
@@ -144,7 +145,8 @@ class SplitAttention:
         Args:
             attend: the method that is replaced.
             module: the module; causal unless its `causal` is False.
-            *args: queries `[B, T, H, K]`, keys `[B, T, N, K]` and values like these.
+            *args: queries `[B, T, H, K]`, keys `[B, T, N, K]`, values like these, and segments,
+                integers `[B, T]`, if there are any.
             **kwargs: those of them that are given by name.
 
         Raises:
@@ -152,17 +154,21 @@ class SplitAttention:
             UnsupportedError: when the call says more.
         """
         causal = getattr(module, "causal", True)
-        query, key, value = attended(attend, module, args, kwargs)
+        query, key, value, segments = attended(attend, module, args, kwargs)
         heads, spec = self._place(query)
         key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
         self._check_positions(query.shape[1], causal)
 
-        def local(query: Array, key: Array, value: Array) -> Array:
+        def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
             if self.mode is ContextMode.RING:
-                return ring_attention(query, key, value, self.axis, causal)
-            return ulysses_attention(query, key, value, self.axis, lambda *x: attend(module, *x))
+                return ring_attention(query, key, value, self.axis, causal, *segments)
+            names = ("query", "key", "value", "segments")
+            whole = lambda *x: attend(module, **dict(zip(names, x, strict=False)))
+            return ulysses_attention(query, key, value, self.axis, whole, *segments)
 
-        return self.layout.mapped(local, (spec,) * 3, spec)(query, key, value)
+        more = () if segments is None else (segments,)
+        specs = (spec,) * 3 + (PartitionSpec(*spec[:2]),) * len(more)
+        return self.layout.mapped(local, specs, spec)(query, key, value, *more)
 
     @property
     def size(self) -> int:

@@ -27,21 +27,26 @@ class GlobalGather:
     Args:
         mesh: names and sizes of its axes, over all devices.
         own: where the weight lies between uses.
-        grad: where its gradient lies after the reduction.
+        grad: where its gradient lies after the reduction; None for a weight without one.
         full: where it lies in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
     """
 
     mesh: Mesh
     own: PartitionSpec
-    grad: PartitionSpec
+    grad: PartitionSpec | None
     full: PartitionSpec
     ndim: int
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
         place = lambda spec: NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
-        return _pinned(weight, place(self.own), place(self.grad), place(self.full))
+        own, full = place(self.own), place(self.full)
+        if self.grad is None:
+            # Without a rule of its own: in one that is never differentiated, a rematerialisation
+            # policy would see an opaque call, and keep the whole weight.
+            return _gathered(weight, own, full)
+        return _pinned(weight, own, place(self.grad), full)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +61,20 @@ class LocalGather:
         axes: all the batch axes, whose ranks have different samples.
         wire: the dtype of the reduction.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+        has_grad: whether it is trained.
     """
 
     spec: PartitionSpec
     axes: tuple[str, ...]
     wire: Any
     ndim: int
+    has_grad: bool = True
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
         spec = _tail(self.spec, self.ndim - weight.ndim)
+        if not self.has_grad:
+            return all_gather_by(weight, spec)
         gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
         gather.defvjp(
             lambda w: (all_gather_by(w, spec), None),
@@ -125,13 +134,17 @@ def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
 
 
 def _pinned(weight: Array, own: Any, grad: Any, full: Any) -> Array:
-    constrain = jax.lax.with_sharding_constraint
-
-    def forward(w: Array) -> Array:
-        return constrain(constrain(w, own), full)
-
+    forward = lambda w: _gathered(w, own, full)
     # The rule repeats the forward rather than calling it, so that a rematerialisation policy sees
     # the constraint itself and not an opaque call.
     gather = jax.custom_vjp(forward)
-    gather.defvjp(lambda w: (forward(w), None), lambda _, ct: (constrain(ct, grad),))
+    gather.defvjp(lambda w: (forward(w), None), lambda _, ct: (_constrain(ct, grad),))
     return gather(weight)
+
+
+def _gathered(weight: Array, own: Any, full: Any) -> Array:
+    return _constrain(_constrain(weight, own), full)
+
+
+def _constrain(value: Array, place: Any) -> Array:
+    return jax.lax.with_sharding_constraint(value, place)

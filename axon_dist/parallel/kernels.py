@@ -48,7 +48,9 @@ class OverMesh:
         Raises:
             UnsupportedError: when the call says more.
         """
-        query, key, value = attended(attend, module, args, kwargs)
+        query, key, value, segments = attended(attend, module, args, kwargs)
+        more = () if segments is None else (segments,)
+        call = lambda q, k, v, *s: attend(module, q, k, v, **({"segments": s[0]} if s else {}))
         manual = manual_axes()
         batch = tuple(axis for axis in self.batch if axis not in manual)
         heads = tuple(axis for axis in self.heads if axis not in manual)
@@ -57,17 +59,17 @@ class OverMesh:
             heads = ()
         is_partitioned = not self.is_opaque and not manual
         if is_partitioned or not (batch or heads):
-            return attend(module, query, key, value)
+            return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
-            lambda *arrays: attend(module, *arrays),
+            call,
             mesh=None if manual else self.mesh,
             axis_names=frozenset((*batch, *heads)),
-            in_specs=spec,
+            in_specs=(spec,) * 3 + (PartitionSpec(batch or None),) * len(more),
             out_specs=spec,
             check_vma=False,
         )
-        return run(query, key, value)
+        return run(query, key, value, *more)
 
 
 def map_kernels(model: nnx.Module, layout: Layout) -> None:

@@ -46,7 +46,8 @@ def pipelined(
         chunks: stages per rank; None takes what is usual for the schedule.
         axis: the mesh axis of the pipeline.
         classes: the block classes or their names, one or several; empty for the blocks that the
-            model keeps in lists.
+            model keeps in lists or that a bridged Linen model repeats. Of these the name without
+            the number, `"encoder/layer"` for `encoder/layer/0`.
         boundaries: the first block of each stage, and the number of blocks.
         costs: the cost of each block, to balance the stages by.
         backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps

@@ -19,6 +19,9 @@ from ..sharding import Decision, HasShape, Policy
 BIAS = ("bias", "b")
 """Leaves of these names hold one number per output feature."""
 
+ADAPTER = ("lora_a", "lora_b")
+"""The leaves of an adapter beside a kernel: inputs x rank, and rank x outputs."""
+
 TABLES = ("embedding",)
 """Leaves of these names hold one row per token."""
 
@@ -41,7 +44,8 @@ class Rule:
         reason: one clause in plain words, for tables.
 
     Raises:
-        ConfigError: for an unknown mode, or a `dim` that is not negative.
+        ConfigError: for an unknown mode, a pattern that is no regular expression, or a `dim` that
+            is not negative.
     """
 
     pattern: str
@@ -62,6 +66,12 @@ class Rule:
                 f"{self.pattern!r}: unknown mode {self.mode!r}."
                 f"{did_you_mean(str(self.mode), valid)}"
             ) from None
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{self.pattern!r}: this pattern is no regular expression: {error}; correct it"
+            ) from None
         if self.dim is not None and self.dim >= 0:
             raise ConfigError(
                 f"{self.pattern!r}: dim is {self.dim}; count it from the end, so that it holds for "
@@ -78,6 +88,10 @@ class Rule:
             return None
         if leaf in BIAS and self.mode is ParallelMode.ROW:
             return None
+        if leaf in ADAPTER:
+            # Split with the kernel beside it; the rank of the product is nobody's to split.
+            by_rows = self.mode is ParallelMode.ROW
+            return (-2 if by_rows else -1) if leaf == ADAPTER[0 if by_rows else 1] else None
         if self.dim is not None:
             return self.dim
         by_rows = self.mode is ParallelMode.ROW or leaf in TABLES
@@ -121,6 +135,11 @@ class Plan:
                 raise ConfigError(f"no plan is called {plan!r}.{did_you_mean(plan, PRESETS)}")
             plan = PRESETS[plan]
         return cls(tuple(Rule(pattern, mode) for pattern, mode in plan.items()))
+
+    @property
+    def why_whole(self) -> tuple[str, ...]:
+        """Why layers stay whole that no rule splits, where the plan knows; a sentence for each."""
+        return ()
 
     def rule_of(self, path: Path) -> Rule | None:
         """The first rule whose pattern is found in a path."""

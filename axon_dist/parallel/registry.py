@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..core.errors import MeshError
+from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
+from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
 from .ddp import ddp
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
+from .plan import PRESETS
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
@@ -20,6 +22,9 @@ from .zero import ZeROStage, zero
 
 DATA_AXES = ("dp", "fsdp")
 """The axes that split samples."""
+
+AUTO = "auto"
+"""The plan that is read off the model."""
 
 MakeStrategy: TypeAlias = Callable[..., Strategy]
 """(model, world, **options) -> a strategy over the data axes of the world's mesh."""
@@ -57,10 +62,18 @@ def _row(make: Callable[..., Strategy], **fixed: Any) -> MakeStrategy:
 
 
 def _tensor(
-    model: Any, world: World, plan: str | dict[str, str] = "auto", sequence: bool = False
+    model: Any,
+    world: World,
+    plan: str | Mapping[str, ParallelMode] = AUTO,
+    sequence: bool = False,
 ) -> Strategy:
     """Tensor parallelism over the axis `tp`; `"auto"` reads the plan off the model."""
-    return tensor_parallel(suggest_plan(model) if plan == "auto" else plan, sequence=sequence)
+    if isinstance(plan, str) and plan not in (AUTO, *PRESETS):
+        raise ConfigError(
+            f"no plan is called {plan!r}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give patterns, "
+            "such as {up$: column, down$: row}"
+        )
+    return tensor_parallel(suggest_plan(model) if plan == AUTO else plan, sequence=sequence)
 
 
 def _pipeline(

@@ -53,6 +53,11 @@ class Suggestion(Plan):
 
     unplaced: tuple[Unplaced, ...] = ()
 
+    @property
+    def why_whole(self) -> tuple[str, ...]:
+        """Why layers stay whole that no rule splits; a sentence for each."""
+        return tuple(f"{left.path} stays whole: {left.reason}" for left in self.unplaced)
+
     def table(self) -> Table:
         """What becomes of every layer, and why."""
         table = Table(title="tensor-parallel plan", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -262,7 +267,7 @@ class _Placement:
         makers = [(p, of_group(p.free)) for p in products if of_group(p.free)]
         users = [(p, of_group(p.contracted)) for p in products if of_group(p.contracted)]
         # The residual stream is made after it was used: blocks add to what earlier ones have read.
-        if not users or max(p.order for p, _ in makers) > min(p.order for p, _ in users):
+        if not users or max(self._first(makers)) > min(self._first(users)):
             return
         if any(p.path in self.rules for p, _ in (*makers, *users)):
             return
@@ -275,6 +280,12 @@ class _Placement:
         for product, (node, *_) in users:
             why = f"sums over what {names(makers)} give"
             self._set(product.path, node, ParallelMode.ROW, why, most)
+
+    def _first(self, pairs: list[tuple[Product, list[int]]]) -> list[int]:
+        """Where the kernels of some products are first used: experts and calls come again."""
+        paths = {product.path for product, _ in pairs}
+        orders = {p.path: p.order for p in reversed(self.flow.products) if p.path in paths}
+        return list(orders.values())
 
     def _place_bias(self, product: Product, node: int) -> None:
         """A bias that is a parameter without a layer's name lies like the outputs."""

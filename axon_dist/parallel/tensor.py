@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,10 +15,13 @@ from jax.sharding import PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
-from ..nn import SUMS, Layout, ParallelMode, own_rows, summed
-from ..program import wrap_calls
+from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
+from ..program import linen_modules, wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import Strategy
+
+LOOKUPS = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
+"""The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 
 def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) -> Strategy:
@@ -92,10 +96,16 @@ class TensorLayers:
         """Raises unless the plan matches something.
 
         Raises:
-            UnsupportedError: when the plan matches no layer and no parameter of the model.
+            UnsupportedError: when the plan is empty, or matches no layer and no parameter.
         """
-        rule_of = self.policy.plan.rule_of
-        paths = sorted("/".join(map(str, keys)) for keys, _ in nnx.iter_modules(model))
+        plan, rule_of = self.policy.plan, self.policy.plan.rule_of
+        if not plan.rules:
+            raise UnsupportedError(
+                f"the plan has no rules, and would split nothing. {why_empty(plan)}Give a plan of "
+                "patterns and modes, or leave tensor_parallel out"
+            )
+        modules = [*nnx.iter_modules(model), *linen_modules(model)]
+        paths = sorted("/".join(map(str, keys)) for keys, _ in modules)
         if not any(map(rule_of, paths)) and not self._holds_parameter(model):
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
             raise UnsupportedError(
@@ -107,6 +117,8 @@ class TensorLayers:
         """Changes the calls of a merged model's layers, in place."""
         for keys, module in list(nnx.iter_modules(model)):
             path = "/".join(map(str, keys))
+            if isinstance(module, nnx.LoRA) and keys[-1:] == ("lora",):
+                continue  # A part of the layer that it is beside, which is pinned as one.
             if isinstance(module, nnx.bridge.ToNNX):
                 pins = LinenPins(self, layout, path, shapes_below(module))
                 wrap_calls(module, {"__call__": pins})
@@ -131,6 +143,13 @@ class TensorLayers:
     def _holds_parameter(self, model: nnx.Module) -> bool:
         paths = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
         return any(self.policy.plan.rule_of_parameter(path) for path in paths)
+
+
+def why_empty(plan: Plan, most: int = 8) -> str:
+    """What an empty plan knows of the layers that it leaves whole, of `most` of them."""
+    whys = list(plan.why_whole)
+    more = [f"and {len(whys) - most} more"] if len(whys) > most else []
+    return "; ".join(whys[:most] + more) + ". " if whys else ""
 
 
 def check_sums(strategy: Strategy, model: nnx.Module) -> None:
@@ -211,16 +230,15 @@ class Pin:
         Written with `shard_map`, for left to itself the compiler may move the table, or the
         gradients of all positions, instead of one sum of rows.
         """
-        if not self.is_split or not hasattr(module, "embedding"):
+        found = _lookup(call, module) if self.is_split else None
+        if found is None:
             return self._residual(call(module, tokens))
-        graphdef, table, rest = nnx.split(module, nnx.Param, ...)
+        table, look_up = found
         rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
 
         def local(table: Any, tokens: Array) -> Array:
-            own = nnx.merge(graphdef, table, rest, copy=True)
-            found = own_rows(
-                lambda ids: call(own, ids), tokens, own.embedding[...].shape[0], self.axis
-            )
+            size = jax.tree.leaves(table)[0].shape[0]
+            found = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
             if self.sequence:
                 return sum_scatter(found, self.axis, 1)
             return all_sum(found, self.axis)
@@ -283,7 +301,19 @@ class LinenPins:
 
     def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the bridge with its inner calls intercepted."""
-        with nn.intercept_methods(self.intercept):
+        pinned: list[nn.Module] = []
+
+        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            # A layer may call the method of its superclass, which is intercepted too.
+            if any(context.module is layer for layer in pinned):
+                return call(*args, **kwargs)
+            pinned.append(context.module)
+            try:
+                return self.intercept(call, args, kwargs, context)
+            finally:
+                pinned.pop()
+
+        with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
 
     def intercept(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext):
@@ -298,6 +328,24 @@ class LinenPins:
         return pin(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
 
 
+def _lookup(call: Any, module: Any) -> tuple[Any, Callable[[Any, Array], Array]] | None:
+    """The table of a layer that takes rows by ids, and how; None for a layer of another kind.
+
+    One that is like `Embed` and does something to the ids first, such as adding an offset, cannot
+    be given ids within the rows of one rank.
+    """
+    if isinstance(module, nn.Module):
+        if type(module).__call__ is not nn.Embed.__call__:
+            return None
+        layer: Any = module
+        take = lambda table, ids: jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
+        return layer.embedding, take
+    if getattr(call, "__wrapped__", None) not in LOOKUPS:
+        return None
+    graphdef, table, rest = nnx.split(module, nnx.Param, ...)
+    return table, lambda table, ids: call(nnx.merge(graphdef, table, rest, copy=True), ids)
+
+
 def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     """Cuts a layer into several with equal shares of its outputs, side by side.
 
@@ -305,10 +353,19 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     is split by itself: the kernel moves between the ranks, which is small, and not the activations.
     """
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
-    pieces = jax.tree.map(lambda leaf: jnp.split(leaf, parts, dim), params)
-    is_list = lambda value: isinstance(value, list)
-    pick = lambda index: jax.tree.map(lambda piece: piece[index], pieces, is_leaf=is_list)
-    return [nnx.merge(graphdef, pick(index), rest, copy=True) for index in range(parts)]
+    flat = nnx.to_flat_state(params)
+    pieces = [_pieces(keys, variable[...], parts, dim) for keys, variable in flat]
+    block = lambda index: nnx.from_flat_state(
+        [(k, v.replace(piece[index])) for (k, v), piece in zip(flat, pieces, strict=True)]
+    )
+    return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(parts)]
+
+
+def _pieces(keys: tuple[Any, ...], leaf: Array, parts: int, dim: int) -> list[Array]:
+    """A parameter's share of each block; the narrow side of an adapter belongs to all of them."""
+    if keys[-2:] == ("lora", "lora_a"):
+        return [leaf] * parts
+    return jnp.split(leaf, parts, -1 if keys[-2:-1] == ("lora",) else dim)
 
 
 def shapes_of(module: nnx.Module) -> dict[str, tuple[int, ...]]:

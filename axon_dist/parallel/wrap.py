@@ -9,7 +9,8 @@ from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.typing import Path
-from ..nn import block_classes
+from ..nn import block_paths
+from ..program import linen_modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class TransformerAutoWrapPolicy:
 
     Args:
         classes: block classes or their names; none means the classes of the blocks that the model
-            keeps in lists.
+            keeps in lists, and the blocks that a bridged Linen model repeats. Within a bridged
+            model, whose modules exist only while it runs, the name of a module without its number.
 
     Example:
         >>> TransformerAutoWrapPolicy("Block").classes
@@ -33,12 +35,7 @@ class TransformerAutoWrapPolicy:
 
     def units(self, model: nnx.Module) -> frozenset[Path]:
         """The paths of the units of a model."""
-        names = self.classes or block_classes(model)
-        return frozenset(
-            _path(keys)
-            for keys, module in nnx.iter_modules(model)
-            if type(module).__name__ in names
-        )
+        return block_paths(model, self.classes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +59,8 @@ class SizeBasedAutoWrapPolicy:
 
     def units(self, model: nnx.Module) -> frozenset[Path]:
         """The paths of the units of a model, inner modules decided first."""
-        called = (keys for keys, module in nnx.iter_modules(model) if callable(module))
+        called = [keys for keys, module in nnx.iter_modules(model) if callable(module)]
+        called += [keys for keys, _ in linen_modules(model)]
         modules = sorted(called, key=len, reverse=True)
         sizes = {
             keys: math.prod(variable.get_value().shape)

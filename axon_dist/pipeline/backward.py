@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from ..core.compat import inner_programs
 from ..core.typing import Array
 from ..program import Piece, cut, depends_on, opened
-from .stage import Data, Rest, StageProgram, Wire
+from .stage import Data, Frozen, Rest, StageProgram, Wire
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """What weight gradients are put off for."""
@@ -27,6 +27,7 @@ class Operands(NamedTuple):
         data: buffers and leaves of one microbatch.
         stage: its number.
         wire: its input.
+        frozen: the parameters that it is not differentiated by.
     """
 
     weights: Sequence[Sequence[Any]]
@@ -34,6 +35,12 @@ class Operands(NamedTuple):
     data: Data
     stage: Array
     wire: Wire
+    frozen: Frozen = Frozen((), {})
+
+    def run(self, program: StageProgram) -> Wire:
+        """The output of a stage."""
+        weights, rest = self.frozen.beside(self.weights), {**self.rest, **self.frozen.rest}
+        return program.middle(weights, rest, self.data, self.stage, self.wire)
 
 
 class Gradients(NamedTuple):
@@ -55,7 +62,8 @@ def pull_back(program: StageProgram, at: Operands) -> tuple[Wire, Any]:
 
     def run(weights: Any, rest: Rest, floats: list) -> tuple[list, list]:
         wire = Wire(floats, at.wire.others)
-        return tuple(program.middle(weights, rest, at.data, at.stage, wire))  # type: ignore
+        here = at._replace(weights=weights, rest=rest, wire=wire)
+        return tuple(here.run(program))  # type: ignore
 
     floats, pull, others = jax.vjp(run, at.weights, at.rest, at.wire.floats, has_aux=True)
     return Wire(floats, others), lambda cotangents: Gradients(*pull(cotangents))
@@ -124,6 +132,8 @@ class DividedBackward:
         outputs.append(jaxpr.outvars[sizes[0] + sizes[1] :])
         given = jaxpr.invars[: len(jax.tree.leaves(at))]
         seeds = jaxpr.invars[len(given) :]
+        # Behind everything else stand the frozen weights, which follow from no microbatch either.
+        given = given[: len(given) - len(jax.tree.leaves(at.frozen))]
         wire = given[len(given) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
         # Only what depends on the microbatch is handed from part to part; what follows from weights
         # alone is cheaper to make again than to keep for every microbatch in flight.

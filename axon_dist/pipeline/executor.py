@@ -16,7 +16,7 @@ from ..program.piece import as_it_lies
 from ..schedule import Phase, Schedule, SlotPlan, assign_slots
 from .backward import DividedBackward, Operands, pull_back
 from .packing import Packing
-from .stage import Data, Loss, Rest, StageProgram, Wire
+from .stage import Data, Frozen, Loss, Rest, StageProgram, Wire
 from .state import State, Sums, add, empty, get, put, zeros
 from .tables import NONE, Channel, Lane, Program, inputs_of, program_of
 
@@ -40,21 +40,25 @@ class Executor:
         schedule: a valid table.
         stages: the programs of its stages.
         axis: the mesh axis of the pipeline.
-        weights: the rows of this rank's block parameters.
-        rest: all other parameters.
+        weights: the rows of this rank's block parameters; None at the places of frozen ones.
+        rest: all other parameters; likewise.
         data: (index of a microbatch) -> what is known of it.
         scale: what the loss is multiplied by on the way back.
         keeps: whether forward passes keep residuals; else backward passes recompute.
+        frozen_weights: as `weights`, and None at the places of trained ones; [] where all are.
+        frozen_rest: as `rest`; likewise.
     """
 
     schedule: Schedule
     stages: Sequence[StageProgram]
     axis: str
-    weights: list[list[Array]]
-    rest: list[Array]
+    weights: list[list[Any]]
+    rest: list[Any]
     data: Callable[[Array], Data]
     scale: Array | None = None
     keeps: bool = False
+    frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
+    frozen_rest: list[Any] = dataclasses.field(default_factory=list)
 
     def run(self) -> Sums:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
@@ -81,7 +85,7 @@ class Executor:
     @cached_property
     def _wire(self) -> Wire:
         """The shapes of what stages pass on."""
-        make = lambda: self.stages[0].first(dict(enumerate(self.rest)), self.data(jnp.int32(0)))
+        make = lambda: self.stages[0].first(self._all_rest, self.data(jnp.int32(0)))
         return jax.eval_shape(make)
 
     @cached_property
@@ -106,7 +110,8 @@ class Executor:
     def _divide(self, program: StageProgram) -> DividedBackward:
         rest = self._pick(program.middle_uses)
         shapes = lambda: (self.data(jnp.int32(0)), jnp.int32(0), zeros(self._wire))
-        at = Operands(self._rows(program), rest, *jax.eval_shape(shapes))
+        frozen = self._frozen(program)
+        at = Operands(self._rows(program), rest, *jax.eval_shape(shapes), frozen=frozen)
         return DividedBackward.of(program, at, self._wire.floats, self.keeps)
 
     def _start(self) -> State:
@@ -126,14 +131,17 @@ class Executor:
 
     @property
     def _used(self) -> list[int]:
-        return [i for i, x in enumerate(self.rest) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        is_float = lambda x: x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
+        return [i for i, x in enumerate(self.rest) if is_float(x)]
+
+    @cached_property
+    def _all_rest(self) -> Rest:
+        return self._pick(range(len(self.rest))) | self._pick_frozen(range(len(self.rest)))
 
     @cached_property
     def _loss_shape(self) -> Loss:
         wire = zeros(self._wire)
-        make = lambda: self.stages[-1].last(
-            dict(enumerate(self.rest)), self.data(jnp.int32(0)), wire
-        )
+        make = lambda: self.stages[-1].last(self._all_rest, self.data(jnp.int32(0)), wire)
         return jax.eval_shape(make)
 
     def _tick(self, state: State, tables: tuple[list[Tick], list[Array]]) -> tuple[State, None]:
@@ -195,12 +203,12 @@ class Executor:
         def run(i: int, program: StageProgram, operand: Any) -> tuple[Wire, Wire, list]:
             inputs, stash = operand
             data = self.data(tick["microbatch"])
-            before = lambda: program.first(self._pick(program.first_uses), data)
+            before = lambda: program.first(self._all_rest, data)
             x = _when(program, stage, 0, before, lambda: get(inputs, tick["inputs"]))
             rest = self._pick(program.middle_uses)
-            at = Operands(self._rows(program), rest, data, stage, x)
+            at = Operands(self._rows(program), rest, data, stage, x, self._frozen(program))
             if not self.keeps:
-                return x, program.middle(*at) if self.schedule.num_stages > 1 else x, stash
+                return x, at.run(program) if self.schedule.num_stages > 1 else x, stash
             y, kept = self._parts[i].forward(at)
             values = self._stash.pack(i, [*jax.tree.leaves(y), *kept])
             return x, y, put(stash, tick["stash"], values)
@@ -271,7 +279,8 @@ class Executor:
         rest = self._pick(program.middle_uses)
         data = self.data(tick["microbatch"])
         wire = zeros(self._wire) if self.keeps else get(state.inputs, tick["inputs"])
-        return Operands(self._rows(program), rest, data, tick["stage"], wire)
+        frozen = self._frozen(program)
+        return Operands(self._rows(program), rest, data, tick["stage"], wire, frozen)
 
     def _kept(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
         """The output of a stage and the residuals that its forward pass kept."""
@@ -299,11 +308,11 @@ class Executor:
         data = self.data(tick["microbatch"])
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, Loss]:
-            loss = program.last(rest, data, Wire(floats, y.others))
+            loss = program.last({**rest, **frozen}, data, Wire(floats, y.others))
             # The loss scale multiplies what is differentiated, and not what is reported.
             return loss.total if self.scale is None else loss.total * self.scale, loss
 
-        rest = self._pick(program.last_uses)
+        rest, frozen = self._pick(program.last_uses), self._pick_frozen(program.last_uses)
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
         new = add(jax.tree.leaves(sums.loss), jax.tree.leaves(loss))
         total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
@@ -315,23 +324,42 @@ class Executor:
 
         def of_first() -> Sums:
             # What stands before the first block is run again, once per microbatch, instead of kept.
-            run = lambda rest: program.first(rest, data).floats
-            _, pull = jax.vjp(run, self._pick(program.first_uses))
+            run = lambda rest: program.first({**rest, **frozen}, data).floats
+            _, pull = jax.vjp(run, trained)
             return _add_rest(sums, pull(gradient)[0])
+
+        trained = self._pick(program.first_uses)
+        frozen = self._pick_frozen(program.first_uses)
+        if frozen and not trained:
+            return sums
 
         return _when(program, tick["stage"], 0, of_first, lambda: sums)
 
     def _add(self, program: StageProgram, sums: Sums, weights: Any, rest: Rest) -> Sums:
         rows = list(sums.rows)
         for row, grads in zip(program.rows, weights, strict=True):
-            rows[row] = add(rows[row], grads)
+            rows[row] = _add_trained(rows[row], grads)
         return _add_rest(sums._replace(rows=rows), rest)
 
     def _rows(self, program: StageProgram) -> list[list[Array]]:
         return [self.weights[row] for row in program.rows]
 
+    def _frozen(self, program: StageProgram) -> Frozen:
+        rest = self._pick_frozen(program.middle_uses)
+        if not self.frozen_weights:
+            return Frozen((), rest)
+        return Frozen([self.frozen_weights[row] for row in program.rows], rest)
+
     def _pick(self, numbers: Sequence[int]) -> Rest:
-        return {i: self.rest[i] for i in numbers}
+        return {i: self.rest[i] for i in numbers if self.rest[i] is not None}
+
+    def _pick_frozen(self, numbers: Sequence[int]) -> Rest:
+        frozen = self.frozen_rest
+        return {i: frozen[i] for i in numbers if frozen and frozen[i] is not None}
+
+
+def _add_trained(totals: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    return jax.tree.map(lambda total, grad: add([total], [grad])[0], list(totals), list(grads))
 
 
 def _add_rest(sums: Sums, rest: Rest) -> Sums:

@@ -45,6 +45,26 @@ Rest = dict[int, Any]
 """Parameters outside the blocks, by their position among them."""
 
 
+class Frozen(NamedTuple):
+    """The parameters that nothing is differentiated by.
+
+    Args:
+        weights: by row, None at the places of those that are trained.
+        rest: those outside the blocks.
+    """
+
+    weights: Sequence[Sequence[Any]]
+    rest: Rest
+
+    def beside(self, weights: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """All weights by row, given those that are trained, None at the places of the others."""
+        if not self.weights:
+            return weights
+        rows = zip(weights, self.weights, strict=True)
+        either = lambda row, other: [b if a is None else a for a, b in zip(row, other, strict=True)]
+        return [either(row, other) for row, other in rows]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageProgram:
     """The stages that run the same program, on whatever ranks they are.

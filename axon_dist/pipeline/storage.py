@@ -76,6 +76,10 @@ class ModelStorage(abc.ABC):
     def slot_of(self, number: int, keys: Keys) -> Keys | None:
         """The keys of the stored leaf whose entry of the rank is a block's leaf, if one is."""
 
+    @abc.abstractmethod
+    def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
+        """The keys of the stored leaves that are trained or frozen as a block's leaf is."""
+
     def like(self, shapes: PyTree) -> ModelStorage:
         """The same stages' storage of a tree with leaves of the model, of any shapes.
 
@@ -111,21 +115,21 @@ class ModelStorage(abc.ABC):
         return nest(params)
 
     def rows_of(self, stored: PyTree) -> list[list[Any]]:
-        """The leaves of every row."""
+        """The leaves of every row, None where the tree has none."""
         flat = flatten(stored)
-        return [[flat[keys] for keys in row] for row in self.row_names]
+        return [[flat.get(keys) for keys in row] for row in self.row_names]
 
     def rest_of(self, stored: PyTree) -> list[Any]:
-        """The leaves outside the blocks, in the order of `rest`."""
+        """The leaves outside the blocks, in the order of `rest`; None where the tree has none."""
         flat = flatten(stored)
-        return [flat[keys] for keys in self.rest]
+        return [flat.get(keys) for keys in self.rest]
 
     def assemble(self, rows: list[list[Any]], rest: list[Any]) -> PyTree:
         """The stored tree of given rows and rest; the inverse of `rows_of` and `rest_of`."""
         flat = dict(zip(self.rest, rest, strict=True))
         for names, leaves in zip(self.row_names, rows, strict=True):
             flat.update(zip(names, leaves, strict=True))
-        return nest(flat)
+        return nest({keys: leaf for keys, leaf in flat.items() if leaf is not None})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -192,6 +196,10 @@ class RowStorage(ModelStorage):
         """The same leaf of the block whose name the row has."""
         row = self.stages.home(number)[1]
         return self.stages.blocks[row] + keys[len(self.stages.blocks[number]) :]
+
+    def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
+        """The row of the leaf, which has that of a block of every rank."""
+        return (self.slot_of(number, keys),)
 
     def rows_of_chunk(self, chunk: int) -> range:
         """One row per block of the chunk's longest stage."""
@@ -263,6 +271,10 @@ class FlatStorage(ModelStorage):
         stage = self.stages.stage_of(number)
         names = self.row_names[self.stages.chunk_of(stage)]
         return names[self._keys(stage).index(keys)]
+
+    def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
+        """All vectors: where a leaf lies in them depends on what else there is."""
+        return self.row_keys
 
     @cached_property
     def vectors(self) -> dict[tuple[int, int], list[tuple[Keys, ...]]]:

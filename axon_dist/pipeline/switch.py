@@ -176,10 +176,15 @@ class SwitchStages:
         if foreign := self._owners(piece.needs) - own:
             path = "/".join(map(str, stages.blocks[min(foreign)]))
             where = f"stage {stage}" if own else "the loss"
+            advice = (
+                "Tie parameters outside the blocks, or choose boundaries that keep the two together"
+                if own
+                else "Tie parameters outside the blocks; a penalty on weights is the optimizer's "
+                "business here, such as optax.add_decayed_weights"
+            )
             raise UnsupportedError(
                 f"{where} reads a parameter of {path!r}, which is stage "
-                f"{stages.stage_of(min(foreign))}'s alone. Tie parameters outside the blocks, or "
-                "choose boundaries that keep the two together"
+                f"{stages.stage_of(min(foreign))}'s alone. {advice}"
             )
 
     def _owners(self, atoms: set[Any] | frozenset[Any]) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -137,7 +138,8 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
 def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     """Makes a model compute in the policy's dtype, in place.
 
-    Modules that promote their arguments (every layer of Flax) are told the compute dtype, the
+    Modules that promote their arguments (every layer of Flax, and the modules of a bridged Linen
+    model that have a dtype) are told the compute dtype, the
     model's inputs are cast to it, and its outputs to the output dtype. The statistics of Flax's
     norms are computed in float32 all the same.
 
@@ -148,8 +150,10 @@ def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     Returns:
         The model.
     """
-    for _, module in nnx.iter_modules(model):
-        if hasattr(module, "param_dtype") and hasattr(module, "dtype"):
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, nnx.bridge.ToNNX):
+            wrap_calls(module, {"__call__": LinenCasting(policy)})
+        elif hasattr(module, "param_dtype") and hasattr(module, "dtype"):
             setattr(module, "dtype", policy.compute)  # noqa: B010
     wrap_calls(model, {"__call__": Casting(policy)})
     return model
@@ -169,6 +173,36 @@ class Casting:
         """Runs it."""
         args, kwargs = cast_floating((args, kwargs), self.policy.compute)
         return cast_floating(method(module, *args, **kwargs), self.policy.output)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenCasting:
+    """Runs a bridged Linen module whose modules are told the compute dtype.
+
+    They exist only while it runs: each is told as its first method is called, which is `setup` for
+    those that hand their dtype on. One that has none is left to promote what it is given, unless it
+    has one for its parameters, as the layers of Flax do.
+
+    Args:
+        policy: param, compute, reduce and output dtype.
+    """
+
+    policy: MixedPrecision
+
+    def __call__(self, method: Any, bridge: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        with nn.intercept_methods(self.tell):
+            return method(bridge, *args, **kwargs)
+
+    def tell(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Runs one method of a module that has been told."""
+        module = context.module
+        fields = {field.name for field in dataclasses.fields(module)}
+        said = getattr(module, "dtype", None)
+        is_float = "param_dtype" in fields if said is None else jnp.issubdtype(said, jnp.floating)
+        if "dtype" in fields and is_float:
+            object.__setattr__(module, "dtype", self.policy.compute)
+        return call(*args, **kwargs)
 
 
 def _cast(leaf: Any, dtype: Any) -> Array:

@@ -11,6 +11,10 @@ from .layer_scan import Chain as Chain
 from .layer_scan import find_chains as find_chains
 from .layer_scan import is_unit as is_unit
 from .layer_scan import scan_over_layers as scan_over_layers
+from .linen import bridges_of as bridges_of
+from .linen import linen_blocks as linen_blocks
+from .linen import linen_modules as linen_modules
+from .linen import linen_named as linen_named
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
@@ -24,6 +28,7 @@ from .units import RematPolicy as RematPolicy
 from .units import check_some as check_some
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
+from .units import names_of as names_of
 from .units import units_of as units_of
 from .walk import CALLS as CALLS
 from .walk import REMATS as REMATS
@@ -34,6 +39,7 @@ from .walk import equations as equations
 from .walk import in_branches as in_branches
 from .walk import interpret as interpret
 from .walk import made_by as made_by
+from .walk import moves_with as moves_with
 from .walk import needed_for as needed_for
 from .walk import opened as opened
 from .walk import sources_of as sources_of

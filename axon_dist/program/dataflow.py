@@ -277,6 +277,7 @@ def _keep_equal_dims(
     """Slices and the like: dims of unchanged size are the same, the others are cut."""
     source = operands[0]
     for result in results:
+        result.origin = source.origin if _is_row(flow, source, result) else None
         for mine, theirs in zip(result.dims, source.dims, strict=True):
             if flow.sizes[mine] == flow.sizes[theirs]:
                 flow.join(mine, theirs)
@@ -284,6 +285,26 @@ def _keep_equal_dims(
                 flow.cuts.append(Cut(theirs, mine, flow.sizes[theirs] // flow.sizes[mine], False))
             else:
                 flow.spoil(theirs, f"is indexed by {equation.primitive.name}")
+
+
+def _is_row(flow: Flow, source: Value, result: Value) -> bool:
+    """Whether an array is one of the matrices that another stacks, such as those of experts."""
+    pairs = zip(result.dims, source.dims, strict=True)
+    return all(flow.sizes[mine] in (1, flow.sizes[theirs]) for mine, theirs in pairs)
+
+
+def _unstack(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
+    """All rows of a dim, each by itself."""
+    source, axis = operands[0], equation.params["axis"]
+    flow.spoil(source.dims[axis], "is indexed by unstack")
+    for result in results:
+        result.origin = source.origin
+        for mine, theirs in zip(result.dims, _without(source.dims, axis), strict=True):
+            flow.join(mine, theirs)
+
+
+def _without(dims: Dims, axis: int) -> Dims:
+    return [node for dim, node in enumerate(dims) if dim != axis]
 
 
 def _join_whole(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
@@ -311,6 +332,9 @@ def _gather(flow: Flow, equation: Any, operands: list[Value], results: list[Valu
             flow.lookups[table.origin or ""] = table.dims[dim]
         else:
             flow.spoil(table.dims[dim], "is indexed")
+    taken = [sizes[dim] == flow.sizes[table.dims[dim]] for dim in kept]
+    if not is_lookup and all(taken) and numbers.collapsed_slice_dims == rows:
+        results[0].origin = table.origin
 
 
 def _scan(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
@@ -359,6 +383,7 @@ _HANDLERS: MappingProxyType[str, Handler] = MappingProxyType(
         "slice": _keep_equal_dims,
         "split": _keep_equal_dims,
         "dynamic_slice": _keep_equal_dims,
+        "unstack": _unstack,
         "concatenate": _join_whole,
         "pad": _join_whole,
         "gather": _gather,

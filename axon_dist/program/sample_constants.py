@@ -18,6 +18,7 @@ def scalar(value: Any) -> Value:
     """A constant that is the same for any number of samples, its value known."""
     if is_key(value):
         return CONSTANT
+    # Literals are Python's own numbers, too, which have no dtype.
     dtype = np.dtype(getattr(value, "dtype", type(value)))
     if dtype.kind in "biuf":
         return Value(known=np.asarray(value).item())

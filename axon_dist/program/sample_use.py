@@ -65,6 +65,7 @@ class SampleUse:
         metrics: by name.
         buffers: the new values, by path.
         is_plain: whether the loss is a number without a weight of its own.
+        failure: what the loss function says where it cannot be computed of a part of the batch.
 
     Example:
         >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", where="a.py:3")
@@ -80,6 +81,7 @@ class SampleUse:
     metrics: Mapping[str, OutputUse]
     buffers: Mapping[Path, OutputUse]
     is_plain: bool = True
+    failure: str = ""
 
     def outputs(self) -> dict[str, OutputUse]:
         """Everything, by what to call it."""
@@ -134,9 +136,13 @@ def _degree(value: Value) -> float | None:
     return value.degree if value.kind is Kind.TOTAL else None
 
 
-def _failed(value: Value) -> OutputUse:
+OF_WEIGHT = "has a weight that "
+"""How a reason begins that is the weight's."""
+
+
+def _failed(value: Value, whose: str = "") -> OutputUse:
     kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
-    return OutputUse(kind, 0.0, value.why or "is no sum over the samples", value.where)
+    return OutputUse(kind, 0.0, whose + (value.why or "is no sum over the samples"), value.where)
 
 
 def _summed(power: float) -> OutputUse:
@@ -146,7 +152,7 @@ def _summed(power: float) -> OutputUse:
 def _loss(loss: Value, weight: Value) -> OutputUse:
     mine, its = _degree(loss), _degree(weight)
     if mine is None or its is None:
-        return _failed(loss if mine is None else weight)
+        return _failed(loss) if mine is None else _failed(weight, OF_WEIGHT)
     use = _summed(mine - its)
     is_plain = weight.kind is Kind.CONSTANT and not weight.degree
     return use if is_plain or use.power else OutputUse(Use.WEIGHTED)

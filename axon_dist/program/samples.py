@@ -37,6 +37,7 @@ from .sample_values import (
     rows,
     total,
 )
+from .walk import equations
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may average what all ranks know then."""
@@ -191,6 +192,9 @@ class Walk:
     ) -> list[Value]:
         name = str(pair[0].params.get("name", ""))
         if name == PER_SAMPLE:
+            if draws := _draws(called[0]):
+                why = f"draws random numbers (`{draws}`) {WITHIN}"
+                return [coupled(why, source_line(pair[0]))] * len(pair[0].outvars)
             return _checked(pair, _promised(pair, operands), source_line(pair[0]))
         # JAX traces its own functions once: lines within them are those of the first who called.
         at = where or (source_line(pair[0]) if is_of_jax(name) else "")
@@ -207,7 +211,9 @@ class Walk:
         if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in given):
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
-        seeds = [CONSTANT if v.kind is Kind.TOTAL else v for v in results]
+        # The cotangent is smaller, the more samples there are; only what is linear in it stays so.
+        smaller = lambda v: dataclasses.replace(v, degree=v.degree - 1, known=None, number=0)
+        seeds = [smaller(CONSTANT if v.kind is Kind.TOTAL else v) for v in results]
         seeds = [v for v, out in zip(seeds, pair[0].outvars, strict=True) if is_float(out.aval)]
         traces = [pullback(equation, floats) for equation in pair]
         jaxprs, consts = (trace.jaxpr for trace in traces), (trace.consts for trace in traces)
@@ -215,13 +221,14 @@ class Walk:
         self._in_backward = True
         found = self.program(tuple(jaxprs), tuple(consts), [*operands, *seeds], at)
         self._in_backward = False
-        degrees = {v.degree for v in results if not v.is_constant} or {0.0}
+        degrees = {v.degree - 1 for v in results if not v.is_constant} or {-1.0}
         varies = any(not v.is_constant for v in results)
         for index, value in zip(floats, found, strict=True):
             same = Kind.CONSTANT if operands[index].is_rows or not varies else Kind.TOTAL
             kinds = (same, Kind.ROWS if operands[index].is_rows else Kind.TOTAL)
             if not value.is_zero and (value.kind not in kinds or {value.degree} != degrees):
-                why = value.why or "mixes the samples or depends on their number"
+                bent = "mixes the samples, or is not linear in what comes back to it"
+                why = bent if SIZES in value.why else value.why or bent
                 why = f"has a backward pass of its own that {why}"
                 return [coupled(why, value.where or at)] * len(results)
         return results
@@ -370,6 +377,18 @@ def unread(name: str) -> str:
         f"goes through `{name}`, of which it is not known what it does to samples; "
         "axon_dist.per_sample marks a function that treats them one by one"
     )
+
+
+WITHIN = (
+    "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "
+    "them before it, by jax.random.uniform, normal, bernoulli and the like"
+)
+
+
+def _draws(called: Any) -> str:
+    """The operation by which a marked function draws random numbers; "" where none does."""
+    names = (e.primitive.name for e in equations(getattr(called, "jaxpr", called)))
+    return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
 
 
 def _promised(pair: tuple[Any, Any], operands: list[Value]) -> list[Value]:

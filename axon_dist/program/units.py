@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,7 @@ from ..core.errors import UnsupportedError
 from ..core.tree import path_str
 from ..core.typing import Path
 from .calls import layers_of, wrap_calls
+from .linen import LinenUnits, Program, bridges_of, linen_modules
 from .stacks import num_stacked
 
 UNIT_NAME = "axon_unit"
@@ -35,8 +37,8 @@ ARRAY, NODE = "array", "node"
 MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
 """The primitives that make complex numbers of real ones."""
 
-IsUnit: TypeAlias = Callable[[Path, nnx.Module], bool]
-"""(path, module) -> whether calls of the module are a unit."""
+IsUnit: TypeAlias = Callable[[Path, nnx.Module | None], bool]
+"""(path, module) -> whether its calls are a unit; None stands for a module within a Linen one."""
 
 RematPolicy: TypeAlias = Callable[..., Any]
 """A policy of `jax.checkpoint`: which intermediate results are kept for the backward pass."""
@@ -107,7 +109,39 @@ def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = N
     for _, module in units:
         if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
             wrap_calls(module, around)
-    return [path for path, _ in units]
+    found = [path for path, _ in units]
+    return found + _mark_linen_units(model, found, is_unit, remat)
+
+
+def _mark_linen_units(
+    model: nnx.Module, outer: list[Path], is_unit: IsUnit, remat: RematPolicy | None
+) -> list[Path]:
+    """Makes units of the modules within bridged Linen ones; returns their paths."""
+    found: list[Path] = []
+    for keys, _ in sorted(linen_modules(model), key=lambda item: len(item[0])):
+        path = _path(keys)
+        if not any(is_inside(path, unit) for unit in outer + found) and is_unit(path, None):
+            found.append(path)
+    for keys, bridge in list(bridges_of(model)):
+        below = [path for path in found if is_inside(path, _path(keys))]
+        if below:
+            own = frozenset(path.removeprefix(_path(keys)).lstrip("/") for path in below)
+            wrap_calls(bridge, {"__call__": LinenUnits(own, _running(remat), GATHER)})
+    return found
+
+
+def _running(remat: RematPolicy | None) -> Callable[..., Any]:
+    """A jitted function that runs a program, whose equations have the name of units."""
+
+    def axon_unit(program: Program, gathers: tuple[Any, ...], values: Any) -> Any:
+        def run(values: Any) -> Any:
+            pairs = zip_longest(values, gathers)
+            return program.run([x if gather is None else gather(x) for x, gather in pairs])
+
+        protected = run if remat is None else jax.checkpoint(run, policy=RealOnly(remat))
+        return protected(values)
+
+    return jax.jit(axon_unit, static_argnums=(0, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +164,7 @@ class AsUnit:
         """
         if (count := num_stacked(module)) is not None:
             raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
-        graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+        graphdef, params, rest = nnx.split(module, _is_weight, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
@@ -229,7 +263,14 @@ def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     _check_unchanged(type(module), leaves, (args, kwargs))
     # What never changes is not handed on from block to block.
     changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-    return output, nnx.state(module, nnx.Not(nnx.Param)), changed
+    weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
+    return output, nnx.state(module, lambda keys, _: keys not in weights), changed
+
+
+def _is_weight(_: Any, variable: Any) -> bool:
+    if not isinstance(variable, nnx.Variable):
+        return False
+    return isinstance(variable, nnx.Param) or GATHER in variable.get_metadata()
 
 
 def _check_unchanged(module_type: type, leaves: list[Any], given: Any) -> None:
@@ -265,11 +306,16 @@ def check_some(paths: list[Path], what: str, model: nnx.Module) -> None:
         UnsupportedError: naming what was looked for and the classes that the model has.
     """
     if not paths:
-        classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
         raise UnsupportedError(
             f"{what} matches no module of the model; it has modules of the classes "
-            f"{', '.join(classes)}. Name one of them"
+            f"{', '.join(names_of(model))}. Name one of them"
         )
+
+
+def names_of(model: nnx.Module) -> list[str]:
+    """What the modules of a model are called: by class, within Linen ones without their number."""
+    classes = {type(module).__name__ for _, module in nnx.iter_modules(model)}
+    return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
 
 
 def _hash(value: Any) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from ..core.compat import (
@@ -20,6 +21,7 @@ from ..core.compat import (
     called_program,
     dce_jaxpr,
     eval_equation,
+    eval_jaxpr,
     inner_programs,
 )
 
@@ -195,6 +197,37 @@ def needed_for(jaxpr: Any, positions: Iterable[int]) -> tuple[Any, list[int]]:
 def sources_of(jaxpr: Any) -> list[set[int]]:
     """For every output of a jaxpr, the positions of the inputs that it depends on."""
     return [set(needed_for(jaxpr, [number])[1]) for number in range(len(jaxpr.outvars))]
+
+
+def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
+    """With which inputs an output of a program moves: those whose gradient is not zero everywhere.
+
+    Args:
+        program: a traced function.
+        output: the position of the output, a number.
+        count: how many of the first inputs are asked about; floating-point.
+
+    Returns:
+        Their positions; without those that only comparisons, counts or `stop_gradient` read.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> run = lambda x, y, z: jnp.sum(x > 0) + y * jax.lax.stop_gradient(z)
+        >>> moves_with(jax.make_jaxpr(run)(1.0, 2.0, 3.0), 0, 3)
+        [1]
+    """
+    if sources_of(program.jaxpr)[output].isdisjoint(range(count)):
+        return []
+    avals: list[Any] = [variable.aval for variable in program.jaxpr.invars]
+    values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    own, others = values[:count], values[count:]
+
+    def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
+        run = lambda *own: eval_jaxpr(program, [*own, *others])[output].astype(jnp.float32)
+        return jax.jvp(run, own, tangents)[1]
+
+    sources = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0]
+    return sorted(sources & set(range(count)))
 
 
 def _open(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:

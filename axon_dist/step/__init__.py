@@ -11,8 +11,11 @@ from .claims import Claims as Claims
 from .determinism import deterministic_options as deterministic_options
 from .nonfinite import Nonfinite as Nonfinite
 from .options import StepOptions as StepOptions
+from .parts import ModelLike as ModelLike
+from .parts import take_apart as take_apart
 from .portable import PortableForm as PortableForm
 from .rules import RULES as RULES
 from .spec import StepSpec as StepSpec
 from .state import TrainState as TrainState
 from .step import TrainStep as TrainStep
+from .weights import weight_shapes as weight_shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from flax import nnx
@@ -50,6 +51,21 @@ def check_arguments(optimizer: Any, loss_fn: Any, world: Any, remat: Any = None)
             "World.emulate(8)"
         )
     check_kind("remat", remat, ActivationCheckpointing, "such as ActivationCheckpointing()")
+
+
+def is_told_step(loss_fn: Any) -> bool:
+    """Whether a loss function has a parameter `step` that it must be given.
+
+    Example:
+        >>> is_told_step(lambda model, batch, *, step: 0.0), is_told_step(lambda model, batch: 0.0)
+        (True, False)
+    """
+    try:
+        found = inspect.signature(loss_fn).parameters.get("step")
+    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+        return False
+    positional = inspect.Parameter.POSITIONAL_ONLY
+    return found is not None and found.default is found.empty and found.kind is not positional
 
 
 def check_kind(name: str, value: Any, kind: type, example: str) -> None:

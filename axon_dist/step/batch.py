@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.errors import DivisibilityError
-from ..core.tree import leaves_with_paths
-from ..core.typing import Batch
+from ..core.errors import ConfigError, DivisibilityError
+from ..core.shared import Shared
+from ..core.tree import leaves_with_paths, parted, path_str
+from ..core.typing import Batch, PyTree
 from .local_view import batch_spec
 from .padding import Padding
 from .spec import StepSpec
@@ -25,9 +26,11 @@ class Placed:
 
     Args:
         arrays: leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+        shared: nested dict of what the batch has beside its samples, whole on every device.
     """
 
     arrays: Batch
+    shared: PyTree = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +106,11 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
-        batch = self._filled(batch, self.num_processes)
+        batch, shared = apart(batch)
+        batch = self._filled(batch, self.num_processes, shared)
         self.check(batch, self.num_processes)
-        return Placed(jax.tree.map(self._place_leaf, batch))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
 
     def abstract(self, batch: Batch, num_processes: int = 1) -> Placed:
         """A placed global batch as shapes, for lowering without data.
@@ -120,7 +125,8 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
-        batch = self._filled(batch, num_processes)
+        batch, shared = apart(batch)
+        batch = self._filled(batch, num_processes, shared)
         self.check(batch, num_processes)
 
         def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -129,14 +135,16 @@ class BatchLayout:
             made = jax.eval_shape(self.split, jax.ShapeDtypeStruct(total, rows.dtype))
             return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.sharding)
 
-        return Placed(jax.tree.map(shape_of, batch))
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+        return Placed(jax.tree.map(shape_of, batch), jax.tree.map(whole, shared))
 
-    def _filled(self, batch: Batch, num_processes: int) -> Batch:
+    def _filled(self, batch: Batch, num_processes: int, shared: PyTree) -> Batch:
         """The batch with padding, if there is to be any; each process fills up its own rows."""
         if self.padding is None or not samples_of(batch):
             return batch
         multiple = math.lcm(self.divisor, num_processes) // num_processes
-        return self.padding.fill(batch, multiple, self.num_microbatches)
+        return self.padding.fill(batch, multiple, self.num_microbatches, shared)
 
     def _place_leaf(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):
@@ -145,6 +153,44 @@ class BatchLayout:
         if self.sharding.is_fully_addressable:
             return jax.device_put(rows, self.sharding)
         return jax.make_array_from_process_local_data(self.sharding, rows)
+
+
+def apart(batch: Batch) -> tuple[Batch, PyTree]:
+    """A batch without what its samples have in common, and that, unwrapped.
+
+    Args:
+        batch: leaves of shape [B, ...], or `Shared`.
+
+    Raises:
+        ConfigError: when something `Shared` is in no nested dict.
+
+    Example:
+        >>> apart({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
+        {'scale': array(3., dtype=float32)}
+    """
+    found = [
+        keys
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if isinstance(leaf, Shared)
+    ]
+    if not found:
+        return batch, {}
+    if not all(isinstance(key, jax.tree_util.DictKey) for keys in found for key in keys):
+        raise ConfigError(
+            f"the batch is a {type(batch).__name__} that has Shared(...) at "
+            f"{path_str(found[0])!r}; only in a dict, or a dict in a dict, has it a name to be "
+            "found by"
+        )
+    rows, shared = parted(batch, {path_str(keys) for keys in found})
+    return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
+
+
+def _canonical(value: Any) -> Any:
+    """An array of a dtype that JAX has; a number of Python is one of no dims."""
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return value
+    found = np.asarray(value)
+    return found.astype(jax.dtypes.canonicalize_dtype(found.dtype))
 
 
 def samples_of(batch: Batch) -> int:

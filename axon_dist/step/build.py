@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import optax
+from flax import nnx
 
 from ..core.typing import Batch, LossFn, OptionValue
 from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy
 from ..precision import GradScaler, MixedPrecision
-from .arguments import check_arguments
+from .arguments import check_arguments, is_told_step
 from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
 from .options import StepOptions
@@ -21,6 +23,7 @@ from .rules import check_rules
 from .spec import StepSpec
 from .state_form import StateForm
 from .step import TrainStep
+from .trainable import Trainable, frozen_as
 
 
 def build_train_step(
@@ -43,6 +46,9 @@ def build_train_step(
     batch: Batch | None = None,
     separable: bool | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
+    trainable: Trainable = nnx.Param,
+    frozen_dtype: Any = None,
+    ema: float | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -57,7 +63,8 @@ def build_train_step(
             latter are born sharded.
         optimizer: any optax transformation; one that looks at the loss gets it as `value`.
         loss_fn: `loss_fn(model, batch)` giving a scalar mean or `Weighted`, alone or with a dict
-            of scalar metrics.
+            of scalar metrics. One that has to be given a `step`, `loss_fn(model, batch, step)`, is
+            told how many steps have been taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
         accumulate: K microbatches per step; with a pipeline its own number.
@@ -80,6 +87,7 @@ def build_train_step(
             `lower(batch).compile()` shows is what runs.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
             then also what only a batch can show is refused here, rather than by the first call.
+            Its leaves have shape [B, ...]; what belongs to no sample stands in a `Shared`.
         separable: True promises that the loss of a batch is the (weighted) mean of those of its
             parts, False that it is not. None reads it from the program of the loss: a mean, a sum
             and `Weighted` have the value of the whole batch however it is cut, and a loss that
@@ -88,6 +96,18 @@ def build_train_step(
             as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
             modules, with the layers of Linen in them, as `evaluation` says; tell models of yours
             here that must know otherwise.
+        trainable: what of the model is trained: a type of Variable such as `nnx.LoRAParam`, a
+            regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
+            filter of nnx, or a tuple of these. The step then equals `nnx.Optimizer(model,
+            optimizer, wrt=trainable)` with the gradient of `nnx.DiffState(0, trainable)`. Every
+            other `nnx.Param` is frozen: it is laid out as the strategy lays out parameters, and
+            has no gradient, no moments, and no part in norms.
+        frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
+            keeps each in its own.
+        ema: the decay of a moving average of the trained parameters, which the state then keeps,
+            `ema = decay * ema + (1 - decay) * params` after every update, from the first
+            parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
+            it.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -111,7 +131,7 @@ def build_train_step(
         1
     """
     check_arguments(optimizer, loss_fn, world, remat)
-    parts, source = take_apart(model)
+    parts, source = take_apart(model, trainable)
     chosen = strategy_for(parts, as_strategy(strategy), precision, remat)
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
         scaler = GradScaler()
@@ -127,9 +147,12 @@ def build_train_step(
         compiler_options=compiler_options,
         separable=separable,
         eval_kwargs=eval_kwargs,
+        ema=ema,
     )
-    if chosen.precision is not None:
-        parts, source = stored_as(parts, source, chosen.precision)
+    parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
+    parts, source = stored_as(
+        parts, source, chosen.precision, frozen_as(frozen_dtype, parts.frozen)
+    )
     extended = optax.with_extra_args_support(optimizer)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
     check_rules(spec)

@@ -21,11 +21,13 @@ class Claims:
         params: about the parameters.
         grads: about the gradients that reach the optimizer: they lie with its moments.
         opt_state: about the optimizer state.
+        frozen: about the frozen parameters, where there are some.
     """
 
     params: Explanation
     grads: Explanation
     opt_state: Explanation
+    frozen: Explanation | None = None
 
     def check(self, state: TrainState, grads: PyTree | None = None) -> None:
         """Raises unless every array is split as claimed.
@@ -39,6 +41,8 @@ class Claims:
         """
         self.params.check(state.params)
         self.opt_state.check(state.opt_state)
+        if self.frozen is not None:
+            self.frozen.check(state.frozen)
         if grads is not None:
             self.grads.check(grads)
 
@@ -56,7 +60,8 @@ class Claims:
         self.check(jax.tree.map(placed, state, compiled.output_shardings[0]))
 
     def __rich__(self) -> Group:
-        return Group(self.params.table(), self.grads.table(), self.opt_state.table())
+        tables = [one.table() for one in (self.params, self.grads, self.opt_state)]
+        return Group(*tables, *([] if self.frozen is None else [self.frozen.table()]))
 
 
 def claims_of(spec: StepSpec, state: TrainState) -> Claims:
@@ -72,4 +77,7 @@ def claims_of(spec: StepSpec, state: TrainState) -> Claims:
             mesh,
             f"optimizer state under {strategy.name}",
         ),
+        explain(strategy.params, state.frozen, mesh, f"frozen parameters under {strategy.name}")
+        if jax.tree.leaves(state.frozen)
+        else None,
     )

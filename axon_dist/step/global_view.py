@@ -12,6 +12,7 @@ from .objective import (
     GradientFn,
     GradientResult,
     Prepare,
+    beside,
     forward_of,
     gradient_means,
     gradient_sums,
@@ -35,12 +36,13 @@ def global_gradients(spec: StepSpec) -> GradientFn:
         return jax.lax.with_sharding_constraint(grads, spec.owners)
 
     def gradients(
-        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
+        of_trained = beside(forward, frozen)
         if spec.num_microbatches == 1:
-            found = gradient_means(forward, scale)(params, buffers, batch)
+            found = gradient_means(of_trained, scale)(params, buffers, batch)
             return found._replace(grads=constrain(found.grads))
-        sums_of = gradient_sums(forward, scale=scale)
+        sums_of = gradient_sums(of_trained, scale=scale)
         count = spec.num_microbatches
         sums, buffers = accumulate(sums_of, params, buffers, batch, count, constrain)
         grads, metrics = sums.means()
@@ -73,7 +75,8 @@ def gather_of(spec: StepSpec) -> MakeGather:
     def make(path: Path) -> GlobalGather:
         shape = spec.parts.shape_of(path)
         own = strategy.params(path, shape, mesh)
-        owner = strategy.opt_state(path, shape, mesh)
+        is_frozen = path in spec.parts.frozen_paths
+        owner = None if is_frozen else strategy.opt_state(path, shape, mesh)
         return GlobalGather(mesh, own, owner, only_axes(own, others), len(shape))
 
     return make

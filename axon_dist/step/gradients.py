@@ -6,6 +6,7 @@ from ..core.typing import Array, Batch, PyTree
 from .global_view import global_gradients
 from .local_view import local_gradients
 from .objective import GradientFn, GradientResult
+from .parts import SHARED
 from .pipeline_view import pipeline_gradients
 from .spec import StepSpec
 
@@ -25,14 +26,15 @@ def gradient_function(spec: StepSpec) -> GradientFn:
     usual = _in_view(spec, spec.is_local)
 
     def gradients(
-        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
-        found = spec.separator.of(batch)
+        here = spec.with_shared(buffers.get(SHARED, {}))
+        found = here.separator.of(batch)
         by_rank = found.is_per_rank and spec.is_local
-        if found.loss_fn is spec.loss_fn and by_rank == spec.is_local:
-            return usual(params, buffers, batch, scale)
-        other = _in_view(spec.with_loss(found.loss_fn), by_rank)
-        return other(params, buffers, batch, scale)
+        if here is spec and found.loss_fn is spec.loss_fn and by_rank == spec.is_local:
+            return usual(params, frozen, buffers, batch, scale)
+        other = _in_view(here.with_loss(found.loss_fn), by_rank)
+        return other(params, frozen, buffers, batch, scale)
 
     return gradients
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,16 @@ from ..program.randomness import Rows, find_rows, with_rank, without_rank
 from ..sharding import Policy, spec_axes, specs
 from .accumulate import SumsFn, accumulate
 from .normalization import synchronise_statistics
-from .objective import Forward, GradientFn, GradientResult, Sums, forward_of, gradient_sums
+from .objective import (
+    Forward,
+    GradientFn,
+    GradientResult,
+    Sums,
+    beside,
+    forward_of,
+    gradient_sums,
+)
+from .parts import own_and_given
 from .spec import StepSpec
 from .view import MakeGather, spelled
 
@@ -46,7 +55,7 @@ def local_gradients(spec: StepSpec) -> GradientFn:
     plan = LocalPlan(spec)
 
     def gradients(
-        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
         lead = 0 if spec.num_microbatches == 1 else 1
         # Found outside the region, for a trace inside it would see the samples of one rank.
@@ -55,11 +64,12 @@ def local_gradients(spec: StepSpec) -> GradientFn:
             check_reads(spec, batch, lead)
         buffer_specs = buffer_partition(buffers, spec.reduction, plan.axes)
         mapped = jax.shard_map(
-            lambda p, b, x, s: plan.run(p, b, x, s, rows),
+            lambda p, f, b, x, s: plan.run(p, f, b, x, s, rows),
             mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
             in_specs=(
                 plan.param_specs,
+                plan.frozen_specs,
                 buffer_specs,
                 batch_spec(plan.axes, spec.num_microbatches),
                 PartitionSpec(),
@@ -67,7 +77,7 @@ def local_gradients(spec: StepSpec) -> GradientFn:
             out_specs=(plan.owner_specs, PartitionSpec(), buffer_specs),
             check_vma=False,
         )
-        grads, (loss, metrics), buffers = mapped(params, buffers, batch, scale)
+        grads, (loss, metrics), buffers = mapped(params, frozen, buffers, batch, scale)
         return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
     return gradients
@@ -95,19 +105,26 @@ class LocalPlan:
 
     @cached_property
     def param_specs(self) -> PyTree:
-        """Where the parameters lie, the manual axes alone."""
-        return self._specs(self.spec.strategy.params)
+        """Where the trained parameters lie, the manual axes alone."""
+        return self._specs(self.spec.strategy.params, self.spec.parts.params)
+
+    @cached_property
+    def frozen_specs(self) -> PyTree:
+        """Where the frozen parameters lie, the manual axes alone."""
+        return self._specs(self.spec.strategy.params, self.spec.parts.frozen)
 
     @cached_property
     def owner_specs(self) -> PyTree:
         """Where the moments of the parameters lie, the manual axes alone."""
-        return self._specs(self.spec.strategy.opt_state)
+        return self._specs(self.spec.strategy.opt_state, self.spec.parts.params)
 
-    def _specs(self, policy: Policy) -> PyTree:
-        whole = specs(policy, self.spec.parts.params, self.spec.mesh)
+    def _specs(self, policy: Policy, shapes: PyTree) -> PyTree:
+        whole = specs(policy, shapes, self.spec.mesh)
         return jax.tree.map(lambda spec: only_axes(spec, self.axes), whole)
 
-    def run(self, params: PyTree, buffers: PyTree, batch: Batch, scale: Any, rows: Any) -> Any:
+    def run(
+        self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Any, rows: Any
+    ) -> Any:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
         reduction, count = self.spec.reduction, self.spec.num_microbatches
         own = _own_buffers(buffers, reduction)
@@ -115,8 +132,9 @@ class LocalPlan:
         if self.gathers_once:
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
             # comes back in the dtype of the compute.
-            whole = jax.tree.map(all_gather_by, self.spec.view.cast(params), self.param_specs)
-            sums_of = gradient_sums(self._forward(None), scale=scale)
+            whole = self._whole(params, self.param_specs)
+            others = self._whole(frozen, self.frozen_specs)
+            sums_of = gradient_sums(beside(self._forward(None), others), scale=scale)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             sums, changed = accumulate(sums_of, whole, drawing, batch, count)
@@ -126,13 +144,17 @@ class LocalPlan:
             # Units reduce their gradients within the backward pass, so the weight must be that of
             # all ranks before it begins.
             share = lambda weight: all_mean(weight, self.axes)
-            sums_of = gradient_sums(self._forward(self._gather), scale=scale, common=share)
+            forward = beside(self._forward(self._gather), frozen)
+            sums_of = gradient_sums(forward, scale=scale, common=share)
             sums, changed = accumulate(sums_of, params, drawing, batch, count)
         changed = without_rank(changed, own)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
         # like the others.
         scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
+
+    def _whole(self, shards: PyTree, places: PyTree) -> PyTree:
+        return jax.tree.map(all_gather_by, self.spec.view.cast(shards), places)
 
     def _forward(self, make_gather: MakeGather | None) -> Forward:
         spec = self.spec
@@ -149,7 +171,8 @@ class LocalPlan:
     def _gather(self, path: Path) -> LocalGather:
         shape = self.spec.parts.shape_of(path)
         own = only_axes(self.spec.strategy.params(path, shape, self.spec.mesh), self.axes)
-        return LocalGather(own, self.axes, self.spec.reduction.dtype, len(shape))
+        has_grad = path not in self.spec.parts.frozen_paths
+        return LocalGather(own, self.axes, self.spec.reduction.dtype, len(shape), has_grad)
 
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
         def reduced(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
@@ -188,7 +211,7 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[lead + 1 :]), x.dtype), batch
         )
         run = lambda p, b, x: forward(p, b, x).loss
-        return jax.make_jaxpr(run)(spec.parts.params, spec.parts.buffers, shapes)
+        return jax.make_jaxpr(run)(*spec.parts.arguments, shapes)
 
     return find_rows(trace, samples // ranks, ranks)
 
@@ -207,8 +230,8 @@ def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
     forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
     run = lambda p, b, x: forward(p, b, x).loss
-    jaxpr = jax.make_jaxpr(run)(spec.parts.params, spec.parts.buffers, shapes).jaxpr
-    paths = [path for path, _ in leaves_with_paths(spec.parts.params)]
+    jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, shapes).jaxpr
+    paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
         own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)
         unit = next((unit for unit in spec.view.units if is_inside(path, unit)), None)
@@ -227,24 +250,35 @@ def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
+    whole = lambda _: PartitionSpec()
     if reduction.sync_buffers:
-        return jax.tree.map(lambda _: PartitionSpec(), buffers)
-    return jax.tree.map(lambda x: PartitionSpec(axes) if _per_rank(x) else PartitionSpec(), buffers)
+        return jax.tree.map(whole, buffers)
+    return _of_ranks(lambda _: PartitionSpec(axes), buffers, whole)
 
 
 def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
     """Gives every rank its own copy of the statistics where they are not synchronised."""
     if reduction.sync_buffers:
         return buffers
-    copies = lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)) if _per_rank(x) else x
-    return jax.tree.map(copies, buffers)
+    return _of_ranks(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
 
 
 def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     """The statistics to evaluate with: the average over the ranks' own."""
     if reduction.sync_buffers:
         return buffers
-    return jax.tree.map(lambda x: x.mean(0) if _per_rank(x) else x, buffers)
+    return _of_ranks(lambda x: x.mean(0), buffers)
+
+
+def _of_ranks(
+    function: Callable[[Any], Any],
+    buffers: PyTree,
+    otherwise: Callable[[Any], Any] = lambda leaf: leaf,
+) -> PyTree:
+    """Maps over the statistics of the model, of which ranks may have their own."""
+    own, given = own_and_given(buffers)
+    one = lambda leaf: function(leaf) if _per_rank(leaf) else otherwise(leaf)
+    return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
 
 
 def _per_rank(leaf: Any) -> bool:
@@ -254,4 +288,4 @@ def _per_rank(leaf: Any) -> bool:
 def _own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
     if reduction.sync_buffers:
         return buffers
-    return jax.tree.map(lambda x: x[0] if _per_rank(x) else x, buffers)
+    return _of_ranks(lambda x: x[0], buffers)

@@ -30,6 +30,9 @@ def own_statistics(model: nnx.Module) -> list[Path]:
         model: a model, of arrays or shapes.
     """
     owned = {id(variable) for norm in _batch_norms(model) for variable in (norm.mean, norm.var)}
+    # What SpectralNorm keeps is about its weights alone.
+    spectral = (m for _, m in nnx.iter_modules(model) if isinstance(m, nnx.SpectralNorm))
+    owned |= {id(variable) for module in spectral for _, variable in nnx.iter_graph(module)}
     return [
         "/".join(map(str, path))
         for path, variable in nnx.iter_graph(model)

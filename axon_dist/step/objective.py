@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError
+from ..core.tree import joined
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from .nonfinite import FLAG
 from .options import LOSS_SCALE, METRICS
-from .parts import ModelParts, buffers_like
+from .parts import SHARED, STEP, ModelParts, buffers_like
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +55,8 @@ def evaluate(
 
     Args:
         parts: the structure of the model.
-        loss_fn: `loss_fn(model, batch)`.
-        params: nested dict of arrays.
+        loss_fn: `loss_fn(model, batch)`, or `loss_fn(model, batch, step=...)`.
+        params: nested dict of arrays, trained and frozen.
         buffers: nested dict of arrays.
         batch: what the loss function takes.
         prepare: adapts the merged model before it runs.
@@ -70,7 +71,9 @@ def evaluate(
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
-    returned = loss_fn(model, batch)
+    told = {"step": buffers[STEP]} if STEP in buffers else {}
+    batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
+    returned = loss_fn(model, batch, **told)
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
             f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "
@@ -119,12 +122,13 @@ class GradientFn(Protocol):
     """Computes the mean gradients of a batch."""
 
     def __call__(
-        self, params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+        self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
         """Differentiates.
 
         Args:
-            params: the parameters as the state holds them.
+            params: the trained parameters as the state holds them.
+            frozen: the others, which have no gradients.
             buffers: statistics, random keys and their counts.
             batch: placed leaves, `[B, ...]` or `[K, B/K, ...]`.
             scale: what the loss is multiplied by on the way back, a scalar; None for 1.
@@ -186,6 +190,18 @@ Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
 def forward_of(parts: ModelParts, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:
     """The forward pass of a model as a function of its arrays."""
     return lambda params, buffers, batch: evaluate(parts, loss_fn, params, buffers, batch, prepare)
+
+
+def beside(forward: Forward, frozen: PyTree) -> Forward:
+    """A forward pass as a function of the trained parameters alone.
+
+    Args:
+        forward: of all parameters.
+        frozen: those that nothing is differentiated by.
+    """
+    if not frozen:
+        return forward
+    return lambda params, *given: forward(joined(params, frozen), *given)
 
 
 def gradient_sums(
@@ -313,6 +329,11 @@ def _kind(value: Any) -> str:
 
 
 def _check_scalar(what: str, value: Any) -> None:
+    if isinstance(value, (dict, list, tuple, str)) or value is None:
+        raise ConfigError(
+            f"loss_fn returned a {what} that is a {type(value).__name__}; it must be a scalar. "
+            "Name each number of its own, as in {'accuracy/top1': ..., 'accuracy/top5': ...}"
+        )
     shape = jnp.shape(value)
     if shape != ():
         raise ConfigError(

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..core.errors import AxonDistError, ConfigError
+from ..core.tree import leaves_with_paths
 from ..core.typing import PyTree
 from ..pipeline import UnstackedOptimizer
 from ..pipeline.optimizer import StagedOptimizer
@@ -54,7 +55,10 @@ def optimizer_for(
     pipeline: Any = storage.strategy.pipeline
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
-    staged = StagedOptimizer(fitting, storage.rows, mesh, pipeline.axis)
+    rows = storage.rows
+    if parts.frozen_paths:
+        rows = rows.like(storage.stacks.apart(parts.params))
+    staged = StagedOptimizer(fitting, rows, mesh, pipeline.axis)
     return staged, storage.with_state_rows(staged.state_form.row_paths)
 
 
@@ -64,10 +68,18 @@ def _fitting(
     """The optimizer itself, if it takes nested dicts, or one that shows it an `nnx.State`.
 
     Masks and labels may be trees instead of functions, and then have the structure that
-    `nnx.state(model, nnx.Param)` has, or that of the nested dict that it is made of.
+    `nnx.state(model, nnx.Param)` has, or that of the nested dict that it is made of; with another
+    choice of what is trained, `nnx.state(model, choice)`.
     """
     if (refused := _refusal(optimizer, parts.params)) is None:
         return optimizer
+    if isinstance(refused, TypeError) and "'value'" in str(refused):
+        # Some take further arguments, and not this one.
+        deaf = _without_value(optimizer)
+        refused = _refusal(deaf, parts.params)
+        if refused is None:
+            return deaf
+        optimizer = deaf
     as_state = _as_state(optimizer, parts)
     if _refusal(as_state, parts.params) is None:
         return as_state
@@ -78,6 +90,19 @@ def _fitting(
         "labels as a function, such as mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, "
         "params), or as a tree of one of these structures"
     ) from refused
+
+
+def _without_value(
+    optimizer: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that is not told the loss."""
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, value: Any = None, **extra: Any
+    ):
+        return optimizer.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
@@ -99,8 +124,9 @@ def _as_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
-    model = nnx.merge(parts.graphdef, parts.params, parts.buffers)
-    structure = jax.tree.structure(nnx.state(model, nnx.Param))
+    trained = {path for path, _ in leaves_with_paths(parts.params)}
+    is_trained = lambda keys, _: "/".join(map(str, keys)) in trained
+    structure = jax.tree.structure(nnx.state(parts.abstract, is_trained))
     # The leaves of the two forms may be ordered differently: numbers among names.
     numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
     order = jax.tree.leaves(numbered)

@@ -35,6 +35,7 @@ class StepOptions:
         compiler_options: what the compiler is told beside what the chip has.
         separable: whether the parts of a batch give its loss; None reads it from the program.
         eval_kwargs: what the call of the model is given in evaluations, in place of its own.
+        ema: the decay of the moving average of the parameters; None keeps none.
     """
 
     accumulate: int = 1
@@ -47,6 +48,7 @@ class StepOptions:
     compiler_options: Mapping[str, OptionValue | None] | None = None
     separable: bool | None = None
     eval_kwargs: Mapping[str, Any] | None = None
+    ema: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -64,6 +66,11 @@ class StepOptions:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
                 f"clip_norm is {self.clip_norm}; it must be positive, or None not to clip"
+            )
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ConfigError(
+                f"ema is {self.ema}; it must be the decay of the average, at least 0 and below 1, "
+                "such as 0.999, or None not to average"
             )
         check_kind("scaler", self.scaler, GradScaler, "such as GradScaler()")
         check_kind("deterministic", self.deterministic, bool, "True or False")

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch
+from ..core.typing import Batch, PyTree
 from ..program import sources_of
 from .objective import evaluate, mean_metrics
+from .parts import ModelParts
 from .spec import StepSpec
 
 
@@ -36,7 +37,9 @@ class Padding:
         self._weight, self._spec = weight, spec
         self._checked: set[Any] = set()
 
-    def fill(self, batch: Batch, multiple: int, num_microbatches: int = 1) -> Batch:
+    def fill(
+        self, batch: Batch, multiple: int, num_microbatches: int = 1, shared: PyTree = None
+    ) -> Batch:
         """Adds samples until they divide.
 
         Args:
@@ -44,6 +47,7 @@ class Padding:
             multiple: what B is to divide by.
             num_microbatches: over how many equal parts the samples are spread; it divides
                 `multiple`.
+            shared: nested dict of what the batch has beside its samples; None for nothing.
 
         Returns:
             The batch with its weights, of the next multiple of samples.
@@ -70,19 +74,20 @@ class Padding:
                 )
                 for name, part in filled.items()
             }
-        self._check(filled)
+        self._check(filled, shared or {})
         return filled
 
-    def _check(self, batch: dict) -> None:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        key = tuple((path, x.shape, x.dtype) for path, x in leaves_with_paths(shapes))
+    def _check(self, batch: dict, shared: PyTree) -> None:
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        shapes, beside = jax.tree.map(shape, (batch, shared))
+        key = tuple((path, x.shape, x.dtype) for path, x in leaves_with_paths((shapes, beside)))
         if key not in self._checked:
-            self._look(shapes)
+            self._look(shapes, self._spec.with_shared(beside).parts)
             self._checked.add(key)
 
-    def _look(self, shapes: dict) -> None:
+    def _look(self, shapes: dict, parts: ModelParts) -> None:
         """Reads from the traced loss what depends on what."""
-        for what, is_buffer, read in self._dependencies(shapes):
+        for what, is_buffer, read in self._dependencies(shapes, parts):
             if is_buffer and read:
                 raise UnsupportedError(
                     f"the buffer {what!r} depends on the batch, as the statistics of BatchNorm do, "
@@ -96,9 +101,11 @@ class Padding:
                     "by its weight, and return Weighted(sum of weight * loss, sum of weight)"
                 )
 
-    def _dependencies(self, shapes: dict) -> Iterator[tuple[str, bool, set[str]]]:
+    def _dependencies(
+        self, shapes: dict, parts: ModelParts
+    ) -> Iterator[tuple[str, bool, set[str]]]:
         """What the loss function makes, whether it is a buffer, and which leaves it depends on."""
-        names, parts = ["loss", "weight"], self._spec.parts
+        names = ["loss", "weight"]
 
         def run(params: Any, buffers: Any, batch: Any) -> Any:
             outcome = evaluate(parts, self._spec.loss_fn, params, buffers, batch)
@@ -112,11 +119,11 @@ class Padding:
             loss = jnp.asarray(outcome.loss.total), jnp.asarray(outcome.loss.weight)
             return *loss, mean_metrics(outcome), outcome.buffers
 
-        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, shapes).jaxpr
+        jaxpr = jax.make_jaxpr(run)(*parts.arguments, shapes).jaxpr
         outputs = [(name, False) for name in names]
-        outputs += [(path, True) for path, _ in leaves_with_paths(parts.buffers)]
+        outputs += [(path, True) for path, _ in leaves_with_paths(parts.arguments[1])]
         tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
-        inputs = [*[""] * len(jax.tree.leaves((parts.params, parts.buffers))), *tops]
+        inputs = [*[""] * len(jax.tree.leaves(parts.arguments)), *tops]
         for (name, is_buffer), sources in zip(outputs, sources_of(jaxpr), strict=True):
             yield name, is_buffer, {inputs[source] for source in sources} - {""}
 

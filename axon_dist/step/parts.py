@@ -13,12 +13,17 @@ import jax
 from flax import nnx
 
 from ..core.errors import ConfigError
-from ..core.tree import is_key, leaves_with_paths, map_with_path
+from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from ..core.typing import Path, PyTree, Shape
 from ..precision import MixedPrecision, cast_floating
+from .trainable import STATE, Trainable, check_trainable, trainable_filter
 
 ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
+
+
+STEP, SHARED = "axon_step", "axon_shared"
+"""The keys among the buffers under which travels what a loss is told beside the samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +34,53 @@ class ModelParts:
         graphdef: the structure; hashable, without arrays.
         params: nested dict of `ShapeDtypeStruct`, what the optimizer trains.
         buffers: nested dict of `ShapeDtypeStruct`: statistics, random keys and their counts.
+        frozen: nested dict of `ShapeDtypeStruct`: the parameters that the optimizer leaves alone.
+        reads_step: whether the loss is told the number of the step.
+        shared: nested dict of `ShapeDtypeStruct`: what a batch has beside its samples.
+        others: the paths of the buffers of other kinds than statistics and random streams, which
+            are as large as their maker likes.
     """
 
     graphdef: nnx.GraphDef
     params: PyTree
     buffers: PyTree
+    frozen: PyTree = dataclasses.field(default_factory=dict)
+    reads_step: bool = False
+    others: frozenset[Path] = frozenset()
+    shared: PyTree = dataclasses.field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[PyTree, PyTree]:
+        """What a forward pass takes beside the samples, as shapes: weights, and buffers."""
+        step = jax.ShapeDtypeStruct((), jax.numpy.int32)
+        return self.weights, self.with_given(self.buffers, step, self.shared)
+
+    def with_given(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
+        """Buffers as a forward pass takes them: with what the loss is told beside the samples.
+
+        It travels with them, since like them it is no sample's, and like a key that nobody draws
+        from it comes out as it went in.
+
+        Args:
+            buffers: the model's own.
+            step: how many steps have been taken; left out where the loss is not told.
+            shared: what the batch has beside its samples, a nested dict.
+        """
+        number = {STEP: step} if self.reads_step else {}
+        return {**buffers, **number, **({SHARED: shared} if shared else {})}
+
+    @cached_property
+    def weights(self) -> PyTree:
+        """Nested dict of `ShapeDtypeStruct`: trained and frozen parameters, as the model has them.
+
+        The forward pass reads these, and policies and units know no other.
+        """
+        return joined(self.params, self.frozen)
+
+    @cached_property
+    def frozen_paths(self) -> frozenset[Path]:
+        """The paths of the frozen parameters."""
+        return frozenset(path for path, _ in leaves_with_paths(self.frozen))
 
     @property
     def dtype(self) -> Any:
@@ -47,16 +94,16 @@ class ModelParts:
 
     @cached_property
     def _shapes(self) -> dict[Path, Shape]:
-        return {path: leaf.shape for path, leaf in leaves_with_paths(self.params)}
+        return {path: leaf.shape for path, leaf in leaves_with_paths(self.weights)}
 
     @cached_property
     def abstract(self) -> nnx.Module:
         """The model with shapes in place of arrays, to look at and not to change."""
-        return nnx.merge(self.graphdef, self.params, self.buffers)
+        return nnx.merge(self.graphdef, self.weights, self.buffers)
 
-    def merge(self, params: PyTree, buffers: PyTree) -> nnx.Module:
+    def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
         """Puts a model together around given arrays; changing it leaves them as they are."""
-        return nnx.merge(self.graphdef, params, buffers, copy=True)
+        return nnx.merge(self.graphdef, weights, own_and_given(buffers)[0], copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +111,8 @@ class Source:
     """Where the first values of a model come from: arrays of a module, or a function to run.
 
     Args:
-        arrays: (params, buffers) of a module that exists.
-        make: returns (params, buffers) of a new one; to be jitted with the shardings that they
+        arrays: (weights, buffers) of a module that exists; weights are trained and frozen.
+        make: returns (weights, buffers) of a new one; to be jitted with the shardings that they
             shall be born with.
     """
 
@@ -73,45 +120,58 @@ class Source:
     make: Callable[[], tuple[PyTree, PyTree]] | None = None
 
 
-def take_apart(model: ModelLike) -> tuple[ModelParts, Source]:
+def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[ModelParts, Source]:
     """Splits a model into structure and arrays, without making any array of a factory's model.
 
     Args:
         model: an NNX module, or a zero-argument function that returns one.
+        trainable: which of its Variables are trained; see `trainable_filter`. Every other
+            `nnx.Param` is frozen.
 
     Returns:
         The parts, and where the first values come from.
 
     Raises:
-        ConfigError: when `model` is neither, or has no parameter, or one without a gradient.
+        ConfigError: when `model` is neither, or nothing in it is trained, or something without a
+            gradient.
 
     Example:
         >>> parts, source = take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
         >>> parts.params["kernel"].shape
         (2, 3)
     """
+    chosen = trainable_filter(trainable)
     if isinstance(model, nnx.Module):
-        graphdef, params, buffers = _split(model)
-        arrays = jax.tree.map(jax.numpy.asarray, (params, buffers))
+        check_trainable(trainable, model)
+        graphdef, params, frozen, buffers = _split(model, chosen)
+        arrays = jax.tree.map(jax.numpy.asarray, (params, frozen, buffers))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        return _checked(ModelParts(graphdef, *shapes)), Source(arrays=arrays)
+        parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1], others=_others(model))
+        return _checked(parts), Source(arrays=(joined(*arrays[:2]), arrays[2]))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
             "arguments that returns one (a Linen module goes through nnx.bridge.ToNNX)"
         )
     _check_takes_nothing(model)
-    found: list[nnx.GraphDef] = []
+    found: list[Any] = []
 
-    def values_of_new() -> tuple[PyTree, PyTree]:
+    def new() -> tuple[PyTree, PyTree, PyTree]:
         # Annotated models would ask for a mesh in context; the strategy decides instead.
         with nnx.use_eager_sharding(False):
-            graphdef, params, buffers = _split(model())
-        found.append(graphdef)
-        return params, buffers
+            made = model()
+        check_trainable(trainable, made)
+        graphdef, params, frozen, buffers = _split(made, chosen)
+        found[:] = graphdef, _others(made)
+        return params, frozen, buffers
 
-    abstract = jax.eval_shape(values_of_new)
-    return _checked(ModelParts(found[0], *abstract)), Source(make=values_of_new)
+    def values_of_new() -> tuple[PyTree, PyTree]:
+        params, frozen, buffers = new()
+        return joined(params, frozen), buffers
+
+    params, frozen, buffers = jax.eval_shape(new)
+    parts = ModelParts(found[0], params, buffers, frozen, others=found[1])
+    return _checked(parts), Source(make=values_of_new)
 
 
 def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
@@ -120,40 +180,59 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
     What the pass left behind beside them, such as what a module has sown, lives for one call; and
     a statistic does not grow wider because its inputs are.
     """
-    after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))))
+    after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
     keep = lambda new, old: new if is_key(old) else new.astype(old.dtype)
-    return map_with_path(lambda path, old: keep(after[path], old), before)
+    own, given = own_and_given(before)
+    return map_with_path(lambda path, old: keep(after[path], old), own) | given
+
+
+def own_and_given(buffers: PyTree) -> tuple[PyTree, PyTree]:
+    """The buffers that are the model's own, and what travels with them."""
+    given = {key: buffers[key] for key in (STEP, SHARED) if key in buffers}
+    return {key: value for key, value in buffers.items() if key not in given}, given
 
 
 def stored_as(
-    parts: ModelParts, source: Source, dtypes: MixedPrecision
+    parts: ModelParts, source: Source, dtypes: MixedPrecision | None, frozen: Any = None
 ) -> tuple[ModelParts, Source]:
     """Parts and first values of a model in the dtypes that a policy keeps between steps.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         source: where its first values come from.
-        dtypes: `param` is for parameters, `buffer` for statistics.
+        dtypes: `param` is for trained parameters, `buffer` for statistics; None leaves them.
+        frozen: the dtype of frozen parameters; None leaves them.
 
     Returns:
         Both, recast; a factory's values are cast where they are made.
     """
+    if dtypes is None and frozen is None:
+        return parts, source
+    cast = lambda tree, dtype: tree if dtype is None else cast_floating(tree, dtype)
+    param, buffer = (None, None) if dtypes is None else (dtypes.param, dtypes.buffer)
 
-    def recast(params: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
-        kept = buffers if dtypes.buffer is None else cast_floating(buffers, dtypes.buffer)
-        return cast_floating(params, dtypes.param), kept
+    def recast(weights: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
+        trained, others = parted(weights, parts.frozen_paths)
+        return joined(cast(trained, param), cast(others, frozen)), cast(buffers, buffer)
 
-    params, buffers = jax.eval_shape(recast, parts.params, parts.buffers)
-    stored = dataclasses.replace(parts, params=params, buffers=buffers)
+    weights, buffers = jax.eval_shape(recast, parts.weights, parts.buffers)
+    params, others = parted(weights, parts.frozen_paths)
+    stored = dataclasses.replace(parts, params=params, buffers=buffers, frozen=others)
     if source.make is not None:
         make = source.make
         return stored, Source(make=lambda: recast(*make()))
     return stored, Source(arrays=recast(*(source.arrays or ({}, {}))))
 
 
-def _split(model: nnx.Module) -> tuple[nnx.GraphDef, PyTree, PyTree]:
-    graphdef, params, buffers = nnx.split(model, nnx.Param, ...)
-    return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
+def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTree, PyTree]:
+    graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
+    params, frozen, buffers = map(nnx.to_pure_dict, states)
+    return graphdef, params, frozen, buffers
+
+
+def _others(model: nnx.Module) -> frozenset[Path]:
+    named = {"/".join(map(str, keys)): kind for keys, kind in nnx.to_flat_state(nnx.state(model))}
+    return frozenset(path for path, kind in named.items() if not isinstance(kind, STATE))
 
 
 def _check_takes_nothing(make: Callable[..., Any]) -> None:
@@ -170,6 +249,7 @@ def _check_takes_nothing(make: Callable[..., Any]) -> None:
 
 def _checked(parts: ModelParts) -> ModelParts:
     if not jax.tree.leaves(parts.params):
+        # A choice that finds nothing has spoken already.
         raise ConfigError(
             "the model has no nnx.Param, so there is nothing to train; a bridged Linen module "
             "needs lazy_init(x) first"

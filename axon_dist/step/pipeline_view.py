@@ -35,7 +35,7 @@ from ..program.rows import Stacked, by_rows, whole
 from .local_view import sample_rows
 from .objective import GradientFn, GradientResult, Sums, evaluate, weighed_metrics
 from .spec import StepSpec
-from .view import View, spelled
+from .view import View, paths_of, spelled
 
 
 def pipeline_gradients(spec: StepSpec) -> GradientFn:
@@ -54,19 +54,19 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
     plan = StagedPlan(spec)
 
     def gradients(
-        params: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
         if plan.pipeline.num_microbatches == 1:
             batch = jax.tree.map(lambda x: x[None], batch)
-        params = plan.view.cast(params)
+        params, frozen = plan.view.cast((params, frozen))
         whole = PartitionSpec()
         mapped = jax.shard_map(
-            lambda rows, rest, b, x, s: plan.run(rows, rest, b, x, s, plan.samples(batch)),
+            lambda p, f, b, x, s: plan.run(p, f, b, x, s, plan.samples(batch)),
             mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
             in_specs=(
-                PartitionSpec(plan.pipeline.axis),
-                whole,
+                (PartitionSpec(plan.pipeline.axis), whole),
+                (PartitionSpec(plan.pipeline.axis), whole),
                 whole,
                 PartitionSpec(None, spec.strategy.batch_axes),
                 whole,
@@ -74,8 +74,9 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
             out_specs=(*plan.grad_specs, whole, whole, whole),
             check_vma=False,
         )
-        stored = plan.rows.rows_of(params), plan.rows.rest_of(params)
-        rows, rest, unit, loss, buffers = mapped(*stored, buffers, batch, scale)
+        of_ranks = lambda stored: (plan.rows.rows_of(stored), plan.rows.rest_of(stored))
+        given = of_ranks(params), of_ranks(frozen) if frozen else ([], [])
+        rows, rest, unit, loss, buffers = mapped(*given, buffers, batch, scale)
         reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
         reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
         total, weight, metrics = loss
@@ -148,6 +149,7 @@ class StagedPlan:
             self.strategy.remat,
             splits_params=False,
             moves_activations=True,
+            weights=paths_of(self.spec.parts.weights),
         )
 
     @cached_property
@@ -164,9 +166,12 @@ class StagedPlan:
         return self.rows.rows_of(kept), self.rows.rest_of(kept)
 
     def run(
-        self, rows: Any, rest: Any, buffers: PyTree, batch: Batch, scale: Any, samples: Any
+        self, params: Any, frozen: Any, buffers: PyTree, batch: Batch, scale: Any, samples: Any
     ) -> Any:
-        """Runs on one rank: its stages and its samples in, reduced sums and new buffers out."""
+        """Runs on one rank: its stages and its samples in, reduced sums and new buffers out.
+
+        `params` and `frozen` are each the rows and the rest, None at the places of the other's.
+        """
         drawing = buffers
         if samples:
             drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
@@ -183,11 +188,13 @@ class StagedPlan:
             schedule=self.pipeline.schedule,
             stages=self.programs(trace),
             axis=self.pipeline.axis,
-            weights=[[leaf[0] for leaf in row] for row in rows],
-            rest=rest,
+            weights=_own_entry(params[0]),
+            rest=params[1],
             data=data,
             scale=_over(scale, weight),
             keeps=self.pipeline.keeps_residuals,
+            frozen_weights=_own_entry(frozen[0]),
+            frozen_rest=frozen[1],
         ).run()
         unit = jnp.ones(()) if weight is None else weight
         return (*self._reduce(sums), unit, self._loss(trace, sums), without_rank(changed, buffers))
@@ -238,8 +245,8 @@ class StagedPlan:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
         row_specs, rest_specs = self.grad_specs
         wire, batch_axes = self.reduction.dtype, self.strategy.batch_axes
-        rows = [[leaf[None] for leaf in row] for row in sums.rows]
-        rest = [sums.rest[i] for i in sorted(sums.rest)]
+        rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
+        rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
         if not self.is_whole_mesh:
             beside = lambda *dims: lambda x: jnp.expand_dims(x, dims)
             return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
@@ -295,6 +302,11 @@ def _nested(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
     alone = {name: value for (name, part), value in found.items() if not part}
     own = {name for name, part in found if part}
     return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
+
+
+def _own_entry(rows: Any) -> Any:
+    """The entry of this rank in every leaf of the rows, whose dim 0 counts the ranks."""
+    return jax.tree.map(lambda leaf: leaf[0], rows)
 
 
 def _over(scale: Array | None, weight: Array | None) -> Array | None:

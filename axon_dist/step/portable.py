@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 
 from axon_dist.checkpoint import target_of
+from axon_dist.core.tree import joined, parted
 from axon_dist.core.typing import PyTree
 from axon_dist.sharding import LargestDim, shardings
 
@@ -49,8 +50,11 @@ class PortableForm:
         if self._is_same:
             return
         storage, optimizer = step.storage, step.spec.stored_optimizer
-        to_model = functools.partial(_convert, storage.to_model, optimizer.state_to_model)
-        to_rows = functools.partial(_convert, storage.from_model, optimizer.state_from_model)
+        paths = step.parts.frozen_paths
+        apart = lambda params, frozen: parted(storage.weights(params, frozen), paths)
+        stored = lambda params, frozen: storage.store(joined(params, frozen))
+        to_model = functools.partial(_convert, apart, optimizer.state_to_model)
+        to_rows = functools.partial(_convert, stored, optimizer.state_from_model)
         portable = jax.eval_shape(to_model, step.abstract_state)
         mesh = step.world.mesh
         where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
@@ -69,7 +73,12 @@ class PortableForm:
 
 
 def _convert(
-    params: Callable[[PyTree], PyTree], opt_state: Callable[[PyTree], PyTree], state: TrainState
+    weights: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    opt_state: Callable[[PyTree], PyTree],
+    state: TrainState,
 ) -> TrainState:
-    converted = params(state.params), opt_state(state.opt_state)
-    return dataclasses.replace(state, params=converted[0], opt_state=converted[1])
+    params, frozen = weights(state.params, state.frozen)
+    ema = None if state.ema is None else weights(state.ema, state.frozen)[0]
+    return dataclasses.replace(
+        state, params=params, frozen=frozen, ema=ema, opt_state=opt_state(state.opt_state)
+    )

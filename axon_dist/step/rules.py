@@ -10,6 +10,7 @@ from flax import nnx
 from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
 from ..parallel import STRATEGY_RULES, Placed, check_sums
+from ..program import linen_modules
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
 from .evaluation import check_eval_kwargs
@@ -46,9 +47,11 @@ def _stage_classes(spec: StepSpec) -> Found:
     if rows is None or remat is None or not remat.classes:
         return None
     modules = {spec.storage.stacks.in_model(block) for block in rows.stages.blocks}
-    found = nnx.iter_modules(spec.parts.abstract)
-    blocks = sorted({type(module).__name__ for keys, module in found if keys in modules})
-    if set(remat.classes) == set(blocks):
+    model = spec.parts.abstract
+    named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
+    named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
+    blocks = sorted({name for keys, name in named if keys in modules})
+    if {name.rpartition("/")[2] for name in remat.classes} == set(blocks):
         return None
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
@@ -57,6 +60,7 @@ def _arrays(spec: StepSpec) -> None:
     """Decides where every array lies."""
     stored, mesh = spec.storage.strategy, spec.mesh
     shardings(stored.params, spec.stored_shapes, mesh)
+    shardings(stored.params, spec.stored_frozen, mesh)
     optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
 
 

@@ -23,10 +23,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn, PyTree
+from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..parallel import Reduction, Strategy
-from ..program.sample_use import OutputUse, SampleUse, Use, use_of
+from ..program import moves_with
+from ..program.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
 from ..program.samples import RANKS, follow_samples
 from .objective import Prepare, evaluate
 from .parts import ModelParts
@@ -118,7 +119,7 @@ class Separator:
         # Programs for one sample squeeze and broadcast other dims than those for more.
         sizes = max(small, 2), max(small, 2) * (ranks if ranks > 1 else self._microbatches)
         adapt = None if self._adapt is None else self._adapt()
-        use = sample_use(self._parts, self._loss_fn, batch, sizes, adapt)
+        use = self._use(batch, sizes, adapt, ranks)
         why = self._obstacle(use) if ranks > 1 else ""
         if why and asked:
             raise UnsupportedError(self._refusal(why, asked))
@@ -127,14 +128,43 @@ class Separator:
         self._check_mixed(use, ranks)
         return Separation(in_parts(self._loss_fn, use, self._microbatches, ranks), per_rank, why)
 
+    def _use(
+        self, batch: Batch, sizes: tuple[int, int], adapt: Prepare | None, ranks: int
+    ) -> SampleUse:
+        """What the loss is to the samples, which a microbatch must have enough of."""
+        try:
+            use = sample_use(self._parts, self._loss_fn, batch, sizes, adapt)
+        except AxonDistError:
+            raise
+        except Exception as error:  # Whatever the user's loss does with fewer samples.
+            if self._microbatches == 1:
+                raise
+            raise UnsupportedError(self._too_small(sizes[1], str(error))) from error
+        if use.failure and ranks == 1:
+            raise UnsupportedError(self._too_small(sizes[0], use.failure))
+        return use
+
+    def _too_small(self, samples: int, error: str) -> str:
+        said = " ".join(error.split())[:200].rstrip(".")
+        return (
+            f"the loss cannot be computed of a microbatch, which has {samples} samples where the "
+            f"batch is cut into {self._microbatches}: {said}. Take the number of samples from the "
+            "shapes of the batch, and not from a constant; or leave the batch whole"
+        )
+
     def _check_mixed(self, use: SampleUse, ranks: int) -> None:
         """A number that is no sum over the samples, and yet grows with them, has no mean."""
-        cut = ranks if not use.is_plain else ranks * self._microbatches
+        cut = ranks * self._microbatches
         if use.loss.kind is Use.MIXED and cut > 1 and not self._promise:
+            guard = (
+                "A constant that keeps it from being 0 can be left out: what weighs nothing is a "
+                "loss of 0. "
+            )
+            guard = guard if use.loss.why.startswith(OF_WEIGHT) else ""
             raise UnsupportedError(
                 f"the loss {use.loss.why} ({use.loss.where}). Each of {cut} parts of the batch "
-                "would count that term, as one device would not. build_train_step(separable=True) "
-                "takes the mean over the parts all the same"
+                f"would count that term, as one device would not. {guard}"
+                "build_train_step(separable=True) takes the mean over the parts all the same"
             )
 
     def _obstacle(self, use: SampleUse) -> str:
@@ -143,7 +173,7 @@ class Separator:
         reduction = self._strategy.reduction or Reduction()
         if not reduction.sync_buffers:
             # Each rank keeps statistics of its own then, as it was told to.
-            shapes = dict(leaves_with_paths(self._parts.buffers))
+            shapes = dict(leaves_with_paths(self._parts.arguments[1]))
             is_own = lambda path: jnp.issubdtype(shapes[path].dtype, jnp.floating)
             kept = {path: found for path, found in use.buffers.items() if not is_own(path)}
             use = dataclasses.replace(use, buffers=kept)
@@ -198,8 +228,8 @@ def wants_ranks(
 def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> LossFn:
     """A loss of parts whose sums of totals and weights make that of the whole.
 
-    `Weighted` says itself what microbatches come to, `sum(totals) / sum(weights)`; a number says
-    nothing, and becomes that of the whole batch. The ranks are never to be noticed.
+    Neither microbatches nor ranks are to be noticed: a sum, and a `Weighted` whose weight is the
+    same for any batch, become those of the whole batch.
 
     Args:
         loss_fn: the user's loss.
@@ -216,13 +246,15 @@ def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> 
     if not use.loss.power and not powers:
         return loss_fn
 
+    parts = ranks * microbatches
+
     def weighed(value: Any, power: float) -> Weighted:
         if isinstance(value, Weighted):
-            return Weighted(value.total, value.weight * ranks**-power)
-        return Weighted(value, float((ranks * microbatches) ** -power))
+            return Weighted(value.total, value.weight * parts**-power)
+        return Weighted(value, float(parts**-power))
 
-    def run(model: nnx.Module, batch: Batch) -> Any:
-        returned = loss_fn(model, batch)
+    def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
+        returned = loss_fn(model, batch, **told)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
         if use.loss.power:
             loss = weighed(loss, use.loss.power)
@@ -267,25 +299,47 @@ def sample_use(
         leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
         given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
         run, found, is_plain = _forward(parts, loss_fn, adapt)
-        jaxpr = jax.make_jaxpr(run)(parts.params, parts.buffers, given)
+        jaxpr = jax.make_jaxpr(run)(*parts.arguments, given)
         names[:], plain[:] = found, is_plain
         return jaxpr
 
     whole = trace(sizes[1])
+    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.weights)], parts.frozen_paths)
     try:
         part = trace(sizes[0])
     except AxonDistError:
         raise
     except Exception as error:  # Whatever the user's loss does with fewer samples.
         why = f"cannot be computed of {sizes[0]} samples alone: {str(error)[:200]}"
-        return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {})
+        return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {}, failure=str(error) or why)
     traces = {sizes[0]: part, sizes[1]: whole}
     values = follow_samples(lambda count: traces[count], sizes, len(shapes))
-    paths = [path for path, _ in leaves_with_paths(parts.buffers)]
+    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
     total, weight, *rest = values
     metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
     buffers = rest[2 * len(names) :]
     return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
+
+
+def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
+    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
+
+    Weights of parts are added up before anything is divided, so they are held when the loss is
+    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
+
+    Args:
+        program: the traced loss; its first inputs are the parameters.
+        params: their paths.
+        frozen: those of them that are not trained.
+    """
+    moving = moves_with(program, 1, len(params))
+    found = [number for number in moving if params[number] not in frozen]
+    if found:
+        raise UnsupportedError(
+            f"the weight of the loss depends on the parameter {params[found[0]]!r}; in "
+            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
+            "number of its tokens, or go through jax.lax.stop_gradient"
+        )
 
 
 def _forward(

@@ -108,6 +108,26 @@ class StepSpec:
         other.__dict__.update(derived)
         return other
 
+    def with_shared(self, shared: PyTree) -> StepSpec:
+        """The same step for batches with something beside their samples.
+
+        Args:
+            shared: nested dict of arrays or shapes; {} for nothing.
+        """
+        if not shared:
+            return self
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shared)
+        leaves, structure = jax.tree.flatten(shapes)
+        key = (structure, *((x.shape, x.dtype) for x in leaves))
+        if key not in self._for_shared:
+            parts = dataclasses.replace(self.parts, shared=shapes)
+            self._for_shared[key] = dataclasses.replace(self, parts=parts)
+        return self._for_shared[key]
+
+    @cached_property
+    def _for_shared(self) -> dict[Any, StepSpec]:
+        return {}
+
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
         storage = storage_of(self.parts, self.strategy)
@@ -125,12 +145,17 @@ class StepSpec:
 
     @cached_property
     def stored_shapes(self) -> PyTree:
-        """The shapes of the parameters as the state holds them."""
-        return jax.eval_shape(self.storage.from_model, self.parts.params)
+        """The shapes of the trained parameters as the state holds them."""
+        return jax.eval_shape(self.storage.store, self.parts.weights)[0]
+
+    @cached_property
+    def stored_frozen(self) -> PyTree:
+        """The shapes of the frozen parameters as the state holds them."""
+        return jax.eval_shape(self.storage.store, self.parts.weights)[1]
 
     @cached_property
     def owners(self) -> PyTree:
-        """Where the gradients of the stored parameters lie in the end: with their moments."""
+        """Where the gradients of the trained parameters lie in the end: with their moments."""
         return shardings(self.storage.strategy.opt_state, self.stored_shapes, self.mesh)
 
     @cached_property

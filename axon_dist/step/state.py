@@ -26,6 +26,8 @@ class TrainState:
         opt_state: what the optax transformation keeps.
         buffers: nested dict: statistics, random keys and their counts.
         scaler: the state of the loss scale, or None without one.
+        frozen: nested dict, the parameters that the optimizer leaves alone.
+        ema: nested dict, the moving average of `params`, in float32 or wider; or None.
     """
 
     step: Array
@@ -33,6 +35,24 @@ class TrainState:
     opt_state: PyTree
     buffers: PyTree
     scaler: Any = None
+    frozen: PyTree = dataclasses.field(default_factory=dict)
+    ema: PyTree = None
+
+
+def averaged(state: TrainState) -> TrainState:
+    """The state with the moving average in place of the parameters, in their dtypes.
+
+    Raises:
+        ConfigError: when the state has none.
+    """
+    if state.ema is None:
+        raise ConfigError(
+            "ema=True, and the state has no moving average of the parameters; ask for one: "
+            "build_train_step(..., ema=0.999)"
+        )
+    narrow = lambda e, p: e if e.dtype == p.dtype else e.astype(p.dtype)
+    params = jax.tree.map(narrow, state.ema, state.params)
+    return dataclasses.replace(state, params=params)
 
 
 def check_usable(state: TrainState) -> None:

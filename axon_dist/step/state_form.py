@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,14 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError
-from ..core.typing import PyTree
+from ..core.tree import joined, leaves_with_paths, map_with_path
+from ..core.typing import Array, Path, PyTree
 from ..mesh import agree, checksums, digest
 from .claims import Claims, claims_of
 from .local_view import mean_buffers, stack_buffers
 from .parts import Source
-from .placement import on_device, state_shardings
+from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec
 from .state import TrainState
+from .update import first_average
+from .weights import kept_weights, placed_weights, replaced, weight_targets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,9 +40,9 @@ class StateForm:
     @cached_property
     def shapes(self) -> TrainState:
         """A `TrainState` of shapes."""
-        parts, to_stored = self.spec.parts, self.spec.storage.from_model
-        first = lambda params, buffers: self._around(to_stored(params), buffers)
-        return jax.eval_shape(first, parts.params, parts.buffers)
+        parts, store = self.spec.parts, self.spec.storage.store
+        first = lambda weights, buffers: self._around(store(weights), buffers)
+        return jax.eval_shape(first, parts.weights, parts.buffers)
 
     @cached_property
     def places(self) -> Any:
@@ -62,16 +66,41 @@ class StateForm:
         return jax.tree.map(placed, self.shapes, self.places)
 
     def near(self, state: TrainState) -> TrainState:
-        """The same state, all of it in device memory."""
-        return on_device(self.spec.strategy.offload, self.places, state)
+        """The same state as a step computes with it: in device memory, its buffers whole."""
+        state = on_device(self.spec.strategy.offload, self.places, state)
+        return dataclasses.replace(state, buffers=whole_buffers(self.spec, state.buffers))
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model's own parameters and buffers, as a state holds them."""
-        params = self.spec.storage.to_model(state.params)
-        return params, mean_buffers(state.buffers, self.spec.reduction)
+        """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
+        weights = self.spec.storage.weights(state.params, state.frozen)
+        return weights, mean_buffers(state.buffers, self.spec.reduction)
 
-    def born(self) -> TrainState:
+    def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
+        """What a forward pass takes beside the samples, as a state and a batch hold it."""
+        weights, buffers = self.values(state)
+        return weights, self.spec.parts.with_given(buffers, state.step, shared)
+
+    @cached_property
+    def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
+        return weight_targets(self.spec, joined(*self._stored_places))
+
+    def weights(self, state: TrainState) -> dict[Path, Array]:
+        """The arrays of `weight_targets` with the values of a state."""
+        targets = self.weight_targets
+        where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
+        values = self.values
+        if self.spec.storage.rows is not None:
+            near = lambda state: self.values(self.near(state))
+            values = jax.jit(near, out_shardings=(where, self.whole))
+        found = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
+        return {path: found[path] for path in targets}
+
+    def born(self, weights: Mapping[Path, Array]) -> TrainState:
         """Makes the first state, every array where it lives.
+
+        Args:
+            weights: in place of the model's own first values, by path; they are used up.
 
         Returns:
             The state; a module that was given keeps its arrays.
@@ -81,12 +110,13 @@ class StateForm:
             LaunchError: when the processes of the run start from different parameters.
         """
         # Parameters first, moments second: what drawing the former took is free again by then.
-        params, buffers = self._placed() if self.source.make is None else self._drawn()
+        is_placed = self.source.make is None and not weights
+        stored, buffers = self._placed() if is_placed else self._drawn(weights)
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
-        donated = () if self.source.make is None else (0,)
+        donated = () if is_placed else (0,)
         complete = jax.jit(self._around, out_shardings=self.places, donate_argnums=donated)
-        state = complete(params, buffers)
-        self._agree("first parameters", state.params)
+        state = complete(stored, buffers)
+        self._agree("first parameters", joined(state.params, state.frozen))
         self.claims.check(state)
         return state
 
@@ -96,46 +126,59 @@ class StateForm:
         Raises:
             ConfigError: when the step was given a module, whose arrays exist already.
         """
-        return self._factory().lower()
+        if self.source.make is None:
+            raise ConfigError(
+                "the step was given a module, whose arrays exist; give build_train_step a "
+                "function that makes the module, and its arrays are born where they live"
+            )
+        return self._factory().lower({})
 
-    def _around(self, params: PyTree, buffers: PyTree) -> TrainState:
-        """The first state with given parameters, in stored form, and buffers."""
-        spec, scaler = self.spec, self.spec.options.scaler
+    def _around(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
+        """The first state with given parameters, trained and frozen, as stored, and buffers."""
+        (params, frozen), spec, scaler = stored, self.spec, self.spec.options.scaler
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=spec.stored_optimizer.init(params),
             buffers=stack_buffers(buffers, spec.reduction, spec.num_ranks),
             scaler=None if scaler is None else scaler.init(),
+            frozen=frozen,
+            ema=first_average(spec.options.ema, params),
         )
 
     def _factory(self) -> Any:
-        make = self.source.make
-        if make is None:
-            raise ConfigError(
-                "the step was given a module, whose arrays exist; give build_train_step a "
-                "function that makes the module, and its arrays are born where they live"
-            )
+        """(weights) -> stored parameters and buffers; what is replaced is not even drawn."""
+        make: Any = self.source.make or (lambda: self.source.arrays)
 
-        def drawn() -> tuple[PyTree, PyTree]:
-            params, buffers = make()
-            return self.spec.storage.from_model(params), buffers
+        def drawn(replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
+            weights, buffers = (replaced(tree, replacing) for tree in make())
+            return self.spec.storage.store(weights), buffers
 
-        return jax.jit(drawn, out_shardings=(self.places.params, self.whole))
+        # The rows of a pipeline are other arrays than what they are put together from.
+        donated = 0 if self.spec.storage.rows is None else ()
+        places = (self._stored_places, self.whole)
+        return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
 
-    def _drawn(self) -> tuple[PyTree, PyTree]:
-        if self.spec.world.num_processes > 1:
+    @property
+    def _stored_places(self) -> tuple[Any, Any]:
+        return self.places.params, self.places.frozen
+
+    def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
+        given = placed_weights(weights, self.weight_targets)
+        if self.source.make is None:
+            given |= kept_weights(self.source.arrays, given, self.weight_targets)
+        elif self.spec.world.num_processes > 1:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}
             agree(self.spec.world, "factory of the model", program)
-        return self._factory()()
+        return self._factory()(given)
 
-    def _placed(self) -> tuple[PyTree, PyTree]:
-        params, buffers = self.source.arrays or ({}, {})
-        self._agree("parameters of the model", params)
-        stored = self.spec.storage.from_model(params)
-        return jax.device_put((stored, buffers), (self.places.params, self.whole))
+    def _placed(self) -> tuple[Any, PyTree]:
+        weights, buffers = self.source.arrays or ({}, {})
+        self._agree("parameters of the model", weights)
+        stored = self.spec.storage.store(weights)
+        return jax.device_put((stored, buffers), (self._stored_places, self.whole))
 
-    def _agree(self, what: str, params: PyTree) -> None:
+    def _agree(self, what: str, weights: PyTree) -> None:
         if self.spec.world.num_processes > 1:
-            agree(self.spec.world, what, checksums(params))
+            agree(self.spec.world, what, checksums(weights))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.typing import Array, Batch, PyTree
+from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest
 from .batch import BatchLayout, Placed
@@ -21,7 +22,7 @@ from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
 from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
-from .state import TrainState, check_usable
+from .state import TrainState, averaged, check_usable
 from .state_form import StateForm
 from .take import one_step, unscaled_gradients
 
@@ -58,32 +59,57 @@ class TrainStep(MadeOfSpec):
 
         # Profilers show a compiled program by the name of its function.
         def train_step(
-            state: TrainState, placed: Placed, held: Array | None
+            state: TrainState, placed: Placed, held: Array | None = None
         ) -> tuple[TrainState, dict]:
             return take(near(state), placed, held)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
         self._evaluate = jit(
-            lambda state, placed: evaluated(*form.values(near(state)), placed.arrays),
+            lambda state, placed: evaluated(
+                *form.arguments(near(state), placed.shared), placed.arrays
+            ),
             out_shardings=form.whole,
         )
         self._differentiate = jit(
-            lambda state, placed: gradients(near(state), placed.arrays)[:2],
+            lambda state, placed: gradients(near(state), placed)[:2],
             out_shardings=(spec.owners, form.whole),
         )
         self._means = jax.jit(means)
 
-    def init(self) -> TrainState:
+    def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
         """Makes the first state, every array born where it lives.
+
+        Args:
+            weights: by path, arrays that take the place of the model's first values, as
+                `weight_targets` describes them; all of them or some. They are used up.
 
         Returns:
             The state. Its arrays are its own: the module given stays usable.
 
         Raises:
             ClaimError: when an array is not split as the strategy claims.
+            ConfigError: when the model has no such array, or one of another shape or dtype.
             LaunchError: when the processes of the run start from different parameters.
         """
-        return self._form.born()
+        return self._form.born(weights or {})
+
+    @property
+    def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
+        return self._form.weight_targets
+
+    def weights(self, state: TrainState, *, ema: bool = False) -> dict[Path, Array]:
+        """The model's arrays of `weight_targets` by path, in the form of the model.
+
+        Args:
+            state: of this step; it stays usable.
+            ema: the moving average of the parameters in their place.
+
+        Returns:
+            The arrays; those of a pipeline are put together from its rows.
+        """
+        check_usable(state)
+        return self._form.weights(averaged(state) if ema else state)
 
     def lower_init(self) -> jax.stages.Lowered:
         """Lowers the making of a factory's parameters and buffers, without running it.
@@ -158,7 +184,8 @@ class TrainStep(MadeOfSpec):
             UnsupportedError: when the strategy needs ranks that compute the loss each from its own
                 samples, and the loss couples them.
         """
-        return self.spec.separator.of(self.layout.abstract(batch).arrays)
+        placed = self.layout.abstract(batch)
+        return self.spec.with_shared(placed.shared).separator.of(placed.arrays)
 
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
         """The reduced gradients of a batch, before clipping; the state stays.
@@ -175,7 +202,9 @@ class TrainStep(MadeOfSpec):
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         return self._differentiate(state, placed)
 
-    def evaluate_sums(self, state: TrainState, batch: Batch) -> dict[str, Weighted]:
+    def evaluate_sums(
+        self, state: TrainState, batch: Batch, *, ema: bool = False
+    ) -> dict[str, Weighted]:
         """What `evaluate` reports, as sums that add up over batches of any sizes.
 
         Over several batches a metric is `sum(totals) / sum(weights)`. Its weight is its own where
@@ -184,29 +213,33 @@ class TrainStep(MadeOfSpec):
         Args:
             state: of this step; it stays usable.
             batch: as for `evaluate`.
+            ema: as for `evaluate`.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
         check_usable(state)
+        state = averaged(state) if ema else state
         layout = dataclasses.replace(self.layout, num_microbatches=1)
         return self._evaluate(state, layout.place(batch))
 
-    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Array]:
+    def evaluate(self, state: TrainState, batch: Batch, *, ema: bool = False) -> dict[str, Array]:
         """The loss and metrics of a batch with the model in eval mode; the state stays.
 
         Args:
             state: of this step; it stays usable.
             batch: leaves of shape [B, ...] as for a step; B divides by the batch ranks.
+            ema: with the moving average of the parameters in their place.
 
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
-        return self._means(self.evaluate_sums(state, batch))
+        return self._means(self.evaluate_sums(state, batch, ema=ema))
 
-    def merge(self, state: TrainState) -> nnx.Module:
-        """The model with the values of a state."""
+    def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
+        """The model with the values of a state, or with the moving average of its parameters."""
         check_usable(state)
+        state = averaged(state) if ema else state
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.near(state)

@@ -11,10 +11,12 @@ import jax
 from flax import nnx
 
 from ..core.errors import UnsupportedError
+from ..core.tree import joined, parted
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
-from ..program import stacks_of
+from ..pipeline.layout import flatten
+from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition
 from .parts import ModelParts
 
@@ -32,6 +34,7 @@ class Storage:
         to_model: the inverse, exactly.
         rows: the rows of a pipeline; None without one.
         stacks: the modules of the model that a pipeline takes apart first.
+        frozen: the paths of the stored leaves that the optimizer leaves alone.
     """
 
     strategy: Strategy
@@ -39,6 +42,22 @@ class Storage:
     to_model: Callable[[PyTree], PyTree] = lambda params: params
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
+    frozen: frozenset[Path] = frozenset()
+
+    def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
+        """The stored form of a model's trained and frozen parameters.
+
+        Args:
+            weights: the model's nested dict of both.
+
+        Returns:
+            The trained ones, and the frozen ones.
+        """
+        return parted(self.from_model(weights), self.frozen)
+
+    def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The model's nested dict of all parameters; the inverse of `store`."""
+        return self.to_model(joined(params, frozen))
 
     def with_state_rows(self, paths: frozenset[Path]) -> Storage:
         """The same, knowing which leaves of the optimizer's state are rows."""
@@ -64,28 +83,54 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
     if strategy.pipeline is None:
-        return Storage(strategy)
+        return Storage(strategy, frozen=parts.frozen_paths)
     stages, stacks = _stages(parts, strategy.pipeline)
-    rows = storage_for(stages, stacks.apart(parts.params))
+    rows = storage_for(stages, stacks.apart(parts.weights))
     return Storage(
         _staged(strategy, rows, stacks),
         lambda params: rows.from_model(stacks.apart(params)),
         lambda stored: stacks.together(rows.to_model(stored)),
         rows,
         stacks,
+        _frozen_rows(parts, rows, stacks),
     )
+
+
+def _frozen_rows(parts: ModelParts, rows: ModelStorage, stacks: Stacks) -> frozenset[Path]:
+    """The paths of the stored leaves that hold frozen parameters, and no others.
+
+    Raises:
+        UnsupportedError: when a stored leaf would hold both kinds.
+    """
+    path_of = lambda keys: "/".join(map(str, keys))
+    held: dict[Path, dict[bool, Path]] = {}
+    for keys in flatten(rows.shapes):
+        number = rows.block_of(keys)
+        is_frozen = path_of(stacks.in_model(keys)) in parts.frozen_paths
+        for stored in [keys] if number is None else rows.trained_with(number, keys):
+            held.setdefault(path_of(stored), {}).setdefault(is_frozen, path_of(keys))
+    for kinds in held.values():
+        if len(kinds) == 2:
+            raise UnsupportedError(
+                f"{kinds[False]!r} is trained and {kinds[True]!r} is frozen, and a pipeline keeps "
+                "both in one array, a row of which is on each of its ranks. Train a parameter in "
+                "every block or in none, and of blocks that differ all parameters or none; or "
+                "leave the pipeline out"
+            )
+    return frozenset(path for path, kinds in held.items() if True in kinds)
 
 
 def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
     model = parts.abstract
     blocks = block_keys(model, plan.classes)
     if len(blocks) < plan.schedule.num_stages:
-        where = ", ".join(plan.classes) or "modules kept in lists or stacked by nnx.vmap"
-        classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
+        where = (
+            ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+        )
         raise UnsupportedError(
             f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
-            f"blocks to cut between ({where}). Use fewer stages, "
-            f"name the class of the blocks among {', '.join(classes)}, or give each "
+            f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
+            f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
             "stage its module: Pipeline.from_modules([...])"
         )
     boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)
@@ -98,9 +143,11 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
 
     Args:
         model: any; its leaves may be shapes.
-        classes: names of the block classes; none takes the modules that the model keeps in lists
-            and that have parameters; of lists in lists, the modules in the innermost ones; and
-            the layers of stacked modules, which are numbered as those of a list are.
+        classes: names of the block classes, or of modules within bridged Linen ones, without their
+            numbers; none takes the modules that the model keeps in lists and that have parameters;
+            of lists in lists, the modules in the innermost ones; the layers of stacked modules,
+            which are numbered as those of a list are; and the blocks that bridged Linen modules
+            repeat.
 
     Returns:
         Keys, nothing inside a block being one.
@@ -117,11 +164,26 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
         listed = (listed and _has_params(module)) or keys in stacks
         chosen = type(module).__name__ in classes if classes else listed
-        if chosen and not any(keys[: len(outer)] == outer for outer in found):
+        if chosen and not _is_in(keys, found):
             found.append(keys)
+    found += [keys for keys in _in_linen(model, classes) if not _is_in(keys, found)]
     layers = lambda keys: [(*keys, row) for row in range(stacks[keys])]
     blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
     return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
+
+
+def _in_linen(model: nnx.Module, classes: tuple[str, ...]) -> list[Keys]:
+    """The blocks within the bridged Linen modules of a model, the outermost of those named."""
+    found: list[Keys] = []
+    named = linen_named(model, classes) if classes else linen_blocks(model)
+    for keys in sorted(named, key=len):
+        if not _is_in(keys, found):
+            found.append(keys)
+    return found
+
+
+def _is_in(keys: Keys, outer: list[Keys]) -> bool:
+    return any(keys[: len(each)] == each for each in outer)
 
 
 def _stacked(model: nnx.Module) -> dict[Keys, int]:
@@ -132,8 +194,11 @@ def _stacked(model: nnx.Module) -> dict[Keys, int]:
 
 
 def _counted(key: str | int) -> tuple[bool, list[str | int]]:
-    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`."""
-    parts = re.split(r"(\d+)", str(key))
+    """Sorts names by the numbers in them: `layer_2` stands before `layer_10`.
+
+    A decoder stands behind an encoder, whose results it reads.
+    """
+    parts = re.split(r"(\d+)", re.sub("(?i)decoder", "encoder~", str(key)))
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
 
 

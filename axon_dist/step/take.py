@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
 import optax
 
-from ..core.typing import Array, Batch
+from ..core.typing import Array
 from .batch import Placed
 from .gradients import gradient_function
 from .nonfinite import FLAG
 from .objective import GradientResult
 from .options import LOSS_SCALE
+from .parts import own_and_given
 from .spec import StepSpec
 from .state import TrainState
-from .update import are_finite, clip, skip_overflow, undo_nonfinite
+from .update import are_finite, average, clip, skip_overflow, undo_nonfinite
 
-Gradients: TypeAlias = Callable[[TrainState, Batch], GradientResult]
+Gradients: TypeAlias = Callable[[TrainState, Placed], GradientResult]
 """(state, batch) -> mean gradients in the dtype of the parameters, metrics and new buffers."""
 
 Take: TypeAlias = Callable[[TrainState, Placed, Array | None], tuple[TrainState, dict]]
@@ -36,12 +38,14 @@ def unscaled_gradients(spec: StepSpec) -> Gradients:
     """
     scaler, gradient_fn = spec.options.scaler, gradient_function(spec)
 
-    def gradients(state: TrainState, batch: Batch) -> GradientResult:
+    def gradients(state: TrainState, placed: Placed) -> GradientResult:
         scale = None if scaler is None else state.scaler.scale
-        found = gradient_fn(state.params, state.buffers, batch, scale)
+        buffers = spec.parts.with_given(state.buffers, state.step, placed.shared)
+        found = gradient_fn(state.params, state.frozen, buffers, placed.arrays, scale)
         grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
         return found._replace(
-            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
+            buffers=own_and_given(found.buffers)[0],
         )
 
     return gradients
@@ -62,7 +66,7 @@ def one_step(spec: StepSpec, gradients: Gradients) -> Take:
     def take(
         state: TrainState, placed: Placed, held: Array | None = None
     ) -> tuple[TrainState, dict]:
-        grads, metrics, buffers = gradients(state, placed.arrays)
+        grads, metrics, buffers = gradients(state, placed)
         clipped, measured = clip(grads, options)
         with jax.named_scope("optimizer"):
             updates, opt_state = spec.stored_optimizer.update(
@@ -71,7 +75,14 @@ def one_step(spec: StepSpec, gradients: Gradients) -> Take:
             params = optax.apply_updates(state.params, updates)
         if "param_norm" in options.metrics:
             measured["param_norm"] = optax.tree.norm(params)
-        new = TrainState(state.step + 1, params, opt_state, buffers, state.scaler)
+        new = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            buffers=buffers,
+            ema=average(options.ema, state.ema, params),
+        )
         if options.scaler is not None:
             new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
             measured[LOSS_SCALE] = new.scaler.scale

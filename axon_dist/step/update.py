@@ -41,6 +41,38 @@ def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
     return all_finite(grads) if norm is None else jnp.isfinite(norm)
 
 
+def average(decay: float | None, ema: PyTree, params: PyTree) -> PyTree:
+    """The moving average of the parameters after an update.
+
+        ema = decay * ema + (1 - decay) * params
+
+    Args:
+        decay: how much of it stays; None where there is no average.
+        ema: before, in float32 or wider.
+        params: after the update, in their own dtypes.
+
+    Returns:
+        The next one.
+
+    Example:
+        >>> float(average(0.75, {"w": jnp.ones(())}, {"w": jnp.zeros(())})["w"])
+        0.75
+    """
+    if decay is None:
+        return ema
+    return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, params)
+
+
+def first_average(decay: float | None, params: PyTree) -> PyTree:
+    """The average that a run starts with: the first parameters, in float32 or wider."""
+    if decay is None:
+        return None
+    # Half precision would round away the small steps that an average is made of. A copy, since a
+    # state gives the memory of all its arrays to the next.
+    wide = lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True)
+    return jax.tree.map(wide, params)
+
+
 def skip_overflow(
     scaler: GradScaler, finite: Array, new: TrainState, old: TrainState
 ) -> TrainState:
@@ -97,10 +129,10 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     kept = lambda n, o: jnp.where(applies, n, o) if is_float(n) else n
-    return TrainState(
-        step=new.step,
+    return dataclasses.replace(
+        new,
         params=keep_if(applies, new.params, old.params),
         opt_state=keep_if(applies, new.opt_state, old.opt_state),
+        ema=keep_if(applies, new.ema, old.ema),
         buffers=jax.tree.map(kept, new.buffers, old.buffers),
-        scaler=new.scaler,
     )

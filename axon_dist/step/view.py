@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..core.errors import StrategyConflictError
+from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
 from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
@@ -43,6 +44,7 @@ class View:
         splits_params: whether gathered weights are freed after use.
         moves_activations: whether units send activations between ranks, as tensor and context
             parallelism do.
+        weights: the paths of the parameters, trained and frozen.
     """
 
     precision: MixedPrecision | None
@@ -50,6 +52,7 @@ class View:
     remat: ActivationCheckpointing | None
     splits_params: bool
     moves_activations: bool
+    weights: frozenset[Path]
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -76,7 +79,7 @@ class View:
         def adapt(model: nnx.Module) -> None:
             if also is not None:
                 also(model)
-            params = _params(model)
+            params = _variables(model, self.weights)
             found = mark_units(model, lambda path, _: path in self.units, remat)
             for path, variable in params.items():
                 variable.set_value(self.cast(variable[...]))
@@ -89,7 +92,7 @@ class View:
                 else:
                     variable.set_value(make_gather(path)(variable[...]))
             if self.precision is not None and self.precision.buffer is not None:
-                _widen_statistics(model)
+                _widen_statistics(model, self.weights)
             if self.precision is not None and self.precision.is_mixed:
                 autocast(model, self.precision)
 
@@ -169,6 +172,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         remat=strategy.remat,
         splits_params=bool(strategy.params.split_axes),
         moves_activations=bool(strategy.layers),
+        weights=paths_of(parts.weights),
     )
 
 
@@ -190,18 +194,27 @@ def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
     return units
 
 
-def _widen_statistics(model: nnx.Module) -> None:
+def paths_of(weights: PyTree) -> frozenset[Path]:
+    """The paths of the leaves of a nested dict."""
+    return frozenset(path for path, _ in leaves_with_paths(weights))
+
+
+def _widen_statistics(model: nnx.Module, weights: frozenset[Path]) -> None:
     """Statistics are stored in a dtype of their own, and updated in float32 or wider."""
-    for _, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.Param):
+    for keys, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable) and _path(keys) not in weights:
             value = variable.get_value()
             if jnp.issubdtype(value.dtype, jnp.floating):
                 variable.set_value(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
 
 
-def _params(model: nnx.Module) -> dict[Path, nnx.Param]:
+def _variables(model: nnx.Module, paths: frozenset[Path]) -> dict[Path, nnx.Variable]:
     return {
-        "/".join(str(key) for key in keys): variable
+        _path(keys): variable
         for keys, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Param)
+        if isinstance(variable, nnx.Variable) and _path(keys) in paths
     }
+
+
+def _path(keys: Iterable[Any]) -> Path:
+    return "/".join(map(str, keys))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axon_dist.app import load_model, train
+from axon_dist.app import evaluate, load_model, train
 from axon_dist.app.load import load_arrays
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.config import RunConfig, build_run
@@ -80,3 +80,14 @@ def test_what_is_not_there_is_named(tiny, tmp_path):
     (done.directory.checkpoints / "step_00000006").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match="there is no finished checkpoint in"):
         load_model(done.directory.path)
+
+
+def test_a_run_that_freezes_and_averages_is_one_model(tiny):
+    """Frozen parameters are read from where they are, and the average in place of the others."""
+    tiny |= {"trainable": "attention/", "checkpoint": {"every": 0}}
+    tiny["train"] |= {"steps": 2, "ema": 0.5, "eval_every": 2, "eval_batches": 1}
+    done = train(RunConfig.from_dict(tiny))
+    model, config = load_model(done.directory.path)
+    same(model, build_run(config).step.merge(done.result.state, ema=True))
+    measured = evaluate(done.directory.path, num_batches=1, one_device=True).metrics["loss"]
+    assert measured == pytest.approx(dict(done.result.validation_curve)[2], rel=1e-5)

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import re
 import subprocess
@@ -10,7 +11,8 @@ import yaml
 from axon_dist.cli import launch as verb
 from axon_dist.cli.main import main
 from axon_dist.config import load_config
-from axon_dist.launch import LaunchPlan, from_env
+from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env
+from axon_dist.launch.local import USER_ERROR
 
 
 def test_the_command_follows_two_dashes(tmp_path):
@@ -78,6 +80,36 @@ def test_templates_train_on_the_devices_that_there_are(name, words):
     read = load_config(TEMPLATES.parent / pathlib.Path(config).name, overrides)
     assert read.devices.emulate is None
     assert str(read.mesh) == "fsdp=-1"
+
+
+def test_kubernetes_starts_interrupted_runs_again_and_mistakes_not():
+    _, job = yaml.safe_load_all((TEMPLATES / "kubernetes.yaml").read_text())
+    spec = job["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    rules = {
+        tuple(rule["onExitCodes"]["values"]): (rule["action"], rule["onExitCodes"]["operator"])
+        for rule in spec["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule and rule["onExitCodes"]["containerName"] == container["name"]
+    }
+    # `Ignore` makes a new pod and does not count against backoffLimit.
+    assert rules == {(INTERRUPTED,): ("Ignore", "In"), (USER_ERROR,): ("FailJob", "In")}
+    # The API server takes a podFailurePolicy with this restart policy alone.
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert "--resume=auto" in container["command"]
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (INTERRUPTED, True)])
+def test_slurm_queues_interrupted_runs_again(tmp_path, code, requeued):
+    """The script as `sbatch` runs it, beside programs that stand in for SLURM's."""
+    programs = {"srun": f"exit {code}", "scontrol": f"echo $@ >> {tmp_path}/asked"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", TEMPLATES / "slurm.sbatch"], env=env, cwd=tmp_path)
+    assert done.returncode == code
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")
 
 
 def test_kubernetes_pods_know_their_place():

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from axon_dist.checkpoint import read_manifest
+from axon_dist.launch import INTERRUPTED
 
 CONFIG = """
 name: tiny
@@ -74,7 +75,7 @@ def test_ctrl_c_keeps_what_was_done(config, tmp_path):
             break
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=180)
-    assert (process.returncode, err) == (0, ""), err
+    assert (process.returncode, err) == (INTERRUPTED, ""), err
     folder = tmp_path / "run"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["ended"] == "SIGINT"
@@ -82,3 +83,15 @@ def test_ctrl_c_keeps_what_was_done(config, tmp_path):
     assert rows_of(folder)[-1]["step"] == summary["steps"]
     assert "SIGINT: stopping after this step" in out
     assert f"SIGINT after {summary['steps']} steps" in out
+
+
+def test_a_screen_that_nobody_reads_any_more_ends_nothing(config, tmp_path):
+    """As after `axon train ... | head -1`."""
+    process = start(config)
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=180), err) == (0, "")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ended"] == "finished"
+    assert steps_of(tmp_path / "run") == [40]

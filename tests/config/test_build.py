@@ -10,6 +10,7 @@ from flax import nnx
 from axon_dist.app import train
 from axon_dist.config import LOGGERS, RunConfig, build_run, build_step, build_strategy, build_world
 from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
+from axon_dist.core.tree import leaves_with_paths
 from axon_dist.loop import SilentProgress
 from axon_dist.models import Transformer, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
@@ -121,3 +122,19 @@ def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch, logger):
     with pytest.raises(ConfigError, match=message):
         train(RunConfig.from_dict(tiny | {"loggers": [logger]}))
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_trained_is_a_key(tiny):
+    tiny |= {"trainable": "attention/", "frozen_dtype": "bfloat16"}
+    tiny["train"] |= {"ema": 0.5}
+    config = RunConfig.from_dict(tiny)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    step = build_step(config, build_world(config))
+    trained, frozen = (jax.tree.leaves(x) for x in (step.parts.params, step.parts.frozen))
+    assert {path.split("/")[2] for path, _ in leaves_with_paths(step.parts.params)} == {"attention"}
+    assert {x.dtype for x in trained} == {np.dtype("float32")}
+    assert {x.dtype for x in frozen} == {np.dtype("bfloat16")}
+    assert step.options.ema == 0.5
+    other = RunConfig.from_dict(tiny | {"trainable": ["attention", "tail"]})
+    with pytest.raises(ConfigError, match="trainable='tail' finds nothing in the model"):
+        build_step(other, build_world(other))

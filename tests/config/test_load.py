@@ -29,6 +29,19 @@ def test_overrides_leave_the_data_alone():
     assert data == {"train": {"steps": 1}}
 
 
+def test_merge_keys(tmp_path):
+    text = """
+x-rates: &rates {learning_rate: 0.5, schedule: &flat {name: constant, warmup_steps: 3}}
+optimizer:
+  <<: *rates
+  name: sgd
+  schedule: {<<: [*flat, {warmup_steps: 9}], warmup_steps: 5}
+"""
+    optimizer = load_config(write(tmp_path, text)).optimizer
+    assert (optimizer.learning_rate, optimizer.schedule.warmup_steps) == (0.5, 5)
+    assert type(optimizer.schedule).__name__ == "Constant"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -49,6 +62,11 @@ def test_bad_overrides(override, message):
         ("a: [1", r"run.yaml' is not YAML in line 1: "),
         ("- 1", r"holds \[1\]; it must be a section of keys and values"),
         ("a: 1\nb: 2\na: 3", r"is not YAML in line 3: the key 'a' stands twice"),
+        ("x: &x {a: 1, a: 2}\ny: {<<: *x}", r"is not YAML in line 1: the key 'a' stands twice"),
+        (
+            "y: {<<: 3}",
+            r"is not YAML in line 1: expected a mapping or list of mappings for merging",
+        ),
     ],
 )
 def test_bad_files(tmp_path, text, message):

@@ -1,5 +1,6 @@
 """A run whose fourth batch has no finite loss."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 
 from axon_dist.app import train
 from axon_dist.checkpoint import read_manifest
-from axon_dist.config import RunConfig, build_loader
+from axon_dist.config import MODELS, RunConfig, build_loader
 from axon_dist.config.tasks import NextToken
 from axon_dist.core.errors import NonfiniteError
 from axon_dist.mesh import World
@@ -38,7 +39,8 @@ def config(tiny, texts, monkeypatch):
         poison = jnp.where(is_bad, jnp.nan, 0.0)
         return type(loss)(loss.total + poison, loss.weight)
 
-    monkeypatch.setattr(NextToken, "loss_fn", staticmethod(poisoned))
+    row_of_table = dataclasses.replace(MODELS["transformer"], task=NextToken(poisoned))
+    monkeypatch.setattr("axon_dist.config.models.MODELS", {"transformer": row_of_table})
     return make
 
 

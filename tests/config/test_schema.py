@@ -1,9 +1,11 @@
 import dataclasses
 import inspect
 
+import numpy as np
 import pytest
 
 from axon_dist.config import DATA, MODELS, OPTIMIZERS, RunConfig
+from axon_dist.config.build import config_facts
 from axon_dist.config.loggers import LOGGERS, Wandb
 from axon_dist.config.strategies import read_strategies
 from axon_dist.core.errors import ConfigError
@@ -83,7 +85,7 @@ def test_shorthands():
         ({"devices": {"emulate": -2}}, r"^devices.emulate: got -2, which must be at least 1"),
         ({"model": {"kind": "transformr"}}, r"^model.kind: .* Did you mean 'transformer'\?"),
         ({"model": {"num_heads": 3}}, r"^model: width=128 does not divide by num_heads=3"),
-        ({"model": {"preset": "gpt2"}}, r"^model.preset: .* Did you mean 'gpt2-124m'\?"),
+        ({"model": {"preset": "gpt2-12m"}}, r"^model.preset: .* Did you mean 'gpt2-124m'\?"),
         ({"optimizer": "adanw"}, r"^optimizer.name: there is no 'adanw'. Did you mean 'adamw'\?"),
         ({"optimizer": {"name": "sgd", "b1": 0.9}}, r"^optimizer.b1: there is no such key. Valid"),
         ({"optimizer": {"schedule": "cosin"}}, r"^optimizer.schedule.name: .* 'cosine'\?"),
@@ -137,7 +139,7 @@ def test_shorthands():
         ),
         (
             {"data": {"kind": "images", "files": ["a.npz"]}},
-            r"^data.kind: got images, and the model is a transformer, which needs text; change",
+            r"^data.kind: got images, and the model is a transformer, which needs text, t",
         ),
         ({"data": "image"}, r"^data.kind: there is no 'image'. Did you mean 'images'\?"),
         ({"model": "vit", "data": "images"}, r"^data.files names no file"),
@@ -192,3 +194,44 @@ def test_an_option_without_a_default_is_explained(name):
         return
     with pytest.raises(ConfigError, match=rf"needs {required[0]}, the .*: {{{required[0]}: \d+}}"):
         read_strategies({name: {}})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"sources": [], "weights": []}, r"^data.weights: got \[\] for 0 sources; write a number"),
+        ({"sources": ["text"], "weights": [1, 2]}, r"^data.weights: got \[1.0, 2.0\] for 1 source"),
+        ({"sources": ["images"], "weights": [1]}, r"^data.sources\[0\].kind: there is no 'images'"),
+        (
+            {"sources": ["text"], "weights": [0]},
+            r"^data.weights\[0\]: got 0.0, which must be abov",
+        ),
+        (
+            {"sources": ["text", {"kind": "tokens", "files": ["a"]}], "weights": [1, 1]},
+            r"^data.sources: got losses in nats/byte and nats/token, which cannot be mixed",
+        ),
+        (
+            {
+                "sources": [{"kind": "text", "tokenizer": name} for name in ("a", "b")],
+                "weights": [1, 1],
+            },
+            r"^data.sources: got the tokenizers a and b, whose tokens mean different thing",
+        ),
+    ],
+)
+def test_mixtures_that_cannot_be(data, message):
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.from_dict({"data": {"kind": "mixture"} | data})
+
+
+def test_round_trip_of_a_mixture_and_what_processes_must_have_in_common():
+    sources = [{"kind": "jsonl", "files": ["a"], "prompt": "q", "response": "r"}, "text"]
+    plain = {"data": {"kind": "mixture", "sources": sources, "weights": [2, 1]}}
+    config = RunConfig.from_dict(plain)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    fields = config.kind.task.fields(config.model, config.data)
+    assert {name: field.dtype for name, field in fields.items()} == {
+        "tokens": np.int32, "segments": np.int32, "mask": np.int8
+    }  # fmt: skip
+    plain["data"]["sources"] = [sources[0] | {"files": ["elsewhere"]}, "text"]
+    assert config_facts(RunConfig.from_dict(plain)) == config_facts(config)

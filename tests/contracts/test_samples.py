@@ -279,7 +279,7 @@ def test_a_loss_that_needs_all_its_samples_runs_in_global_view():
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_batch_that_weighs_nothing_has_loss_and_gradient_zero(count):
     loss_fn = lambda m, b: Weighted(
-        (error(m, b) * b["weight"]).sum() + decayed(m), b["weight"].sum()
+        ((error(m, b) + decayed(m)) * b["weight"]).sum(), b["weight"].sum()
     )
     step = build_train_step(
         Net(nnx.Rngs(0)), optax.sgd(0.5), loss_fn, ddp(per="microbatch"), World.emulate(2, "dp=2"),

@@ -126,7 +126,7 @@ def test_an_empty_side_is_refused(folder):
     one = (str(folder / "a.txt"),)
     with pytest.raises(ConfigError, match=r"0.001 of 1 files .* validation.*validation_files"):
         load_text(TextSource(files=one, validation_fraction=0.001))
-    with pytest.raises(ConfigError, match=r"0.999 of 1 files .* training.*Give more files"):
+    with pytest.raises(ConfigError, match=r"0.999 of 1 files .* training.*give more text"):
         load_text(TextSource(files=one, validation_fraction=0.999))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_dist.core.errors import LaunchError
-from axon_dist.launch.local import LaunchPlan, launch, rank_environments
+from axon_dist.launch.local import INTERRUPTED, LaunchPlan, launch, rank_environments
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK']); "
 
@@ -159,3 +159,12 @@ def test_signals_reach_the_ranks_and_end_the_restarts(tmp_path):
 def test_wrong_plans(tmp_path, fields, words):
     with pytest.raises(LaunchError, match=words):
         launch(LaunchPlan(**{"command": ("true",), "log_dir": tmp_path} | fields), print)
+
+
+def test_interrupted_ranks_are_no_failure(tmp_path):
+    """They end one after the other, each with its state saved, and nothing starts again."""
+    said = []
+    made = plan(tmp_path, "time.sleep(rank); print('saved'); sys.exit(75)", max_restarts=3)
+    assert launch(made, said.append) == INTERRUPTED
+    assert [log(tmp_path, rank) for rank in range(3)] == ["saved\n"] * 3
+    assert not any("restart" in line or "ending" in line for line in said)

@@ -53,6 +53,7 @@ class NotingProgress(SilentProgress):
 class FakeState:
     step: Any
     params: Any
+    frozen: Any = dataclasses.field(default_factory=dict)
 
 
 class FakeStep:
@@ -76,7 +77,7 @@ class FakeStep:
         loss = float(self.taken) if self.losses is None else self.losses[self.taken - 1]
         return FakeState(state.step + 1, state.params), {"loss": jnp.float32(loss)}
 
-    def evaluate_sums(self, state, batch):
+    def evaluate_sums(self, state, batch, *, ema=False):
         return {"loss": Weighted(jnp.float32(batch + 100 * int(state.step)), jnp.float32(1))}
 
 
@@ -92,7 +93,7 @@ def test_equals_the_plain_loop(world):
     data = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
     loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - 1.0) ** 2)
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), world)
+    step = build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), world, ema=0.5)
     batches = [{"x": x} for x in data]
     result = fit(step, 6, batches=batches, validation=lambda: batches[:2])
 
@@ -102,13 +103,15 @@ def test_equals_the_plain_loop(world):
         losses.append(float(metrics["loss"]))
     assert result.train_curve == tuple(enumerate(losses, start=1))
     np.testing.assert_array_equal(result.state.params["kernel"], state.params["kernel"])
-    validation = np.mean([float(step.evaluate(state, b)["loss"]) for b in batches[:2]])
+    # Where there is a moving average, it is what a run is after.
+    evaluate = lambda batch: float(step.evaluate(state, batch, ema=True)["loss"])
+    validation = np.mean([evaluate(batch) for batch in batches[:2]])
     assert result.validation_curve == ((6, pytest.approx(validation)),)
     assert (result.reason, result.num_steps, result.is_finished) == ("finished", 6, True)
     assert result.compile_seconds > 0
     assert result.train_seconds > 0
-    # kernel and bias in float32, the step in int32; SGD keeps nothing.
-    assert result.device_bytes == 4 * (3 + 1) + 4
+    # kernel and bias and their averages in float32, the step in int32; SGD keeps nothing.
+    assert result.device_bytes == 2 * 4 * (3 + 1) + 4
 
 
 def test_records_are_means_and_the_last_one_is_short(world):

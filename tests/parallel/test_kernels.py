@@ -67,3 +67,26 @@ def run(form, kv_heads, inside=()):
 )
 def test_what_a_kernel_sees(form, kv_heads, inside, query, key):
     assert run(form, kv_heads, inside) == (query, key)
+
+
+class Packed(nnx.Module):
+    """Attention in which a position sees its own segment, as one kernel."""
+
+    form = "flash"
+
+    def attend(self, query, key, value, segments=None):
+        """Mixes positions of one segment."""
+        scores = jnp.einsum("bthk,bshk->bhts", query, key)
+        if segments is not None:
+            same = segments[:, None, :, None] == segments[:, None, None, :]
+            scores = jnp.where(same, scores, -1e9)
+        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), value)
+
+
+def test_segments_are_those_of_the_samples_of_a_rank():
+    module, plain, qkv = Packed(), Packed(), arrays(8)
+    map_kernels(module, Layout(WORLD.mesh, ("dp",)))
+    segments = jnp.array([[1, 1, 2], [1, 2, 2], [1, 1, 1], [1, 2, 3]])
+    with jax.set_mesh(WORLD.mesh):
+        got = jax.jit(lambda *x: module.attend(*x[:3], segments=x[3]))(*qkv, segments)
+    np.testing.assert_allclose(got, plain.attend(*qkv, segments), rtol=1e-5, atol=1e-6)

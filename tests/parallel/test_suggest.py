@@ -10,7 +10,7 @@ from flax import nnx
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import MLP, Transformer, TransformerConfig
 from axon_dist.nn import ParallelMLP
-from axon_dist.parallel import suggest_plan
+from axon_dist.parallel import suggest_plan, tensor_parallel
 
 from .foreign import GPT, Decoder, bridged
 
@@ -187,3 +187,39 @@ def test_normalised_weights_stay_whole_with_a_reason(norm):
         plan = suggest_plan(model, jnp.ones((2, 8)))
         assert not plan.rules
         assert {left.path for left in plan.unplaced} >= {"down/kernel"}
+
+
+class Experts(nnx.Module):
+    """Matrices of several experts in one parameter, taken by number in a loop or as rows."""
+
+    def __init__(self, rows):
+        draw = lambda *shape: nnx.Param(jax.random.normal(jax.random.key(0), shape))
+        self.up, self.down, self.rows = draw(3, 8, 16), draw(3, 16, 8), rows
+
+    def __call__(self, x):
+        if self.rows:
+            pairs = zip(jnp.unstack(self.up[...]), jnp.unstack(self.down[...]), strict=True)
+            return x + sum(jnp.tanh(x @ up) @ down for up, down in pairs)
+        number = jnp.int32(1)
+        taken = jnp.tanh(x @ jnp.take(self.up[...], number, axis=0)) @ self.down[number]
+        return x + taken + sum(jnp.tanh(x @ self.up[i]) @ self.down[i] for i in range(3))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_matrices_of_experts_are_split_each(rows):
+    plan = suggest_plan(lambda: Experts(rows), jnp.ones((2, 8)))
+    found = [(rule.pattern, rule.mode.value, rule.dim) for rule in plan.rules]
+    assert found == [("^down$", "row", -2), ("^up$", "column", -1)]
+
+
+def test_an_empty_plan_says_why_of_each_layer():
+    layer = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    plan = suggest_plan(layer, jnp.ones((2, 4)))
+    assert not plan.rules
+    with pytest.raises(UnsupportedError) as caught:
+        tensor_parallel(plan).layers[0].check(layer(), None)
+    assert str(caught.value) == (
+        "the plan has no rules, and would split nothing. kernel stays whole: a dim is the model's "
+        "output; a dim is a dim of the model's input. Give a plan of patterns and modes, or leave "
+        "tensor_parallel out"
+    )

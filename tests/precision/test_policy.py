@@ -1,5 +1,6 @@
 """Dtypes by name and preset, casts that leave integers and keys alone, and autocast models."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,3 +91,25 @@ def test_statistics_of_norms_are_float32():
     assert np.abs(hidden).max() ** 2 > 65504
     expected = (hidden - hidden.mean()) / hidden.std()
     np.testing.assert_allclose(output[0], expected, atol=5e-3)
+
+
+class Outer(nn.Module):
+    """Hands its own dtype to a layer, and has another that only promotes."""
+
+    dtype: type = jnp.float32
+
+    def setup(self):
+        self.told, self.free = nn.Dense(8, dtype=self.dtype), nn.Dense(4)
+
+    def __call__(self, x):
+        return self.free(jnp.tanh(self.told(x)))
+
+
+def test_layers_of_a_bridged_module_compute_in_the_dtype_too():
+    model = nnx.bridge.ToNNX(Outer(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((2, 4)))
+    graphdef, state = nnx.split(autocast(model, MixedPrecision.bf16()))
+    call = lambda x: nnx.merge(graphdef, state, copy=True)(x)
+    jaxpr = jax.make_jaxpr(call)(jnp.ones((2, 4)))
+    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert [e.outvars[0].aval.dtype for e in products] == [jnp.bfloat16] * 2
+    assert jaxpr.out_avals[0].dtype == jnp.float32

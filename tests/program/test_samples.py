@@ -253,7 +253,7 @@ SEPARABLE = {
         lambda p, b: jnp.mean(biased(b["x"], p["w"][:, 0])), Use.MEAN,
     ),
     "a backward pass of each sample": (
-        lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: jnp.clip(g, -1, 1))(b["x"])),
+        lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: g * jnp.clip(x, -1, 1))(b["x"])),
         Use.MEAN,
     ),
     "a sum with a backward pass": (
@@ -388,7 +388,11 @@ COUPLED = {
         lambda p, b: jnp.mean(
             with_backward(lambda x: x, lambda x, g: g / len(x))(error(p, b))
         ),
-        "backward pass of its own that mixes the samples or depends on their number",
+        "backward pass of its own that mixes the samples, or is not linear in what comes back",
+    ),
+    "a gradient that is clipped": (
+        lambda p, b: jnp.mean(with_backward(jnp.tanh, lambda x, g: jnp.clip(g, -1, 1))(b["x"])),
+        "backward pass of its own that mixes the samples, or is not linear in what comes back",
     ),
     "a gradient by the norm of the batch": (
         lambda p, b: jnp.mean(clipped_vjp(error(p, b))),

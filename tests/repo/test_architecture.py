@@ -19,7 +19,7 @@ LINES = [
     {"collectives", "nn", "precision"},
     {"parallel", "pipeline", "checkpoint", "data", "models"},
     {"step", "planner", "inspect"},
-    {"loop"},
+    {"loop", "weights"},
     {"config"},
     {"app"},
     {"cli"},

@@ -10,8 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, ddp
-from axon_dist.core.errors import ConfigError
+from axon_dist import Weighted, World, build_train_step, ddp, per_sample
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.models import (
     ResNet,
     ResNetConfig,
@@ -142,3 +142,95 @@ def test_a_promise_is_true_or_false():
             case.make(), optax.sgd(0.1), case.loss_fn, ddp(), World.emulate(2, "dp=2"),
             separable="yes",
         )  # fmt: skip
+
+
+def split_in(num_microbatches, loss_fn, axes="dp=2", strategy=None):
+    case, strategy = CASES["mlp"], strategy or ddp()
+    return build_train_step(
+        case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(2, axes),
+        accumulate=num_microbatches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("weight", "divided"),
+    [(lambda x: 16.0, 16), (lambda x: float(len(x)), 32), (lambda x: len(x) ** 0.5, 32**0.5)],
+    ids=["a number", "the size", "its root"],
+)  # fmt: skip
+@pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
+def test_the_weight_of_a_batch_is_that_of_its_parts(weight, divided, strategy):
+    """Also one that is no sum over the samples."""
+    case = CASES["mlp"]
+    error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2)
+    loss_fn = lambda m, b: Weighted(error(m, b), weight(b["x"]))
+    want = float(error(case.make(), case.batch(0))) / divided
+    for count in (1, 4):
+        step = split_in(count, loss_fn, strategy=strategy)
+        _, metrics = step(step.init(), case.batch(0))
+        assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_constant_beside_a_weight_is_refused():
+    case = CASES["mlp"]
+    kept = lambda m, b: Weighted(
+        jnp.sum((m(b["x"]) - b["y"]) ** 2), jnp.sum(b["x"][:, 0] > 0) + 1.0
+    )
+    step = split_in(2, kept)
+    words = r"Each of \d parts of the batch would count .* A constant that keeps it from being"
+    with pytest.raises(UnsupportedError, match=words):
+        step.separation(case.batch(0))
+
+
+@pytest.mark.parametrize("strategy", [ddp(), ddp(bucket_capacity=64)], ids=["ddp", "buckets"])
+def test_a_loss_that_wants_the_whole_batch_is_not_cut(strategy):
+    case = CASES["mlp"]
+    fixed = lambda m, b: jnp.mean((m(b["x"]) - b["y"]) ** 2 * jnp.arange(32.0)[:, None])
+    with pytest.raises(
+        UnsupportedError, match=r"cannot be computed of a microbatch, which has 16 s"
+    ):
+        split_in(2, fixed, strategy=strategy).separation(case.batch(0))
+    wrong = lambda m, b: m(b["x"]) @ b["nothing"]
+    with pytest.raises(KeyError, match="nothing"):
+        split_in(1, wrong, strategy=ddp(bucket_capacity=64)).separation(case.batch(0))
+
+
+def test_numbers_of_python_in_a_program_are_read():
+    """`jax.random.poisson` has literals without a dtype."""
+    case = CASES["mlp"]
+    key = jax.random.key(0)
+    noisy = lambda m, b: jnp.mean(
+        (m(b["x"]) - b["y"]) ** 2 * jax.random.poisson(key, 2.0, b["y"].shape)
+    )
+    assert str(split_in(2, noisy).separation(case.batch(0))).startswith("global view, because")
+
+
+def test_a_marked_function_draws_nothing():
+    case, key = CASES["mlp"], jax.random.key(0)
+    drawn = per_sample(lambda e: e * jax.random.gamma(key, 2.0, e.shape))
+    noisy = lambda m, b: jnp.mean(drawn(jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)))
+    with pytest.raises(
+        UnsupportedError, match=r"draws random numbers \(`random_.*draw them before"
+    ):
+        split_in(1, noisy, strategy=ddp(bucket_capacity=64)).separation(case.batch(0))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_weight_that_moves_with_the_parameters_is_refused(held):
+    case = CASES["mlp"]
+    stop = jax.lax.stop_gradient if held else lambda x: x
+    sure = lambda m, b: jnp.sum(jax.nn.sigmoid(stop(m(b["x"]))[:, 0]))
+    loss_fn = lambda m, b: Weighted(jnp.sum((m(b["x"]) - b["y"]) ** 2), sure(m, b))
+    step = split_in(2, loss_fn)
+    if held:
+        assert str(step.separation(case.batch(0))) == "per rank"
+    else:
+        with pytest.raises(UnsupportedError, match=r"the weight of the loss depends on the param"):
+            step.separation(case.batch(0))
+
+
+@pytest.mark.parametrize("value", [{"b": 1.0}, "high", None])
+def test_metrics_are_numbers(value):
+    case = CASES["mlp"]
+    loss_fn = lambda m, b: (jnp.mean(m(b["x"])), {"a": value})
+    with pytest.raises(ConfigError, match=r"a metric 'a' that is a \w+; it must be a scalar. Name"):
+        split_in(2, loss_fn).separation(case.batch(0))

@@ -342,6 +342,16 @@ def test_a_module_is_already_born(world):
         build(world, make_mlp()).lower_init()
 
 
+def test_an_optimizer_that_takes_further_arguments_and_not_the_loss(world):
+    """As `optax.contrib.sam` is."""
+    inner = optax.sgd(0.1)
+    update = lambda grads, state, params=None, *, grad_fn=None: inner.update(grads, state, params)
+    deaf = optax.GradientTransformationExtraArgs(inner.init, update)
+    steps = [build(world, optimizer=optimizer) for optimizer in (deaf, inner)]
+    states = [step(step.init(), batch_of())[0] for step in steps]
+    jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
+
+
 # Claims
 
 

@@ -1,0 +1,241 @@
+"""Things of the user's own: functions by dotted path, called with the keys that stand beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from axon_dist.core.errors import ConfigError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own:
+    """A section that says `{factory: package.module:name, key: value}`.
+
+    It stands for `package.module.name(key=value, **given)`, called when the run is built. The
+    module is found as `python -m` finds it, from the current folder first.
+
+    Args:
+        path: of the function or class, `package.module:name` or `package.module.name`.
+        options: the keyword arguments that the config gives it.
+
+    Example:
+        >>> own = Own(path="collections:Counter", options={"axes": 3})
+        >>> own.call()
+        Counter({'axes': 3})
+    """
+
+    key: ClassVar[str] = "factory"
+    """Under which the path stands."""
+    section: ClassVar[str] = ""
+    """What the section is called."""
+    given: ClassVar[tuple[str, ...]] = ()
+    """What the library gives it besides, by keyword."""
+    offered: ClassVar[tuple[str, ...]] = ()
+    """What it is given where it takes it."""
+    by_position: ClassVar[tuple[str, ...]] = ()
+    """What it is called with in front, in words."""
+
+    path: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_plain(cls, path: Any, data: Mapping[str, Any]) -> Self:
+        """Makes it from a path and the keys beside it; those that are fields of its own are no
+        options.
+
+        Raises:
+            ConfigError: when the path is no text.
+        """
+        if not isinstance(path, str):
+            raise ConfigError(f"got {path!r}, which must be a path such as package.module:name")
+        fields = cls.own_fields()
+        own = {name: value for name, value in data.items() if name in fields}
+        options = {str(name): value for name, value in data.items() if name not in fields}
+        return cls(path=path, options=MappingProxyType(options), **own)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The section as YAML holds it."""
+        own = {name: getattr(self, name) for name in self.own_fields()}
+        return {self.key: self.path, **own, **self.options}
+
+    @classmethod
+    def own_fields(cls) -> tuple[str, ...]:
+        """The keys of the section that are for the library and not for the function."""
+        return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("path", "options"))
+
+    def validate(self) -> None:
+        """Imports it and checks that it takes what it will be given; calls nothing.
+
+        Raises:
+            ConfigError: when it cannot be found, or takes other arguments.
+        """
+        self._check_signature(self.find())
+
+    def find(self) -> Callable[..., Any]:
+        """Imports the function.
+
+        Raises:
+            ConfigError: when there is no such module or no such name in it, when importing the
+                module fails, or it cannot be called.
+        """
+        return find(self.path, f"{self.section}.{self.key}".lstrip("."))
+
+    def call(self, **given: Any) -> Any:
+        """Calls it with the options and what is given."""
+        function = self.find()
+        taken = parameters_of(function)
+        offered = {name for name in self.offered if taken is not None and name not in taken}
+        given = {name: value for name, value in given.items() if name not in offered}
+        return function(**self.options, **given)
+
+    def _check_signature(self, function: Callable[..., Any]) -> None:
+        given = next((name for name in self.given if name in self.options), None)
+        if given is not None:
+            raise ConfigError(
+                f"{self.section}.{given}: the run itself gives {self.path} this argument; leave it "
+                "out"
+            )
+        taken = parameters_of(function)
+        if taken is None:
+            return
+        self._check_positions(taken)
+        rest = dict(list(taken.items())[len(self.by_position) :])
+        named = {name for name, p in taken.items() if p.kind in _BY_NAME}
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        for name in () if accepts_any else self.options:
+            if name not in named & set(rest):
+                valid = (named & set(rest)) - {*self.given, *self.offered}
+                hint = did_you_mean(name, valid) if valid else " It takes none."
+                raise ConfigError(
+                    f"{self.section}.{name}: {self.path} takes no such argument.{hint}"
+                )
+        for name in () if accepts_any else self.given:
+            if name not in named:
+                raise ConfigError(
+                    f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and must "
+                    f"take the keyword {name}, {GIVEN[name]}; add it"
+                )
+        self._check_required(rest)
+
+    def _check_positions(self, taken: Mapping[str, inspect.Parameter]) -> None:
+        places = [p for p in taken.values() if p.kind in _BY_PLACE]
+        endless = any(p.kind is p.VAR_POSITIONAL for p in taken.values())
+        if len(places) < len(self.by_position) and not endless:
+            raise ConfigError(
+                f"{self.section}.{self.key}: {self.path} takes ({', '.join(taken)}) and is called "
+                f"with {' and '.join(self.by_position)}; let it take these first"
+            )
+
+    def _check_required(self, parameters: Mapping[str, inspect.Parameter]) -> None:
+        known = {*self.options, *self.given, *self.offered}
+        for name, p in parameters.items():
+            if p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                continue
+            if p.kind is p.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"{self.section}.{self.key}: {self.path} takes {name} by position alone; let "
+                    "it take keywords"
+                )
+            if name not in known:
+                raise ConfigError(
+                    f"{self.section}.{name}: {self.path} needs this argument; set it beside "
+                    f"{self.key}"
+                )
+
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+GIVEN: MappingProxyType[str, str] = MappingProxyType(
+    {"rngs": "an nnx.Rngs of the run's seed, from which the initial weights come"}
+)
+"""What functions of the user's own must take, and why."""
+
+
+def find(path: str, where: str) -> Callable[..., Any]:
+    """Imports what can be called by its dotted path.
+
+    Args:
+        path: `package.module:name`, where the name may have dots, or `package.module.name`.
+        where: the key of the config, which opens every message.
+
+    Raises:
+        ConfigError: when there is no such module or no such name in it, when importing the module
+            fails, or it cannot be called.
+
+    Example:
+        >>> find("math:sqrt", "model.factory")(4.0)
+        2.0
+        >>> find("math:sqr", "model.factory")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: model.factory: the module math has no 'sqr'. Did you mean
+        'sqrt'?
+    """
+    module_name, _, names = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not names:
+        raise ConfigError(
+            f"{where}: got {path!r}, which must be the path of a function or class, such as "
+            "package.module:name"
+        )
+    found: Any = _import(module_name, where)
+    for name in names.split("."):
+        if not hasattr(found, name):
+            what = f"the module {module_name}" if inspect.ismodule(found) else found.__name__
+            raise ConfigError(f"{where}: {what} has no {name!r}.{_nearest(name, dir(found))}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(
+            f"{where}: {path} is {found!r}, which must be a function or class; name one"
+        )
+    return found
+
+
+def _import(name: str, where: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{where}: there is no module {error.name!r}, neither in {here} nor where Python "
+                "looks; correct the path, or start in the folder that holds it"
+            ) from error
+        raise ConfigError(_says_failed(name, where, error)) from error
+    except Exception as error:  # a module of the user's own may raise anything
+        raise ConfigError(_says_failed(name, where, error)) from error
+
+
+def _says_failed(name: str, where: str, error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{where}: importing {name} fails with {type(error).__name__}: {error} "
+        f"({last.filename}:{last.lineno}); python -c 'import {name}' shows all of it"
+    )
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    """The nearest of many names, without the list of all."""
+    guess, _, _ = did_you_mean(name, (n for n in valid if not n.startswith("__"))).partition(" Val")
+    return guess or " Correct the name."
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """What a function or class takes, or None where that cannot be known."""
+    try:
+        # A class of modules says (*args, **kwargs) of itself, whatever its own method takes.
+        if inspect.isclass(function):
+            _, *rest = inspect.signature(function.__init__).parameters.items()
+            return dict(rest)
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None

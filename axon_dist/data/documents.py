@@ -1,0 +1,224 @@
+"""Records with text, or with prompts and responses, as documents of tokens."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError, did_you_mean
+
+from .files import TextFile, check_disjoint, find_files, says_little
+from .packing import PackedRows, TooLong
+from .sampling import checksum, drawn, held_fraction
+from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+
+
+class Records(Protocol):
+    """Records by number, read when they are asked for, in whatever thread asks."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        """The fields of one.
+
+        Raises:
+            ConfigError: when it cannot be read; the message says where it stands.
+        """
+        ...
+
+    def place(self, number: int) -> str:
+        """Where one stands, for people."""
+        ...
+
+    def checksum(self) -> int:
+        """The same for the same records alone."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentSource:
+    """Which files hold records, and which of their fields a model learns.
+
+    Records with a text are learned whole. Of records with a prompt and a response, one behind the
+    other, the model sees both and learns the response alone. Rows say which document each token is
+    of: tokens see their own document alone, positions begin anew in each, and the first token of a
+    document is no target.
+
+    Args:
+        files: paths or globs.
+        validation_files: paths or globs kept for validation; empty to draw records of `files`.
+        validation_fraction: the share of records for validation, in (0, 1), where there are no
+            `validation_files`; None for a tenth.
+        text: the field that holds the text; None means `text`, without a prompt.
+        prompt: the field that holds the prompt, with `response`.
+        response: the field that holds what is learned.
+        tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        end_token: put behind every document, such as `<|endoftext|>`; bytes end with a zero anyway.
+        packed: put as many documents as fit into a row; otherwise one, and padding.
+        too_long: what becomes of documents that do not fit into a row: `split` into several,
+            `drop`, or `refuse`; None splits texts and refuses prompts, which must not be parted
+            from their responses.
+    """
+
+    files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float | None = None
+    text: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    tokenizer: str | None = None
+    end_token: str | None = None
+    packed: bool = True
+    too_long: TooLong | None = None
+
+    kind: ClassVar[str] = "records"
+    """What the files are, for messages."""
+
+    def validate(self) -> None:
+        """Checks the values without looking at any file.
+
+        Raises:
+            ConfigError: a value is out of range, or fields contradict each other.
+        """
+        if not self.files:
+            raise ConfigError(f"data.files names no file: name {self.kind} files.")
+        held_fraction(self.validation_fraction, self.validation_files)
+        if (self.prompt is None) != (self.response is None):
+            raise ConfigError(
+                f"data.prompt={self.prompt!r} and data.response={self.response!r}: name both "
+                "fields, or neither for records of text"
+            )
+        if self.text is not None and self.prompt is not None:
+            raise ConfigError(
+                f"data.text={self.text!r} and data.prompt={self.prompt!r} both say what is read: "
+                "leave one of them out"
+            )
+        if self.end_token is not None and self.tokenizer is None:
+            raise ConfigError(
+                f"data.end_token={self.end_token!r} needs a data.tokenizer that knows it; bytes "
+                "end with a zero: leave it out"
+            )
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays of a batch."""
+        return ("tokens", "segments") if self.prompt is None else ("tokens", "segments", "mask")
+
+    @property
+    def unit(self) -> str:
+        """What a loss is measured in."""
+        return "nats/byte" if self.tokenizer is None else "nats/token"
+
+    def records(self, files: Sequence[TextFile]) -> Records:
+        """Opens files.
+
+        Raises:
+            ConfigError: when they are not such files, or what reads them is not installed.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how its files are read")
+
+    def open(self, length: int) -> PackedRows:
+        """Reads where the records are and how long; their samples are rows of `length + 1` tokens.
+
+        Raises:
+            ConfigError: a pattern matches no file, a record is not what it should be, or one is too
+                long and that is refused.
+        """
+        self.validate()
+        tokenizer = byte_tokenizer()
+        if self.tokenizer is not None:
+            tokenizer = load_tokenizer(self.tokenizer, self.end_token)
+        train, held = (self._documents(part, tokenizer) for part in self._split())
+        amounts = f"{len(train)} records for training, {len(held)} for validation"
+        default = "split" if self.prompt is None else "refuse"
+        return PackedRows(
+            train,
+            held,
+            length,
+            packed=self.packed,
+            too_long=self.too_long or default,
+            has_prompts=self.prompt is not None,
+            vocab_size=tokenizer.vocab_size,
+            description=f"{', '.join(self.files)}: {amounts}, as {tokenizer.name}"
+            + says_little(len(train), len(held), "records"),
+            show=tokenizer.decode,
+        )
+
+    def _split(self) -> list[tuple[Records, np.ndarray]]:
+        files = find_files(self.files)
+        records = self.records(files)
+        if self.validation_files:
+            held = find_files(self.validation_files)
+            check_disjoint(files, held)
+            sides = [records, self.records(held)]
+            return [(side, np.arange(len(side))) for side in sides]
+        fraction = held_fraction(self.validation_fraction)
+        is_held = drawn(len(records), fraction, "records")
+        return [(records, np.flatnonzero(side)) for side in (~is_held, is_held)]
+
+    def _documents(self, part: tuple[Records, np.ndarray], tokenizer: Tokenizer) -> RecordDocuments:
+        fields = ("", self.text or "text") if self.prompt is None else (self.prompt, self.response)
+        return RecordDocuments(*part, tokenizer, *fields)  # type: ignore[arg-type]
+
+
+_THREADS = 8
+"""Tokenizers and readers leave Python while they work."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordDocuments:
+    """Some of the records as documents.
+
+    Args:
+        records: where they are read.
+        numbers: which of them, `[N]`.
+        tokenizer: makes tokens of them.
+        prompt: the field of the prompt; empty for none.
+        text: the field of what is learned.
+    """
+
+    records: Records
+    numbers: np.ndarray
+    tokenizer: Tokenizer
+    prompt: str
+    text: str
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, number: int) -> tuple[np.ndarray, int]:
+        """Reads a record and makes tokens of it."""
+        place = int(self.numbers[number])
+        record = self.records[place]
+        text = self._field(record, self.text, place)
+        if self.prompt:
+            return self.tokenizer.answer(self._field(record, self.prompt, place), text)
+        return self.tokenizer.encode(text.encode()), 0
+
+    def lengths(self) -> np.ndarray:
+        """Makes tokens of every record once, in threads, and keeps how many."""
+        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+            found = pool.map(lambda number: len(self.take(number)[0]), range(len(self)))
+            return np.fromiter(found, np.int64, len(self))
+
+    def checksum(self) -> int:
+        """Of the files, of which records these are, and of what becomes of them."""
+        name = np.frombuffer(f"{self.tokenizer.name} {self.prompt} {self.text}".encode(), np.uint8)
+        return checksum(np.array([self.records.checksum()]), self.numbers, name)
+
+    def _field(self, record: Mapping[str, Any], name: str, place: int) -> str:
+        if not isinstance(text := record.get(name), str):
+            option = next(o for o, f in (("prompt", self.prompt), ("text", self.text)) if f == name)
+            option = "response" if self.prompt and option == "text" else option
+            what = f"has {text!r:.60} under" if name in record else "has no field"
+            raise ConfigError(
+                f"{self.records.place(place)} {what} {name!r}, which must be a text; set "
+                f"data.{option}.{did_you_mean(name, record)}"
+            )
+        return text

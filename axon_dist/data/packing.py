@@ -1,0 +1,239 @@
+"""Documents of many lengths in rows of one length, each token knowing its document."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError
+
+from .samples import LocalBatch
+from .sampling import checksum, spread_starts
+
+TooLong: TypeAlias = Literal["split", "drop", "refuse"]
+"""What becomes of a document longer than a row: several rows, nothing, or an error."""
+
+
+class Documents(Protocol):
+    """Documents by number, turned into tokens when they are asked for, in whatever thread asks."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def take(self, number: int) -> tuple[np.ndarray, int]:
+        """The tokens of one, `[n]`, and how many in front are a prompt, which is not learned."""
+        ...
+
+    def lengths(self) -> np.ndarray:
+        """How many tokens each has, int64 `[N]`."""
+        ...
+
+    def checksum(self) -> int:
+        """The same for the same documents alone."""
+        ...
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Puts things of some lengths into rows, each into the row that it fills best.
+
+    The longest come first, each into the open row with the least room that is enough (best fit
+    decreasing, which needs at most 11/9 of the fewest rows possible).
+
+    Args:
+        lengths: of each, from 1 to the capacity, `[N]`.
+        capacity: of a row.
+
+    Returns:
+        For each row the numbers of what is in it.
+
+    Example:
+        >>> pack(np.array([3, 5, 2, 4, 1]), 5)
+        [[1], [3, 4], [0, 2]]
+    """
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    sizes = lengths.tolist()
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        size = sizes[number]
+        place = bisect.bisect_left(rooms, size)
+        if place == len(rooms):
+            rows.append([])
+            row, room = len(rows) - 1, capacity
+        else:
+            room = rooms[place]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                rooms.pop(place)
+        rows[row].append(number)
+        if left := room - size:
+            if not open_rows.setdefault(left, []):
+                bisect.insort(rooms, left)
+            open_rows[left].append(row)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """Which pieces of which documents stand in which row.
+
+    Args:
+        documents: where the pieces come from.
+        pieces: document, first token and the one behind the last, int64 `[P, 3]`.
+        rows: the pieces of each row.
+        num_dropped: documents that are left out.
+    """
+
+    documents: Documents
+    pieces: np.ndarray
+    rows: list[list[int]]
+    num_dropped: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many places of all rows are not padding."""
+        return int((self.pieces[:, 2] - self.pieces[:, 1]).sum())
+
+    def take(self, numbers: np.ndarray, size: int) -> LocalBatch:
+        """Some rows of a size, with `segments` and `mask`."""
+        tokens, segments = (np.zeros((len(numbers), size), np.int32) for _ in range(2))
+        mask = np.zeros((len(numbers), size), np.int8)
+        for row, number in enumerate(numbers.tolist()):
+            place = 0
+            for segment, piece in enumerate(self.rows[number], start=1):
+                document, start, stop = self.pieces[piece].tolist()
+                found, num_prompt = self.documents.take(document)
+                here = slice(place, place + stop - start)
+                tokens[row, here] = found[start:stop]
+                segments[row, here] = segment
+                mask[row, here] = np.arange(start, stop) >= num_prompt
+                place += stop - start
+        return {"tokens": tokens, "segments": segments, "mask": mask}
+
+
+def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) -> Rows:
+    """Decides which documents share a row of `length + 1` tokens.
+
+    Args:
+        documents: what to lay out.
+        length: tokens a model sees, T.
+        packed: whether a row holds as many documents as fit, or one.
+        too_long: what becomes of those of more than T + 1 tokens. Those that are split lie in
+            pieces that share one token, so that every token but the first is a target once.
+
+    Raises:
+        ConfigError: when one is too long and that is refused, or nothing is left.
+    """
+    lengths = documents.lengths()
+    long = np.flatnonzero(lengths > length + 1)
+    if len(long) and too_long == "refuse":
+        raise ConfigError(
+            f"data.sequence_length: {len(long)} of {len(lengths)} documents are longer than "
+            f"{length + 1} tokens, the longest has {lengths.max()}; raise it, or set "
+            "data.too_long to drop or split"
+        )
+    is_kept = (lengths >= 2) & ((lengths <= length + 1) | (too_long == "split"))
+    kept = np.flatnonzero(is_kept)
+    counts = np.maximum(-(-(lengths[kept] - 1) // length), 1)
+    document = np.repeat(kept, counts)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = number * length
+    stop = np.minimum(start + length + 1, lengths[document])
+    pieces = np.stack([document, start, stop], axis=1).astype(np.int64)
+    if not len(pieces):
+        raise ConfigError(
+            f"none of {len(lengths)} documents has from 2 to {length + 1} tokens; give others, or "
+            "another data.sequence_length"
+        )
+    rows = pack(stop - start, length + 1) if packed else [[n] for n in range(len(pieces))]
+    return Rows(documents, pieces, rows, len(lengths) - len(kept))
+
+
+class PackedRows:
+    """Documents as samples: rows of `length + 1` tokens that say which document each is of.
+
+    Args:
+        train: documents for training.
+        validation: documents for validation.
+        length: tokens a model sees, T.
+        packed: whether a row holds as many documents as fit, or one.
+        too_long: what becomes of documents that do not fit into a row.
+        has_prompts: whether documents begin with a prompt, which is no target.
+        vocab_size: token ids are below it.
+        description: one sentence for people.
+        show: tokens as people read them.
+
+    Raises:
+        ConfigError: when a document is too long and that is refused, or a side has none.
+    """
+
+    def __init__(
+        self,
+        train: Documents,
+        validation: Documents,
+        length: int,
+        *,
+        packed: bool,
+        too_long: TooLong,
+        has_prompts: bool,
+        vocab_size: int,
+        description: str,
+        show: Callable[[np.ndarray], str],
+    ):
+        self._sides = [lay_out(side, length, packed, too_long) for side in (train, validation)]
+        self.length, self.vocab_size, self.show = length, vocab_size, show
+        self._has_prompts, self._how = has_prompts, (length, packed, too_long != "split")
+        dropped = sum(side.num_dropped for side in self._sides)
+        self.description = (
+            f"{description}, in {len(self._sides[0].rows)} rows of which {100 * self.padding:.1f} "
+            f"% is padding" + (f"; {dropped} documents are left out" if dropped else "")
+        )
+
+    @property
+    def padding(self) -> float:
+        """The share of the places of training rows that are padding."""
+        rows = self._sides[0]
+        return 1 - rows.num_tokens / (len(rows.rows) * (self.length + 1))
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """The length, how many rows there are, and what they contain."""
+        return {
+            "length": self.length,
+            "num_samples": len(self._sides[0].rows),
+            "contents": self._contents,
+        }
+
+    @functools.cached_property
+    def _contents(self) -> int:
+        sums = [side.documents.checksum() for side in self._sides]
+        return checksum(np.array([*sums, *map(int, self._how)]))
+
+    def train(self, numbers: np.ndarray) -> LocalBatch:
+        """Takes rows for training."""
+        return self._take(0, numbers)
+
+    @property
+    def num_validation(self) -> int:
+        """How many rows there are for validation."""
+        return len(self._sides[1].rows)
+
+    def spread(self, count: int) -> np.ndarray:
+        """Numbers of rows all over the validation."""
+        return spread_starts(len(self._sides[1].rows), 0, count)
+
+    def validation(self, places: np.ndarray) -> LocalBatch:
+        """Takes rows of the validation."""
+        return self._take(1, places)
+
+    def _take(self, side: int, numbers: np.ndarray) -> LocalBatch:
+        batch = self._sides[side].take(numbers, self.length + 1)
+        if not self._has_prompts:
+            del batch["mask"]
+        return batch

@@ -1,0 +1,198 @@
+"""Files of token ids, memory-mapped: raw numbers as nanoGPT writes them, or `.npy`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from axon_dist.core.errors import ConfigError
+
+from .files import check_disjoint, find_files, says_little
+from .sampling import held_fraction
+from .tokenizer import load_tokenizer
+from .windows import Text, Windows
+
+_LOOK = 2**16
+"""So many tokens of a file are looked at before a run; every batch is looked at again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSource:
+    """Which files hold token ids, one after another and nothing else.
+
+    They stay on the disk, mapped into memory: a batch reads the pages that it touches. nanoGPT's
+    `train.bin` and `val.bin` are such files. Of a `.npy` file the numbers say their dtype.
+
+    Args:
+        files: paths or globs; several are read as one stream, sorted by name.
+        validation_files: paths or globs for validation; empty to take the end of `files`.
+        validation_fraction: the share of the tokens for validation, in (0, 1), where there are no
+            `validation_files`; None for a tenth.
+        dtype: of the numbers in files without a header, little-endian.
+        document_end: the token behind every document, such as 50256 of GPT-2: tokens then see
+            their own document alone, and the first of a document is no target. None where windows
+            run over the ends of documents.
+        tokenizer: a `tokenizer.json` for showing samples to people.
+    """
+
+    files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: float | None = None
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    document_end: int | None = None
+    tokenizer: str | None = None
+
+    unit = "nats/token"
+
+    def validate(self) -> None:
+        """Checks the values without looking at any file.
+
+        Raises:
+            ConfigError: a value is out of range, or there are no files.
+        """
+        if not self.files:
+            raise ConfigError("data.files names no file: name files of tokens, such as train.bin.")
+        held_fraction(self.validation_fraction, self.validation_files)
+        if self.document_end is not None and self.document_end < 0:
+            raise ConfigError(
+                f"data.document_end={self.document_end} must be a token, at least 0; change it, or "
+                "leave it out."
+            )
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays of a batch."""
+        return ("tokens",) if self.document_end is None else ("tokens", "segments")
+
+    def open(self, length: int) -> Windows:
+        """Maps the files; their samples are windows of `length + 1` tokens.
+
+        Raises:
+            ConfigError: a pattern matches no file, a file is not what it should be, or a side is
+                shorter than a window.
+        """
+        return Windows(map_tokens(self), length)
+
+
+def map_tokens(source: TokenSource) -> Text:
+    """Maps files of tokens into memory.
+
+    Args:
+        source: which files, and what is in them.
+
+    Returns:
+        Both streams; several files are one stream through `Joined`.
+
+    Raises:
+        ConfigError: a pattern matches no file, or a file is not what it should be.
+    """
+    source.validate()
+    train = _stream(source, source.files)
+    if source.validation_files:
+        check_disjoint(find_files(source.files), find_files(source.validation_files))
+        held = _stream(source, source.validation_files)
+    else:
+        border = len(train) - round(held_fraction(source.validation_fraction) * len(train))
+        train, held = train[:border], train[border:]
+    seen = [_some(side) for side in (train, held)]
+    where = ", ".join(source.files)
+    more = {}
+    if source.tokenizer is not None:
+        more["show"] = load_tokenizer(source.tokenizer).decode
+    return Text(
+        train=train,
+        validation=held,
+        vocab_size=1 + max((int(part.max()) for part in seen if part.size), default=0),
+        description=f"{where}: {len(train)} tokens for training, {len(held)} for validation"
+        + says_little(len(train), len(held), "tokens"),
+        document_end=source.document_end,
+        **more,
+    )
+
+
+class Joined:
+    """Mapped arrays `[N_i]` as one, `[sum N_i]`, that gives copies of some elements or a part.
+
+    Args:
+        parts: the arrays, all of one dtype.
+        start: the first element that counts.
+        stop: the first one that does not; None for all.
+
+    Example:
+        >>> joined = Joined([np.arange(3), np.arange(10, 14)])[1:]
+        >>> len(joined), joined[np.array([[0, 1], [2, 3]])].tolist()
+        (6, [[1, 2], [10, 11]])
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray], start: int = 0, stop: int | None = None):
+        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
+        self._start, self._stop = start, int(self._ends[-1]) if stop is None else stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(len(self))
+            return Joined(self._parts, self._start + start, self._start + stop)
+        places = np.asarray(index) + self._start
+        which = np.searchsorted(self._ends, places, side="right")
+        found = np.empty(places.shape, self._parts[0].dtype)
+        for number in np.unique(which).tolist():
+            chosen, part = which == number, self._parts[number]
+            found[chosen] = part[places[chosen] - (self._ends[number] - len(part))]
+        return found
+
+
+def _stream(source: TokenSource, patterns: tuple[str, ...]) -> Any:
+    parts = [_map(file.path, source.dtype) for file in find_files(patterns)]
+    kinds = sorted({str(part.dtype) for part in parts})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"data.files: {', '.join(patterns)} has tokens of {' and '.join(kinds)}, which are "
+            "read as one stream and must be of one dtype; write the files anew"
+        )
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    if path.suffix == ".npy":
+        return _map_npy(path)
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if not size or size % width:
+        raise ConfigError(
+            f"{path} has {size} bytes, which are no {dtype} tokens of {width} bytes each; set "
+            "data.dtype to what the file was written with"
+        )
+    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+    some = _some(tokens)
+    if dtype == "uint16" and len(tokens) > 2 and not some[1::2].any() and some.any():
+        raise ConfigError(
+            f"{path}: every other token is 0, as if the file held numbers of 4 bytes; set "
+            "data.dtype=uint32"
+        )
+    return tokens
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not an .npy file ({error}): write it with np.save, or name raw tokens .bin"
+        ) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
+        raise ConfigError(
+            f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "
+            "token ids one after another"
+        )
+    return tokens
+
+
+def _some(tokens: Any) -> np.ndarray:
+    """The first tokens."""
+    return np.asarray(tokens[np.arange(min(len(tokens), _LOOK))])

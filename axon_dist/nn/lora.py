@@ -1,0 +1,193 @@
+"""Low-rank adapters: a trained product of two narrow matrices beside a frozen kernel."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core.errors import ConfigError
+from ..core.typing import Array, Path
+
+
+class LoRALinearGeneral(nnx.LinearGeneral):
+    """An `nnx.LinearGeneral`, as in attention, with an `nnx.LoRA` of its dims as one beside it.
+
+    What `nnx.LoRALinear` is for `nnx.Linear`; `lora` makes it of a layer that exists.
+    """
+
+    lora: nnx.LoRA
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """The layer's output plus that of the adapter.
+
+        Args:
+            inputs: as the layer takes them.
+            out_sharding: likewise.
+        """
+        y = super().__call__(inputs, out_sharding=out_sharding)
+        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+        last = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
+        joined = last.reshape(*last.shape[: -len(axes)], -1)
+        return y + self.lora(joined).reshape(y.shape)
+
+
+ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
+    {nnx.Linear: nnx.LoRALinear, nnx.LinearGeneral: LoRALinearGeneral}
+)
+"""The layers that take an adapter, and what they become: the same layer with a `lora`."""
+
+
+def lora(
+    model: nnx.Module,
+    rank: int,
+    paths: str | tuple[str, ...] = "",
+    *,
+    rngs: nnx.Rngs,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> nnx.Module:
+    """Puts low-rank adapters beside linear layers of a model, which computes the same at first.
+
+        y = x @ kernel + bias   ->   y = x @ kernel + bias + (x @ lora_a) @ lora_b
+
+    `lora_b` starts at zero. The kernel keeps its path; `lora/lora_a` and `lora/lora_b` beside it
+    are `nnx.LoRAParam`s, which `build_train_step(..., trainable=nnx.LoRAParam)` trains alone. A
+    scale of the product, as papers have it, is one of the learning rate and of `lora_b`.
+
+    Args:
+        model: any; it stays as it is.
+        rank: columns of `lora_a` and rows of `lora_b`.
+        paths: regular expressions, searched for in the paths of `nnx.Linear` and
+            `nnx.LinearGeneral` layers; "" finds them all.
+        rngs: of `lora_a`.
+        dtype: what the adapters compute in; None takes each layer's own.
+        param_dtype: what the adapters are kept in.
+
+    Returns:
+        A model like the one given.
+
+    Raises:
+        ConfigError: for a rank below one, or a path that finds no such layer.
+
+    Example:
+        >>> model = lora(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
+        >>> {name: leaf.shape for name, leaf in nnx.to_pure_dict(nnx.state(model.lora)).items()}
+        {'lora_a': (4, 2), 'lora_b': (2, 3)}
+
+    Source: Hu et al., LoRA, arXiv:2106.09685.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ConfigError(f"lora got rank={rank!r}; it must be a whole number, at least 1")
+    adapted = nnx.clone(model)
+    layers = dict(_layers(adapted))
+    for path in (paths,) if isinstance(paths, str) else paths:
+        if not any(re.search(path, name) for name in layers):
+            raise ConfigError(
+                f"lora got the path {path!r}, which finds none of the model's nnx.Linear and "
+                f"nnx.LinearGeneral layers: {', '.join(sorted(layers)) or 'it has none'}"
+            )
+    chosen = re.compile(
+        "|".join(f"(?:{p})" for p in ((paths,) if isinstance(paths, str) else paths))
+    )
+    for name in sorted(layers):
+        if chosen.search(name):
+            layer: Any = layers[name]
+            _check_alone(name, layer)
+            layer.lora = nnx.LoRA(
+                _size(layer.in_features),
+                rank,
+                _size(layer.out_features),
+                dtype=layer.dtype if dtype is None else dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            _become(layer, ADAPTED[type(layer)])
+    return adapted
+
+
+def merge_lora(model: nnx.Module) -> nnx.Module:
+    """The plain model that a model with adapters computes: their products added to the kernels.
+
+        kernel  <-  kernel + lora_a @ lora_b
+
+    Args:
+        model: from `lora`, or with `nnx.LoRALinear` layers; such as `step.merge(state)` gives. It
+            stays as it is.
+
+    Returns:
+        A model of `nnx.Linear` and `nnx.LinearGeneral` layers, whose kernels keep their dtypes.
+
+    Raises:
+        ConfigError: when the model has no adapters, or one that is not beside a kernel.
+
+    Example:
+        >>> model = lora(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
+        >>> type(merge_lora(model)).__name__, hasattr(merge_lora(model), "lora")
+        ('Linear', False)
+    """
+    plain = nnx.clone(model)
+    known = {after: before for before, after in ADAPTED.items()}
+    merged: set[int] = set()
+    found = list(nnx.iter_modules(plain))
+    for _, layer in found:
+        if type(layer) not in known:
+            continue
+        adapted: Any = layer
+        adapter, kernel = adapted.lora, adapted.kernel
+        a, b = (
+            x[...].astype(jnp.promote_types(x.dtype, jnp.float32))
+            for x in (adapter.lora_a, adapter.lora_b)
+        )
+        product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        kernel.set_value((kernel[...] + product.reshape(kernel.shape)).astype(kernel.dtype))
+        merged.add(id(adapter))
+        del adapted.lora
+        _become(adapted, known[type(layer)])
+    others = [
+        "/".join(map(str, keys))
+        for keys, module in found
+        if isinstance(module, nnx.LoRA) and id(module) not in merged
+    ]
+    if others:
+        raise ConfigError(
+            f"merge_lora found nnx.LoRA at {', '.join(others)}, beside no kernel that it could be "
+            "added to; put adapters beside layers by lora(model, rank, paths)"
+        )
+    if not merged:
+        raise ConfigError(
+            "merge_lora found no adapters in the model; lora(model, rank, paths) puts them there"
+        )
+    return plain
+
+
+def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    for keys, module in nnx.iter_modules(model):
+        if type(module) in ADAPTED and not getattr(module, "batch_axis", None):
+            yield "/".join(map(str, keys)), module
+
+
+def _check_alone(name: Path, layer: Any) -> None:
+    """Raises when the arrays of a layer are those of many, stacked by `nnx.vmap`."""
+    if layer.kernel.size != _size(layer.in_features) * _size(layer.out_features):
+        raise ConfigError(
+            f"lora got {name!r}, a layer of {layer.in_features} to {layer.out_features} features "
+            f"whose kernel has the shape {layer.kernel.shape}: many layers stacked in one. Put the "
+            "adapters into the function that nnx.vmap stacks, where each layer is one"
+        )
+
+
+def _become(layer: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Makes a layer one of another class, in place."""
+    # Modules of Flax before 0.12.12 would count the class among their attributes.
+    object.__setattr__(layer, "__class__", kind)
+
+
+def _size(features: Any) -> int:
+    return features if isinstance(features, int) else math.prod(features)

@@ -1,0 +1,17 @@
+"""Weights in and out: safetensors files, under a model's own names or those of a hub.
+
+A table of rules says which tensor is which parameter; reading and writing use the same one. Start
+reading in `rule.py`, then `load.py` and `save.py`; `formats.py` is the table of hub formats.
+"""
+
+from .files import find_tensors as find_tensors
+from .form import Form as Form
+from .formats import FORMATS as FORMATS
+from .formats import HubFormat as HubFormat
+from .formats import hub_config as hub_config
+from .load import load_weights as load_weights
+from .rule import NATIVE as NATIVE
+from .rule import Rule as Rule
+from .rule import WeightRules as WeightRules
+from .save import MAX_FILE as MAX_FILE
+from .save import save_weights as save_weights

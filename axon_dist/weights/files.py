@@ -1,0 +1,82 @@
+"""Which tensors there are: in a file, in several, or in a folder as hubs lay them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from axon_dist.checkpoint import TensorEntry, list_tensors
+from axon_dist.core.errors import CheckpointError
+
+ENDING = ".safetensors"
+INDEX = ".index.json"
+"""What follows the name of a file that was cut into several, to say which tensor is where."""
+
+Files = str | Path | Sequence[str | Path]
+
+
+def find_tensors(files: Files) -> dict[str, TensorEntry]:
+    """Reads the headers of safetensors files, and none of their values.
+
+    Args:
+        files: a file; several; a `.index.json` that says which tensor is in which file beside it;
+            or a folder, such as the local snapshot of a hub's repository, with such an index or
+            with one file.
+
+    Returns:
+        Where every tensor lies, by name.
+
+    Raises:
+        CheckpointError: when there is none, one cannot be read, or two have the same name.
+    """
+    if isinstance(files, str | Path):
+        path = Path(files).expanduser()
+        return _of_folder(path) if path.is_dir() else _of_file(path)
+    found: dict[str, TensorEntry] = {}
+    for path in files:
+        for name, entry in _of_file(Path(path).expanduser()).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{name} is in {str(found[name].path)!r} and in {str(path)!r}; name files that "
+                    "belong together"
+                )
+            found[name] = entry
+    return found
+
+
+def _of_file(path: Path) -> dict[str, TensorEntry]:
+    return _of_index(path) if path.name.endswith(INDEX) else list_tensors(path)
+
+
+def _of_folder(folder: Path) -> dict[str, TensorEntry]:
+    indices = sorted(folder.glob(f"*{ENDING}{INDEX}"))
+    alone = sorted(folder.glob(f"*{ENDING}"))
+    preferred = [path for path in (*indices, *alone) if path.name.startswith("model.")]
+    for choice in (preferred, indices, alone):
+        if len(choice) == 1 or (choice is preferred and choice):
+            return _of_file(choice[0])
+    names = sorted(path.name for path in folder.iterdir())
+    raise CheckpointError(
+        f"the folder {str(folder)!r} has {len(indices)} files *{ENDING}{INDEX} and {len(alone)} "
+        f"files *{ENDING}, of {len(names)} files ({', '.join(names[:5])}); name the files to read"
+    )
+
+
+def _of_index(path: Path) -> dict[str, TensorEntry]:
+    try:
+        places: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        files = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r} as the index of safetensors files: {error}; name the files "
+            "themselves"
+        ) from error
+    there = {file: list_tensors(path.parent / file) for file in files}
+    for name, file in places.items():
+        if name not in there[file]:
+            raise CheckpointError(
+                f"the index {str(path)!r} has {name} in {file!r}, which does not hold it; fetch "
+                "the files anew"
+            )
+    return {name: there[file][name] for name, file in places.items()}

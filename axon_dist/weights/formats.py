@@ -1,0 +1,135 @@
+"""The layouts of weights that hubs know, one row each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flax import nnx
+
+from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
+from axon_dist.models import Transformer, TransformerConfig
+
+from . import gpt2, llama
+from .rule import NATIVE, WeightRules
+
+NATIVE_NAME = "native"
+CONFIG_FILE = "config.json"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HubFormat:
+    """How a family of models lies in files, and what its `config.json` says.
+
+    Args:
+        model_type: what `config.json` calls the family.
+        rules: (config) -> which tensor is which parameter of the `Transformer` of that config.
+        to_hub: (config) -> the contents of `config.json`; refuses a `Transformer` of another
+            family.
+        from_hub: the inverse; refuses what a `Transformer` cannot do.
+    """
+
+    model_type: str
+    rules: Callable[[TransformerConfig], WeightRules]
+    to_hub: Callable[[TransformerConfig], dict[str, Any]]
+    from_hub: Callable[[Mapping[str, Any]], TransformerConfig]
+
+
+FORMATS: MappingProxyType[str, HubFormat] = MappingProxyType(
+    {
+        "hf-gpt2": HubFormat("gpt2", gpt2.rules, gpt2.to_hub, gpt2.from_hub),
+        "hf-llama": HubFormat("llama", llama.rules, llama.to_hub, llama.from_hub),
+    }
+)
+"""By the name that `load_weights`, `save_weights` and `axon export` take."""
+
+
+def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
+    """The sizes of a `Transformer` that takes up the weights of a hub's repository.
+
+    Args:
+        path: a local snapshot with a `config.json`, or that file.
+        **changes: fields to set besides, such as `dtype="bfloat16"`.
+
+    Returns:
+        The config.
+
+    Raises:
+        CheckpointError: when it cannot be read.
+        UnsupportedError: for a family without a row in `FORMATS`, or a model of one that a
+            `Transformer` cannot be.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "config.json")
+        >>> sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
+        >>> _ = path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+        >>> hub_config(path.parent).positions
+        'learned'
+    """
+    path = Path(path).expanduser()
+    file = path / CONFIG_FILE if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text())
+        kind = data["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot read {str(file)!r} as the config of a model: {error!r}; name the folder of a "
+            f"snapshot with its {CONFIG_FILE}"
+        ) from error
+    for row in FORMATS.values():
+        if row.model_type == kind:
+            config = dataclasses.replace(row.from_hub(data), **changes)
+            config.validate()
+            return config
+    known = ", ".join(row.model_type for row in FORMATS.values())
+    raise UnsupportedError(
+        f"{str(file)!r} is of the family {kind!r}; those known here are {known}. Make the model "
+        "yourself, and give load_weights rules of your own"
+    )
+
+
+def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules:
+    """The table that rules given by name, or not at all, stand for.
+
+    Args:
+        rules: a table; a name; None for the native one.
+        model: its arrays may be shapes.
+
+    Raises:
+        ConfigError: for an unknown name, or a model that is no `Transformer`.
+        UnsupportedError: for a `Transformer` of another family.
+    """
+    if isinstance(rules, WeightRules):
+        return rules
+    if rules is None or rules == NATIVE_NAME:
+        return NATIVE
+    row = format_of(rules)
+    config = config_of(model, rules)
+    row.to_hub(config)
+    return row.rules(config)
+
+
+def format_of(name: str) -> HubFormat:
+    """The row of a name."""
+    if name not in FORMATS:
+        raise ConfigError(f"no format {name!r}.{did_you_mean(name, [NATIVE_NAME, *FORMATS])}")
+    return FORMATS[name]
+
+
+def config_of(model: nnx.Module, name: str) -> TransformerConfig:
+    """The config of a `Transformer`.
+
+    Raises:
+        ConfigError: when the model is another one.
+    """
+    if not isinstance(model, Transformer):
+        raise ConfigError(
+            f"the format {name!r} is one of a Transformer, and the model is a "
+            f"{type(model).__name__}; give rules of its own: WeightRules((Rule(...), ...))"
+        )
+    return model.config

@@ -1,0 +1,157 @@
+"""`load_weights`: a model, or the first state of its training, with the values of files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axon_dist.core.errors import AxonDistError
+from axon_dist.core.tree import leaves_with_paths, map_with_path
+from axon_dist.core.typing import Path
+from axon_dist.mesh import World, agree
+from axon_dist.step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
+
+from .files import Files, find_tensors
+from .formats import rules_for
+from .match import match_weights
+from .place import place
+from .rule import WeightRules
+from .source import Source
+
+
+@overload
+def load_weights(
+    model: TrainStep,
+    files: Files,
+    rules: WeightRules | str | None = None,
+    *,
+    cast: bool = False,
+    keep: Iterable[str] = (),
+) -> TrainState: ...
+@overload
+def load_weights(
+    model: ModelLike,
+    files: Files,
+    rules: WeightRules | str | None = None,
+    *,
+    cast: bool = False,
+    keep: Iterable[str] = (),
+) -> nnx.Module: ...
+def load_weights(
+    model: TrainStep | ModelLike,
+    files: Files,
+    rules: WeightRules | str | None = None,
+    *,
+    cast: bool = False,
+    keep: Iterable[str] = (),
+) -> TrainState | nnx.Module:
+    r"""Fills the first state of a training step, or a plain model, from safetensors files.
+
+    Equals a model made on one device, its arrays replaced by those of the files, and split as the
+    strategy says; but shard by shard: host memory never holds more than the shard that is on its
+    way to its devices and a piece of the file. Names and shapes are compared first, and whatever
+    does not fit is refused before an array is made.
+
+    Args:
+        model: a step of any strategy; or an `nnx.Module`, or a function of no arguments that makes
+            one, whose own first values are then not drawn.
+        files: a safetensors file, several, or a folder with one, or with its index, such as the
+            local snapshot of a hub's repository. Every process of a run reads what it needs.
+        rules: which tensor is which array; a key of `FORMATS` for a `Transformer`; None where
+            tensors have the paths of the model's arrays, as `save_weights` names them.
+        cast: convert between dtypes of floats, to nearest; otherwise tensors must have the dtype
+            of the model's arrays.
+        keep: regular expressions of paths whose arrays keep the model's own first values where the
+            files have none, such as `r".*/lora_[ab]"`.
+
+    Returns:
+        The first state of the step, its optimizer as fresh as that of `step.init()`; or the module,
+        a new one, its arrays on the default device.
+
+    Raises:
+        CheckpointError: naming what is missing in the files, left over, or of another shape or
+            dtype; or when a file cannot be read.
+        ConfigError: when the rules are wrong in themselves, or are no format.
+        LaunchError: when the processes of a run see different files.
+
+    Example:
+        >>> import tempfile
+        >>> from axon_dist.weights import save_weights
+        >>> path = tempfile.mkdtemp() + "/w.safetensors"
+        >>> save_weights(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), path)
+        >>> model = load_weights(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(1)), path)
+        >>> load_weights(lambda: nnx.Linear(2, 4, rngs=nnx.Rngs(1)), path)
+        Traceback (most recent call last):
+        axon_dist.core.errors.CheckpointError: the weights in ... do not fit the model: bias [3] of
+        the files cannot be bias [4] of the model; kernel [2, 3] of the files cannot be ...
+    """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    if isinstance(model, TrainStep):
+        targets = model.weight_targets
+        read = lambda: _find(model.parts.abstract, targets, files, rules, cast, keep)
+        sources = _agreed(model.world, read)
+        return model.init({path: place(x, targets[path]) for path, x in sources.items()})
+    parts, source = take_apart(model)
+    shapes = weight_shapes(parts)
+    sources = _find(parts.abstract, shapes, files, rules, cast, keep)
+    here = jnp.zeros(()).sharding
+    on = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+    arrays = {path: place(x, on(shapes[path])) for path, x in sources.items()}
+    replaced = lambda tree: map_with_path(lambda path, leaf: arrays.get(path, leaf), tree)
+    first: Any = source.arrays
+    if source.make is not None:
+        both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
+        absent = {path for path, _ in both} - set(arrays)
+        make = source.make
+        # What is not asked for is not computed.
+        drawn = jax.jit(lambda: _only(make(), absent))() if absent else {}
+        arrays |= drawn
+        first = parts.weights, parts.buffers
+    return parts.merge(*map(replaced, first))
+
+
+def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
+    pairs = [pair for tree in trees for pair in leaves_with_paths(tree)]
+    return {path: leaf for path, leaf in pairs if path in paths}
+
+
+def _find(
+    model: nnx.Module,
+    targets: Mapping[Path, Any],
+    files: Files,
+    rules: WeightRules | str | None,
+    cast: bool,
+    keep: tuple[str, ...],
+) -> dict[Path, Source]:
+    table = rules_for(rules, model)
+    table.validate()
+    entries = find_tensors(files)
+    where = repr(str(files)) if not isinstance(files, list | tuple) else f"{len(files)} files"
+    return match_weights(entries, targets, table, where=where, cast=cast, keep=keep)
+
+
+def _agreed(world: World, read: Any) -> dict[Path, Source]:
+    """What every process has found, or the error of the first that could not."""
+    try:
+        found, error = read(), None
+    except AxonDistError as caught:
+        found, error = {}, caught
+    if world.num_processes > 1:
+        text = "" if error is None else str(error)
+        kinds = [
+            f"{path} {x.shape} {[str(p.entry.dtype) for p in x.pieces]}"
+            for path, x in found.items()
+        ]
+        agree(
+            world,
+            "weights",
+            {"files": zlib.crc32("\n".join([text, *kinds]).encode()), "error": text},
+        )
+    if error is not None:
+        raise error
+    return found

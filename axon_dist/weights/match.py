@@ -1,0 +1,265 @@
+"""Which tensors make up which parameters: found from names and shapes alone, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from axon_dist.checkpoint import TensorEntry
+from axon_dist.core.errors import CheckpointError
+from axon_dist.core.typing import Path, Shape
+
+from .form import Form
+from .names import shorten
+from .rule import Rule, WeightRules
+from .source import Piece, Source
+
+_SHOWN = 3
+
+
+@dataclasses.dataclass
+class _Problems:
+    """What does not fit, to be said in one sentence."""
+
+    missing: list[str] = dataclasses.field(default_factory=list)
+    left_over: list[str] = dataclasses.field(default_factory=list)
+    others: list[str] = dataclasses.field(default_factory=list)
+
+    def check(self, where: str) -> None:
+        more = len(self.others) - _SHOWN
+        texts = [
+            f"missing in the files: {shorten(self.missing)}" if self.missing else "",
+            f"left over: {shorten(self.left_over)}" if self.left_over else "",
+            *self.others[:_SHOWN],
+            f"and {more} more of this kind" if more > 0 else "",
+        ]
+        if any(texts):
+            raise CheckpointError(
+                f"the weights in {where} do not fit the model: "
+                f"{'; '.join(text for text in texts if text)}. Nothing was loaded: make the model "
+                "with the sizes of these weights, or give rules that name them, with what is not "
+                "wanted in their `ignored`; keep=(...) names parameters that keep their first "
+                "values"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A parameter, or several that one tensor is split over, and the tensors that fit a rule."""
+
+    rule: Rule
+    paths: tuple[Path, ...]
+    found: dict[tuple[int, int | None], str]
+    groups: Mapping[str, str]
+
+
+def match_weights(
+    entries: Mapping[str, TensorEntry],
+    targets: Mapping[Path, Any],
+    rules: WeightRules,
+    *,
+    where: str,
+    cast: bool = False,
+    keep: Iterable[str] = (),
+) -> dict[Path, Source]:
+    """Finds for every parameter where its values lie; reads nothing but `copies` of the rules.
+
+    Args:
+        entries: the tensors, by name.
+        targets: the parameters by path, anything with shape and dtype.
+        rules: which tensor is which parameter.
+        where: the files, for messages.
+        cast: whether floats of other dtypes are converted.
+        keep: regular expressions of paths that may be missing.
+
+    Returns:
+        By path, in the order of the targets; without those that are missing and may be.
+
+    Raises:
+        CheckpointError: naming what is missing, left over, of another shape or dtype.
+    """
+    problems = _Problems()
+    _check_copies(entries, rules, problems)
+    found: dict[Path, Source] = {}
+    for target in _targets(entries, rules, problems):
+        absent = [path for path in target.paths if path not in targets]
+        if absent:
+            problems.left_over += target.found.values()
+            continue
+        shapes = {path: tuple(targets[path].shape) for path in target.paths}
+        pieces = _pieces(target, entries, shapes, problems)
+        for path, parts in pieces.items():
+            if path in found:
+                problems.others.append(f"two rules give {path}")
+            found[path] = Source(shapes[path], np.dtype(targets[path].dtype), tuple(parts))
+            _check_dtypes(path, found[path], target, entries, cast, problems)
+    for path in targets:
+        if path not in found and not any(re.fullmatch(pattern, path) for pattern in keep):
+            problems.missing.append(path)
+    problems.check(where)
+    return {path: found[path] for path in targets if path in found}
+
+
+def _targets(
+    entries: Mapping[str, TensorEntry], rules: WeightRules, problems: _Problems
+) -> list[_Target]:
+    """Puts together the names that go to the same parameters."""
+    targets: dict[tuple[tuple[str, ...], tuple[Path, ...]], _Target] = {}
+    unused = [*rules.ignored, *rules.copies]
+    for name in entries:
+        for rule in rules.rules:
+            if hit := rule.match(name):
+                break
+        else:
+            if not any(re.fullmatch(pattern, name) for pattern in unused):
+                problems.left_over.append(name)
+            continue
+        number, groups = hit
+        row = None if rule.stack is None else int(groups.pop(rule.stack))
+        paths = rule.paths_of(groups)
+        target = targets.setdefault((tuple(rule.names), paths), _Target(rule, paths, {}, groups))
+        if other := target.found.get((number, row)):
+            problems.others.append(f"both {other} and {name} are for {' + '.join(paths)}")
+        target.found[number, row] = name
+    return list(targets.values())
+
+
+def _pieces(
+    target: _Target,
+    entries: Mapping[str, TensorEntry],
+    shapes: Mapping[Path, Shape],
+    problems: _Problems,
+) -> dict[Path, list[Piece]]:
+    """The pieces of the parameters of a target, all its tensors being there."""
+    rule, form = target.rule, target.rule.as_form
+    rows: list[int | None] = [None]
+    if rule.stack is not None:
+        rows = list(range(min(shape[0] if shape else 0 for shape in shapes.values())))
+    wanted = [(number, row) for row in rows for number in range(len(rule.names))]
+    problems.left_over += [n for key, n in target.found.items() if key not in wanted]
+    if absent := [key for key in wanted if key not in target.found]:
+        problems.missing += [_name(target, number, row) for number, row in absent]
+    found: dict[Path, list[Piece]] = {path: [] for path in target.paths}
+    inner = [shape if row is None else shape[1:] for row in rows[:1] for shape in shapes.values()]
+    for row in rows:
+        names = [target.found.get((number, row)) for number in range(len(rule.names))]
+        if None in names:
+            continue
+        formed = [_formed(name, entries[name], form, problems) for name in names if name]
+        if None in formed:
+            continue
+        if not _add_up([shape for shape in formed if shape is not None], inner, rule.dim):
+            problems.others.append(_shape_text(target, [n for n in names if n], entries, shapes))
+            continue
+        cuts = _cuts(formed, inner, rule.dim)
+        for (path, tensor), (start, at, size, dim) in cuts.items():
+            entry = entries[str(names[tensor])]
+            found[target.paths[path]].append(Piece(entry, form, row, dim, start, at, size))
+    return found
+
+
+def _formed(name: str, entry: TensorEntry, form: Form, problems: _Problems) -> Shape | None:
+    """The shape of a tensor in the form of the parameter."""
+    if fault := form.fault(entry.shape):
+        problems.others.append(f"{name} is {list(entry.shape)}: {fault}")
+        return None
+    return form.shape_of(entry.shape)
+
+
+def _add_up(tensors: list[Shape], params: list[Shape], dim: int) -> bool:
+    """Whether tensors, joined, are as large as parameters, joined."""
+    if len(tensors) == len(params) == 1:
+        return tensors == params
+    if any(len(shape) <= dim for shape in (*tensors, *params)):
+        return False
+    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in (*tensors, *params)}
+    lengths = [sum(shape[dim] for shape in side) for side in (tensors, params)]
+    return len(rest) == 1 and lengths[0] == lengths[1]
+
+
+def _cuts(
+    tensors: list[Any], params: list[Shape], dim: int
+) -> dict[tuple[int, int], tuple[int, int, int, int | None]]:
+    """By parameter and tensor, of which one side is alone: start, at, size and dim of the piece."""
+    if len(tensors) == len(params) == 1:
+        return {(0, 0): (0, 0, 0, None)}
+    found: dict[tuple[int, int], tuple[int, int, int, int | None]] = {}
+    passed = 0
+    for number, shape in enumerate(params if len(tensors) == 1 else tensors):
+        size = shape[dim]
+        if len(tensors) == 1:
+            found[number, 0] = (passed, 0, size, dim)
+        else:
+            found[0, number] = (0, passed, size, dim)
+        passed += size
+    return found
+
+
+def _shape_text(
+    target: _Target,
+    names: list[str],
+    entries: Mapping[str, TensorEntry],
+    shapes: Mapping[Path, Shape],
+) -> str:
+    theirs = " + ".join(f"{name} {list(entries[name].shape)}" for name in names)
+    form = f" as {target.rule.form!r}" if target.rule.form else ""
+    ours = " + ".join(f"{path} {list(shape)}" for path, shape in shapes.items())
+    return f"{theirs} of the files{form} cannot be {ours} of the model"
+
+
+def _check_dtypes(
+    path: Path,
+    source: Source,
+    target: _Target,
+    entries: Mapping[str, TensorEntry],
+    cast: bool,
+    problems: _Problems,
+) -> None:
+    others = {piece.entry.dtype for piece in source.pieces} - {source.dtype}
+    for dtype in others:
+        is_float = all(_is_float(kind) for kind in (dtype, source.dtype))
+        if cast and is_float:
+            continue
+        name = next(iter(target.found.values()))
+        advice = "cast=True converts" if is_float else "only floats can be converted"
+        problems.others.append(f"{name} is {dtype} and {path} is {source.dtype} ({advice})")
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or "float" in dtype.name
+
+
+def _name(target: _Target, number: int, row: int | None) -> str:
+    """How the tensor would be called that is not there."""
+    rule = target.rule
+    groups = {**target.groups} if row is None else {**target.groups, str(rule.stack): str(row)}
+    return rule.name_of(number, groups)
+
+
+def _check_copies(
+    entries: Mapping[str, TensorEntry], rules: WeightRules, problems: _Problems
+) -> None:
+    for pattern, original in rules.copies.items():
+        for name in entries:
+            if not re.fullmatch(pattern, name):
+                continue
+            same = next((other for other in entries if re.fullmatch(original, other)), None)
+            if same is None or not _is_same(entries[name], entries[same]):
+                problems.others.append(
+                    f"{name} must repeat {same or original} bit for bit, and does not: the model "
+                    "holds one array in place of both"
+                )
+
+
+def _is_same(one: TensorEntry, other: TensorEntry) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    rows = range(0, max(one.shape[:1], default=0) or 1, 4096)
+    bits = lambda entry, row: np.ascontiguousarray(entry.open()[row : row + 4096]).tobytes()
+    if not one.shape:
+        return one.open().tobytes() == other.open().tobytes()
+    return all(bits(one, row) == bits(other, row) for row in rows)

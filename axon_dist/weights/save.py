@@ -1,0 +1,208 @@
+"""`save_weights`: the arrays of a model as safetensors, under its own names or a hub's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axon_dist.checkpoint import is_main, on_main, plan_order, write_tensors
+from axon_dist.core.errors import CheckpointError, ConfigError, DTypeError
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.core.typing import Array, Path
+from axon_dist.step import TrainState, TrainStep
+
+from .files import ENDING, INDEX
+from .formats import CONFIG_FILE, FORMATS, config_of, rules_for
+from .outgoing import Outgoing, outgoing
+from .rule import WeightRules
+
+MAX_FILE = 5 * 10**9
+"""The bytes of a file above which weights are cut into several, as hubs do."""
+
+
+def save_weights(
+    model: nnx.Module | TrainState,
+    path: str | FilePath,
+    rules: WeightRules | str | None = None,
+    *,
+    step: TrainStep | None = None,
+    dtype: str | None = None,
+    max_file: int = MAX_FILE,
+) -> None:
+    """Writes every array of a model but its random streams; the inverse of `load_weights`.
+
+    Process 0 writes, one tensor in its memory at a time; all processes of a run call it.
+
+    Args:
+        model: an `nnx.Module`; or the state of a step, which has to be given with it.
+        path: a file that ends in `.safetensors`, or a folder, in which it is `model.safetensors`;
+            it appears under its name when it is complete. In a hub's format a `config.json` is
+            written beside it.
+        rules: as for `load_weights`, turned round: which array is which tensor.
+        step: the step whose state is given.
+        dtype: of floats, such as `"bfloat16"`; None writes those of the model.
+        max_file: in bytes; what is more goes into several files
+            `model-00001-of-00003.safetensors`, with `model.safetensors.index.json` to say which
+            tensor is where. A single tensor is never cut.
+
+    Raises:
+        ConfigError: when the rules do not name an array or cannot be turned round, or another
+            `config.json` or other weights are there that would be mixed with these.
+        CheckpointError: when the files cannot be written.
+        UnsupportedError: when the model is not of the family of a format.
+
+    Example:
+        >>> import tempfile
+        >>> from axon_dist.checkpoint import open_tensors
+        >>> path = tempfile.mkdtemp() + "/w.safetensors"
+        >>> save_weights(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), path, dtype="bfloat16")
+        >>> {name: str(x.dtype) for name, x in open_tensors(FilePath(path)).items()}
+        {'bias': 'bfloat16', 'kernel': 'bfloat16'}
+    """
+    structure, weights = _weights(model, step)
+    table = rules_for(rules, structure)
+    table.validate()
+    tensors = outgoing(weights, table, _float_dtype(dtype))
+    folder, stem = _place(FilePath(path).expanduser())
+    files = _files(tensors, stem, max_file)
+    config = _hub_config(rules, structure, dtype)
+    on_main(lambda: _check_free(folder, stem, files, config))
+    metadata = None if config is None else {"format": "pt"}
+    for name, inside in files.items():
+        _write(folder / name, inside, weights, metadata)
+    on_main(lambda: _finish(folder, stem, files, config))
+
+
+def _weights(
+    model: nnx.Module | TrainState, step: TrainStep | None
+) -> tuple[nnx.Module, dict[Path, Array]]:
+    """A model to look at, and its arrays by path."""
+    if isinstance(model, TrainState):
+        if step is None:
+            raise ConfigError(
+                "a state does not say how its step holds the model; give it too: "
+                "save_weights(state, path, step=step)"
+            )
+        return step.parts.abstract, step.weights(model)
+    if not isinstance(model, nnx.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give an nnx.Module, or a state and its step"
+        )
+    kept = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+    return model, {path: jnp.asarray(x) for path, x in leaves_with_paths(kept)}
+
+
+def _float_dtype(name: str | None) -> np.dtype | None:
+    if name is None:
+        return None
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = np.dtype(bool)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise DTypeError(f"dtype={name!r} is no dtype of floats; write 'float32' or 'bfloat16'")
+    return dtype
+
+
+def _place(path: FilePath) -> tuple[FilePath, str]:
+    """The folder, and the name without its ending."""
+    if path.name.endswith(ENDING) and not path.is_dir():
+        return path.parent, path.name.removesuffix(ENDING)
+    return path, "model"
+
+
+def _files(tensors: list[Outgoing], stem: str, max_file: int) -> dict[str, dict[str, Outgoing]]:
+    """Which tensors go into which file."""
+    groups: list[list[Outgoing]] = [[]]
+    for tensor in tensors:
+        if groups[-1] and sum(x.size for x in groups[-1]) + tensor.size > max_file:
+            groups.append([])
+        groups[-1].append(tensor)
+    count = len(groups)
+    names = [f"{stem}-{i:05d}-of-{count:05d}{ENDING}" for i in range(1, count + 1)]
+    files = {}
+    for name, group in zip(names if count > 1 else [stem + ENDING], groups, strict=True):
+        by_name = {tensor.name: tensor for tensor in group}
+        files[name] = {tensor: by_name[tensor] for tensor in plan_order(by_name)}
+    return files
+
+
+def _hub_config(
+    rules: WeightRules | str | None, model: nnx.Module, dtype: str | None
+) -> dict[str, Any] | None:
+    if not isinstance(rules, str) or rules not in FORMATS:
+        return None
+    config = FORMATS[rules].to_hub(config_of(model, rules))
+    return config if dtype is None else {**config, "torch_dtype": dtype}
+
+
+def _check_free(
+    folder: FilePath, stem: str, files: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> None:
+    """Whether nothing is there that would be mixed with what is written."""
+    known = {*files, stem + ENDING + INDEX} if len(files) > 1 else set(files)
+    alike = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
+    if others := sorted(path.name for path in alike if path.name not in known):
+        raise ConfigError(
+            f"{str(folder)!r} holds other weights, {', '.join(others[:3])}, that would be taken "
+            "for a part of these; remove them, or name another place"
+        )
+    there = folder / CONFIG_FILE
+    if config is not None and there.exists() and there.read_text() != _json(config):
+        raise ConfigError(
+            f"{str(there)!r} is there, and is not the config of these weights; remove it, or name "
+            "another folder"
+        )
+
+
+def _write(
+    file: FilePath,
+    tensors: Mapping[str, Outgoing],
+    weights: Mapping[Path, Array],
+    metadata: Mapping[str, str] | None,
+) -> None:
+    values = (array for tensor in tensors.values() for array in tensor.values(weights))
+    error: OSError | None = None
+    if is_main():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(FilePath(f"{file}.tmp"), tensors, values, metadata)
+            os.replace(f"{file}.tmp", file)
+        except OSError as caught:
+            error = caught
+    for _ in values:  # every process takes part in gathering all of them
+        pass
+    on_main(lambda: _raise(file, error))
+
+
+def _raise(file: FilePath, error: OSError | None) -> None:
+    if error is not None:
+        raise CheckpointError(
+            f"cannot write {str(file)!r}: {error.strerror}; make room there, or name another file"
+        ) from error
+
+
+def _finish(
+    folder: FilePath,
+    stem: str,
+    files: Mapping[str, Mapping[str, Outgoing]],
+    config: Mapping[str, Any] | None,
+) -> None:
+    if len(files) > 1:
+        total = sum(tensor.size for inside in files.values() for tensor in inside.values())
+        places = {name: file for file, inside in files.items() for name in inside}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / f"{stem}{ENDING}{INDEX}").write_text(_json(index))
+    if config is not None:
+        (folder / CONFIG_FILE).write_text(_json(config))
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=2) + "\n"

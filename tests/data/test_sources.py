@@ -1,0 +1,368 @@
+"""Files of tokens, jsonl and parquet, packed rows and mixtures, under the one counter."""
+
+import itertools
+import json
+import pathlib
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import (
+    JsonlSource,
+    Loader,
+    Mixture,
+    ParquetSource,
+    Sequences,
+    TextSource,
+    TokenSource,
+    pack,
+)
+
+NUMBERS = np.arange(1000, dtype=np.uint16)
+
+
+@pytest.fixture
+def bins(tmp_path):
+    """nanoGPT's files, whose tokens are positions."""
+    NUMBERS.tofile(tmp_path / "train.bin")
+    NUMBERS[:300].tofile(tmp_path / "val.bin")
+    return tmp_path
+
+
+def lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    records = [{"q": f"what is {n}? ", "a": "x" * (n % 13)} for n in range(40)]
+    return lines(tmp_path / "chats.jsonl", records)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return lines(tmp_path / "texts.jsonl", [{"text": f"{n:03}" * (1 + n % 9)} for n in range(60)])
+
+
+def everything(samples):
+    """All training rows, in order."""
+    return samples.train(np.arange(samples.identity["num_samples"]))
+
+
+def documents(batch):
+    """The texts that stand in rows of bytes."""
+    return sorted(
+        bytes(tokens[segments == number].tolist()).decode()
+        for tokens, segments in zip(batch["tokens"], batch["segments"], strict=True)
+        for number in range(1, segments.max() + 1)
+    )
+
+
+def test_token_files_are_mapped_and_cut(bins):
+    source = TokenSource((str(bins / "train.bin"),), (str(bins / "val.bin"),))
+    samples = source.open(10)
+    batch = samples.train(np.array([0, 98]))
+    assert batch["tokens"].tolist() == [list(range(11)), list(range(980, 991))]
+    assert samples.validation(np.array([289]))["tokens"].tolist() == [list(range(289, 300))]
+    assert (samples.vocab_size, source.arrays) == (1000, ("tokens",))
+    assert isinstance(samples.text.train, np.memmap)
+
+
+def test_without_validation_files_the_end_is_held_out(bins):
+    samples = TokenSource((str(bins / "train.bin"),), validation_fraction=0.2).open(10)
+    assert (len(samples.text.train), int(samples.text.validation[np.array(0)])) == (800, 800)
+    assert "800 tokens for training, 200 for validation" in samples.description
+
+
+def test_several_files_are_one_stream(bins):
+    NUMBERS[:500].astype("<u2").tofile(bins / "a.bin")
+    NUMBERS[500:].astype("<u2").tofile(bins / "b.bin")
+    one, two = (
+        TokenSource(tuple(str(bins / name) for name in names)).open(7)
+        for names in (["train.bin"], ["a.bin", "b.bin"])
+    )
+    np.testing.assert_array_equal(everything(one)["tokens"], everything(two)["tokens"])
+    np.testing.assert_array_equal(
+        one.validation(one.spread(5))["tokens"], two.validation(two.spread(5))["tokens"]
+    )
+
+
+def test_ends_of_documents_make_segments(tmp_path):
+    tokens = np.array([5, 9, 6, 7, 9, 8, 1, 2, 9, 3] * 9, np.uint32)
+    np.save(tmp_path / "t.npy", tokens)
+    batch = TokenSource((str(tmp_path / "t.npy"),), document_end=9).open(8).train(np.array([0]))
+    assert batch["tokens"].tolist() == [[5, 9, 6, 7, 9, 8, 1, 2, 9]]
+    assert batch["segments"].tolist() == [[1, 1, 2, 2, 2, 3, 3, 3, 3]]
+
+
+def test_other_contents_of_a_mapped_file_are_other_data(bins):
+    source = TokenSource((str(bins / "train.bin"),))
+    before = source.open(10).identity
+    assert source.open(10).identity == before
+    NUMBERS[::-1].tofile(bins / "train.bin")
+    assert source.open(10).identity["contents"] != before["contents"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fields", "message"),
+    [
+        ("a.bin", b"123", {}, r"has 3 bytes, which are no uint16 tokens of 2 bytes each; set data"),
+        ("a.bin", b"", {}, r"has 0 bytes"),
+        (
+            "a.bin",
+            np.arange(9, dtype=np.uint32).tobytes(),
+            {},
+            r"every other token is 0, as if .* 4 bytes; set data.dtype=uint32",
+        ),
+        ("a.npy", b"123", {}, r"a.npy is not an .npy file .* name raw tokens .bin"),
+        ("a.bin", b"12", {"document_end": -1}, r"document_end=-1 must be a token"),
+    ],
+)
+def test_files_that_are_no_tokens(tmp_path, name, content, fields, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        TokenSource((str(tmp_path / name),), **fields).open(2)
+    with pytest.raises(ConfigError, match=r"data.files names no file: name files of tokens"):
+        TokenSource().open(2)
+    np.save(tmp_path / "floats.npy", np.ones(3))
+    with pytest.raises(ConfigError, match=r"holds float64 \(3,\), which must be integers of one"):
+        TokenSource((str(tmp_path / "floats.npy"),)).open(2)
+
+
+def test_a_token_that_the_model_does_not_know_is_said(bins):
+    samples = TokenSource((str(bins / "train.bin"),)).open(10)
+    with pytest.raises(ConfigError, match=r"model.vocab_size: got 50, but the data has the token "):
+        next(Loader(samples, global_batch=4, vocab_size=50))
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_packing_loses_nothing_and_fits(lengths):
+    rows = pack(np.array(lengths), 20)
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
+    sums = [sum(lengths[n] for n in row) for row in rows]
+    assert max(sums) <= 20
+    # No two rows would fit into one.
+    assert len(sums) == 1 or sum(sorted(sums)[:2]) > 20
+
+
+def test_every_document_is_in_one_row_with_its_own_segment(texts):
+    samples = JsonlSource((texts,), validation_fraction=0.25).open(40)
+    batch = everything(samples)
+    held = samples.validation(np.arange(samples.num_validation))
+    expected = [f"{n:03}" * (1 + n % 9) + "\0" for n in range(60)]
+    assert sorted(documents(batch) + documents(held)) == sorted(expected)
+    assert len(documents(held)) == 15
+    padding = (batch["segments"] == 0).mean()
+    assert samples.padding == pytest.approx(padding)
+    assert padding < 0.1
+    assert f"{100 * padding:.1f} % is padding" in samples.description
+    alone = JsonlSource((texts,), validation_fraction=0.25, packed=False).open(40)
+    assert (everything(alone)["segments"].max(), documents(everything(alone))) == (
+        1,
+        documents(batch),
+    )
+
+
+def test_long_texts_are_split_so_that_every_token_is_a_target_once(tmp_path):
+    path = lines(tmp_path / "a.jsonl", [{"body": "abcdefghij"}, {"body": "k"}])
+    held = lines(tmp_path / "b.jsonl", [{"body": "held"}])
+    source = JsonlSource((path,), (held,), text="body")
+    assert documents(everything(source.open(4))) == ["abcde", "efghi", "ij\0", "k\0"]
+    dropped = JsonlSource((path,), (held,), text="body", too_long="drop").open(4)
+    assert documents(everything(dropped)) == ["k\0"]
+    assert "1 documents are left out" in dropped.description
+
+
+def test_prompts_are_seen_and_not_learned(chats):
+    source = JsonlSource((chats,), prompt="q", response="a")
+    batch = everything(source.open(64))
+    for tokens, segments, mask in zip(*(batch[name] for name in source.arrays), strict=True):
+        for number in range(1, segments.max() + 1):
+            here = segments == number
+            prompt, answer = (bytes(tokens[here & (mask == m)].tolist()).decode() for m in (0, 1))
+            asked = int(prompt.removeprefix("what is ").removesuffix("? "))
+            assert answer == "x" * (asked % 13) + "\0"
+    with pytest.raises(ConfigError, match=r"of 36 documents are longer than 20 tokens, the l"):
+        source.open(19)
+
+
+def test_prompts_by_a_tokenizer_whose_end_is_learned(tmp_path):
+    words = {"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<end>": 4, "<bos>": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<bos> $A", None, [("<bos>", 5)]
+    )
+    tokenizer.save(str(tmp_path / "words.json"))
+    path = lines(tmp_path / "a.jsonl", [{"q": "one two ", "a": "three"}] * 2)
+    fields = {"prompt": "q", "response": "a", "tokenizer": str(tmp_path / "words.json")}
+    source = JsonlSource((path,), validation_fraction=0.5, end_token="<end>", **fields)
+    batch = source.open(5).train(np.array([0]))
+    assert batch["tokens"].tolist() == [[5, 1, 2, 3, 4, 0]]
+    assert batch["mask"].tolist() == [[0, 0, 0, 1, 1, 0]]
+    with pytest.raises(ConfigError, match=r"end_token='<eos>' is not in the vocabulary of .*words"):
+        JsonlSource((path,), end_token="<eos>", **fields).open(5)
+
+
+def test_parquet_is_jsonl_in_columns(tmp_path, texts):
+    records = [json.loads(line) for line in pathlib.Path(texts).read_text().splitlines()]
+    path = str(tmp_path / "texts.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
+    ours = everything(ParquetSource((path,)).open(40))
+    theirs = everything(JsonlSource((texts,)).open(40))
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    with pytest.raises(ConfigError, match=r"has no column 'tex'; .*Did you mean 'text'\?"):
+        ParquetSource((path,), text="tex").open(40)
+    with pytest.raises(ConfigError, match=r"texts.jsonl is not a parquet file that pyarrow"):
+        ParquetSource((texts,)).open(40)
+
+
+def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'axon_dist\[parquet\]'"):
+        ParquetSource((texts,)).open(40)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ('{"text": "a"}\n\n{"text": 3}\n', {}, r"a.jsonl:3 has 3 under 'text', which must be a te"),
+        ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON .*: correct or remove it"),
+        ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
+        ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* set data.text. Did you mean"),
+        ("\n \n", {}, r"a.jsonl has no line; give files with records"),
+        ('{"text": ""}\n{"text": ""}', {}, r"none of 1 documents has from 2 to 9 tokens"),
+        ("", {"prompt": "q"}, r"data.prompt='q' and data.response=None: name both fields"),
+        ("", {"text": "t", "prompt": "q", "response": "a"}, r"data.text='t' and data.prompt='q'"),
+        ("", {"end_token": "x"}, r"data.end_token='x' needs a data.tokenizer that knows it"),
+    ],
+)
+def test_records_that_cannot_be(tmp_path, text, fields, message):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        JsonlSource((str(tmp_path / "a.jsonl"),), validation_fraction=0.5, **fields).open(8)
+
+
+@pytest.fixture
+def mixture(texts, chats, bins):
+    parts = [
+        JsonlSource((texts,)),
+        JsonlSource((chats,), prompt="q", response="a"),
+        TokenSource((str(bins / "train.bin"),)),
+    ]
+    return Mixture([part.open(30) for part in parts], [5, 3, 2])
+
+
+def test_a_mixture_has_its_shares_in_every_stretch(mixture):
+    order = mixture.order(0)
+    which = np.array([np.searchsorted(mixture._starts, order[g], "right") - 1 for g in range(2000)])
+    assert [(which == part).sum() for part in range(3)] == [1000, 600, 400]
+    assert [(which[500:600] == part).sum() for part in range(3)] == [50, 30, 20]
+    # The smaller part comes around in epochs of its own, each in another order.
+    size = int(np.diff(mixture._starts)[0])
+    mine = [order[g] for g in range(2000) if which[g] == 0]
+    epochs = [mine[i : i + size] for i in range(0, 3 * size, size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_rows_of_a_mixture_have_all_arrays(mixture):
+    batch = mixture.train(np.array([0, mixture._starts[1], mixture._starts[2]]))
+    assert {name: x.shape for name, x in batch.items()} == dict.fromkeys(
+        ("tokens", "segments", "mask"), (3, 31)
+    )
+    assert (batch["segments"][2] == 1).all()
+    assert (batch["mask"][[0, 2]] == 1).all()
+    assert batch["tokens"][2].tolist() == list(range(31))
+    places = mixture.spread(20)
+    assert np.bincount(places[:, 0]).tolist() == [10, 6, 4]
+    one = Loader(mixture, global_batch=4)
+    rows = np.concatenate([batch["tokens"] for batch in one.validation_batches(5)])
+    np.testing.assert_array_equal(rows, mixture.validation(places)["tokens"])
+    assert len(one.validation_places()) == mixture.num_validation
+    with pytest.raises(ConfigError, match=r"data.weights: got \[1\] for 3 sources, which must be"):
+        Mixture(mixture._parts, [1])
+
+
+def sources(texts, chats, bins, mixture):
+    return {
+        "tokens": TokenSource((str(bins / "train.bin"),)).open(30),
+        "packed": JsonlSource((texts,)).open(30),
+        "mixture": mixture,
+    }
+
+
+@pytest.mark.parametrize("name", ["tokens", "packed", "mixture"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
+def test_a_resumed_run_goes_on_with_the_same_rows(texts, chats, bins, mixture, name, before, after):
+    samples = sources(texts, chats, bins, mixture)[name]
+
+    def loaders(count, **fields):
+        return [Loader(samples, process=p, num_processes=count, **fields) for p in range(count)]
+
+    def run(parts, steps):
+        rounds = [[next(part) for part in parts] for _ in range(steps)]
+        return np.concatenate([batch["tokens"] for step in rounds for batch in step])
+
+    whole = run(loaders(1, global_batch=4, seed=3), 9)
+    first = loaders(before, global_batch=4, seed=3)
+    rows = [run(first, 3)]
+    states = [json.loads(json.dumps(part.state())) for part in first]
+    assert all(state == states[0] for state in states)
+    rest = loaders(after, global_batch=6, seed=3)
+    for part in rest:
+        part.restore(states[0])
+    rows.append(run(rest, 4))
+    np.testing.assert_array_equal(np.concatenate(rows), whole)
+
+
+def test_sequences_of_samples_are_alike_and_of_32_bits():
+    rows = [{"x": [1.0, 2.0], "n": n} for n in range(9)]
+    batch = Sequences(rows, rows[:1], "rows").train(np.array([3, 1]))
+    assert {name: x.dtype for name, x in batch.items()} == {"x": np.float32, "n": np.int32}
+    assert batch["n"].tolist() == [3, 1]
+    other = Sequences([*rows[:2], {"x": [1.0], "n": 2}], rows, "rows")
+    with pytest.raises(ConfigError, match=r"sample 2 of rows has x float32\[1\], n int32\[\], and"):
+        other.train(np.array([0, 2]))
+    for bad, message in (
+        ([{"x": 2**40}], r"integers up to 1099511627776, beyond 32 bits"),
+        (
+            [{"x": "text"}],
+            r"sample 0 is \{'x': 'text'\}, which must be a dict of arrays of numbers",
+        ),
+        ([], r"the training side of rows is empty"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Sequences(bad, rows, "rows")
+
+
+def test_a_few_files_are_split_by_their_bytes(tmp_path):
+    line = "a line of text that is not short\n"
+    (tmp_path / "large.txt").write_text(line * 6000)
+    (tmp_path / "small.txt").write_text(line * 300)
+    text = TextSource((str(tmp_path / "*.txt"),)).open(16).text
+    share = len(text.validation) / (len(text.train) + len(text.validation))
+    assert share == pytest.approx(0.1, abs=0.001)
+    assert bytes(text.train).endswith(b"short\n\0")
+    assert b"parts of files" in text.description.encode()
+    assert "note" not in text.description
+    both = bytes(text.train).count(b"line") + bytes(text.validation).count(b"line")
+    assert both == 6300
+    one = TextSource((str(tmp_path / "small.txt"),), (str(tmp_path / "large.txt"),)).open(16)
+    assert one.description.endswith("note that only 5 % of the bytes are for training")
+
+
+def test_a_file_without_lines_is_cut_between_letters(tmp_path):
+    (tmp_path / "a.txt").write_text("äöü" * 1000)
+    text = TextSource((str(tmp_path / "a.txt"),)).open(16).text
+    parts = [bytes(side).decode().rstrip("\0") for side in (text.train, text.validation)]
+    assert "".join(parts) == "äöü" * 1000
+    assert len(parts[1]) == pytest.approx(300, abs=1)

@@ -1,0 +1,126 @@
+"""Several documents in a row equal the documents one by one, in every form of attention."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.models import (
+    ATTENTION_FORMS,
+    Transformer,
+    TransformerConfig,
+    attention,
+    flash_attention,
+    next_token_loss,
+    next_token_scores,
+)
+
+LENGTH = 128
+ROWS = ((3, 60, 1, 50), (LENGTH + 1,), (40, 2, 70))
+"""Lengths of the documents of each row; what is left is padding."""
+CONFIG = dataclasses.replace(
+    TransformerConfig.preset("tiny"), vocab_size=32, num_layers=2, width=16, head_dim=4, ffn_width=8
+)
+
+
+def packed():
+    """Rows of documents, and the documents."""
+    random = np.random.default_rng(0)
+    tokens, segments = (np.zeros((len(ROWS), LENGTH + 1), np.int32) for _ in range(2))
+    documents = []
+    for row, lengths in enumerate(ROWS):
+        start = 0
+        for number, length in enumerate(lengths, start=1):
+            documents.append(random.integers(1, 32, length).astype(np.int32))
+            tokens[row, start : start + length] = documents[-1]
+            segments[row, start : start + length] = number
+            start += length
+    return {"tokens": tokens, "segments": segments}, documents
+
+
+def value_and_grads(model, losses):
+    """The summed loss of several batches, its weight, and the gradients."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def total(params):
+        found = [f(nnx.merge(graph, params, rest, copy=True)) for f in losses]
+        return sum(f.total for f in found), sum(f.weight for f in found)
+
+    return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+
+
+@functools.cache
+def one_by_one(**changes):
+    model = Transformer(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+    batches = [{"tokens": document[None]} for document in packed()[1] if len(document) > 1]
+    return value_and_grads(model, [functools.partial(next_token_loss, batch=b) for b in batches])
+
+
+@pytest.mark.parametrize(
+    ("form", "changes"),
+    [
+        ("einsum", {}),
+        pytest.param("auto", {"scan_layers": True}, marks=pytest.mark.full),
+        ("flash", {}),
+        ("einsum", {"positions": "learned", "norm": "layer"}),
+    ],
+)
+def test_packed_documents_are_documents(form, changes, monkeypatch):
+    forms = ATTENTION_FORMS | {"flash": functools.partial(flash_attention, interpret=True)}
+    monkeypatch.setattr("axon_dist.models.layers.ATTENTION_FORMS", forms)
+    model = Transformer(dataclasses.replace(CONFIG, attention=form, **changes), rngs=nnx.Rngs(0))
+    (loss, weight), grads = value_and_grads(
+        model, [functools.partial(next_token_loss, batch=packed()[0])]
+    )
+    (wanted, count), of_documents = one_by_one(**changes)
+    assert float(weight) == float(count) == sum(n - 1 for row in ROWS for n in row)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(of_documents), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5 * max(np.abs(want).max(), 1e-3))
+
+
+def test_cudnn_is_given_segments_as_a_mask(monkeypatch):
+    """The very call, with another implementation of it: the kernel needs a GPU."""
+    seen = []
+    whole = jax.nn.dot_product_attention
+
+    def call(*args, implementation, **kwargs):
+        seen.append((implementation, kwargs["mask"].shape))
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", call)
+    arrays = [jax.random.normal(jax.random.key(n), (3, LENGTH, 2, 8)) for n in range(3)]
+    segments = jnp.asarray(packed()[0]["segments"][:, :-1])
+    got = attention.cudnn_attention(*arrays, segments=segments)
+    want = attention.einsum_attention(*arrays, segments=segments)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    assert set(seen) == {("cudnn", (3, 1, LENGTH, LENGTH))}
+
+
+def test_scores_count_what_the_loss_counts():
+    model = lambda tokens, segments: jax.nn.one_hot(tokens + segments, 32)
+    loss, metrics = next_token_scores(model, packed()[0])
+    assert float(metrics["accuracy"].weight) == float(loss.weight) == 347
+    np.testing.assert_allclose(loss.total, next_token_loss(model, packed()[0]).total)
+
+
+def test_a_mask_and_segments_count_together():
+    batch, _ = packed()
+    mask = np.zeros_like(batch["tokens"])
+    mask[0, :63] = 1
+    model = lambda tokens, segments: jax.nn.one_hot(tokens + segments, 32)
+    found = next_token_loss(model, batch | {"mask": mask})
+    assert float(found.weight) == 2 + 59
+
+
+def test_segments_that_cannot_be():
+    batch, _ = packed()
+    with pytest.raises(ConfigError, match=r"has segments, .* and function takes none: let it be c"):
+        next_token_loss(lambda tokens: jnp.zeros((*tokens.shape, 4)), batch)
+    with pytest.raises(ConfigError, match=r"segments of shape \(3, 128\) beside tokens of shape"):
+        next_token_loss(None, batch | {"segments": batch["segments"][:, :-1]})

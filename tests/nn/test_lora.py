@@ -1,0 +1,89 @@
+"""Adapters beside the layers of a model, and the plain model that they come to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axon_dist import lora, merge_lora
+from axon_dist.core.errors import ConfigError
+
+X = jax.random.normal(jax.random.key(0), (2, 5, 16))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.out = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.attention(x))
+
+
+def moved(model):
+    """Adapters that are no longer zero."""
+    for number, (_, variable) in enumerate(nnx.iter_graph(model)):
+        if isinstance(variable, nnx.LoRAParam):
+            key = jax.random.fold_in(jax.random.key(1), number)
+            variable[...] = 0.3 * jax.random.normal(key, variable.shape)
+    return model
+
+
+def adapted(paths="", **options):
+    return lora(Net(nnx.Rngs(0)), 2, paths, rngs=nnx.Rngs(1), **options)
+
+
+def test_a_model_computes_the_same_at_first_and_stays_itself():
+    plain = Net(nnx.Rngs(0))
+    model = lora(plain, 2, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(model(X), plain(X))
+    assert not jax.tree.leaves(nnx.state(plain, nnx.LoRAParam))
+    assert nnx.graphdef(plain) == nnx.graphdef(Net(nnx.Rngs(0)))
+    kernels = lambda m: nnx.state(m, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    assert jax.tree.structure(kernels(model)) == jax.tree.structure(kernels(plain))
+
+
+def test_a_layer_is_its_kernel_and_the_product_beside_it():
+    layer = moved(adapted("out")).out
+    a, b = layer.lora.lora_a[...], layer.lora.lora_b[...]
+    want = X @ layer.kernel[...] + layer.bias[...] + (X @ a) @ b
+    np.testing.assert_allclose(layer(X), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("paths", ["", "attention/(query|out)", ("out$",)])
+def test_merged_kernels_compute_what_the_adapters_did(paths):
+    model = moved(adapted(paths))
+    plain = merge_lora(model)
+    assert nnx.graphdef(plain) == nnx.graphdef(Net(nnx.Rngs(0)))
+    np.testing.assert_allclose(plain(X), model(X), rtol=1e-4, atol=1e-5)
+    assert np.abs(model(X) - Net(nnx.Rngs(0))(X)).max() > 0.01
+    for before, after in ((model.out, plain.out), (model.attention.out, plain.attention.out)):
+        if hasattr(before, "lora"):
+            product = before.lora.lora_a[...] @ before.lora.lora_b[...]
+            want = before.kernel[...] + product.reshape(before.kernel.shape)
+            np.testing.assert_allclose(after.kernel[...], want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_merged_kernel_keeps_its_dtype():
+    model = lora(nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1))
+    assert model.lora.lora_a[...].dtype == jnp.float32
+    assert merge_lora(moved(model)).kernel[...].dtype == jnp.bfloat16
+
+
+def test_what_cannot_be_adapted_is_refused():
+    with pytest.raises(ConfigError, match=r"rank=0; it must be a whole number, at least 1"):
+        lora(Net(nnx.Rngs(0)), 0, rngs=nnx.Rngs(1))
+    with pytest.raises(ConfigError, match=r"the path 'mlp', which finds none .*attention/key, att"):
+        adapted(("out", "mlp"))
+    stacked = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(nnx.Rngs(0).split(3))
+    with pytest.raises(ConfigError, match=r"kernel has the shape \(3, 4, 4\): many layers stacked"):
+        lora(stacked, 2, rngs=nnx.Rngs(1))
+
+
+def test_what_cannot_be_merged_is_refused():
+    with pytest.raises(ConfigError, match=r"merge_lora found no adapters in the model"):
+        merge_lora(Net(nnx.Rngs(0)))
+    alone = nnx.List([nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0))])
+    with pytest.raises(ConfigError, match=r"found nnx.LoRA at 0, beside no kernel"):
+        merge_lora(alone)

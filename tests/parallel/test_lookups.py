@@ -1,0 +1,83 @@
+"""Lookups split by vocabulary, of layers that do something to the ids or the rows themselves."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step
+from axon_dist.parallel import tensor_parallel
+
+TOKENS = np.arange(24, dtype=np.int32).reshape(4, 6) % 14
+
+
+class Shifted(nnx.Embed):
+    """Ids count from two, as positions do in some models."""
+
+    def __call__(self, ids):
+        return super().__call__(ids + 2)
+
+
+class LinenShifted(nn.Embed):
+    """The same in Linen, where the call of a superclass is intercepted too."""
+
+    def __call__(self, ids):
+        return super().__call__(ids + 2)
+
+
+class Net(nnx.Module):
+    def __init__(self, kind=nnx.Embed):
+        rngs = nnx.Rngs(0)
+        self.table, self.out = kind(16, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.out(jnp.tanh(self.table(ids)))
+
+
+class LinenNet(nn.Module):
+    kind: type = nn.Embed
+
+    def setup(self):
+        self.table, self.out = self.kind(16, 8), nn.Dense(3)
+
+    def __call__(self, ids):
+        return self.out(jnp.tanh(self.table(ids)))
+
+
+def bridged(kind):
+    return nnx.bridge.ToNNX(LinenNet(kind), rngs=nnx.Rngs(0)).lazy_init(TOKENS)
+
+
+MODELS = {
+    "nnx": Net,
+    "nnx shifted": lambda: Net(Shifted),
+    "linen": lambda: bridged(nn.Embed),
+    "linen shifted": lambda: bridged(LinenShifted),
+}
+
+
+def loss_fn(model, batch):
+    return jnp.mean(model(batch["ids"]) ** 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_device(name):
+    make, optimizer = MODELS[name], optax.sgd(0.5)
+    model = make()
+    want = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    step = build_train_step(
+        make, optimizer, loss_fn, tensor_parallel({"table$": "vocab"}), World.emulate(2, "tp=2")
+    )
+    state, batch = step.init(), {"ids": TOKENS}
+    for _ in range(2):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        want.update(model, grads)
+        state, metrics = step(state, batch)
+        assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    mine = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))["table"]["embedding"]
+    theirs = nnx.to_pure_dict(nnx.state(model, nnx.Param))["table"]["embedding"]
+    np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    table = state.params["table"]["embedding"]
+    assert table.addressable_shards[0].data.shape == (8, 8)

@@ -1,0 +1,392 @@
+"""What is trained is a choice: the rest is laid out alike, and has no gradient and no moments."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import (
+    Reduction,
+    build_train_step,
+    compose,
+    ddp,
+    fsdp,
+    load_checkpoint,
+    lora,
+    pipelined,
+    save_checkpoint,
+    tensor_parallel,
+    zero,
+)
+from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.inspect import collectives
+from axon_dist.step import PortableForm
+from axon_dist.step.trainable import trainable_filter
+
+WIDTH, DEPTH, RANK = 32, 4, 2
+SOME = ("blocks/.*/up/(kernel|bias)", "head")
+
+
+class Block(nnx.Module):
+    def __init__(self, hidden, rngs):
+        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, widths=(2 * WIDTH,) * DEPTH):
+        self.embed = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(width, rngs) for width in widths])
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make():
+    """Adapters that are no longer what they started as, so that both of their sides learn."""
+    model = lora(Net(nnx.Rngs(0)), RANK, "blocks", rngs=nnx.Rngs(1))
+    for number, (_, variable) in enumerate(nnx.iter_graph(model)):
+        if isinstance(variable, nnx.LoRAParam):
+            key = jax.random.fold_in(jax.random.key(2), number)
+            variable[...] = 0.2 * jax.random.normal(key, variable.shape)
+    return model
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+RANDOM = np.random.default_rng(0)
+BATCHES = [
+    {
+        "x": RANDOM.normal(size=(16, WIDTH)).astype(np.float32),
+        "y": RANDOM.normal(size=(16, 8)).astype(np.float32),
+    }
+    for _ in range(3)
+]
+
+
+def as_bf16(model, wrt):
+    """The model with what is not trained in bfloat16."""
+    chosen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(wrt)))
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), chosen))
+    return model
+
+
+@functools.cache
+def on_one_device(trainable, narrow=False, decay=0.5, optimizer=None):
+    """Plain Flax and optax: losses, the model, and the model of the averaged parameters."""
+    wrt = trainable_filter(trainable)
+    model = as_bf16(make(), wrt) if narrow else make()
+    optimizer = nnx.Optimizer(model, optimizer or optax.sgd(0.1), wrt=wrt)
+    differentiate = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))
+    ema = jax.tree.map(jnp.array, nnx.state(model, wrt))
+    losses = []
+    for batch in BATCHES:
+        loss, grads = differentiate(model, batch)
+        optimizer.update(model, grads)
+        ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, nnx.state(model, wrt))
+        losses.append(float(loss))
+    averaged = nnx.clone(model)
+    nnx.update(averaged, ema)
+    return losses, model, averaged
+
+
+def params(model):
+    return [np.asarray(x, np.float32) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def assert_same(got, want, **bounds):
+    for one, other in zip(params(got), params(want), strict=True):
+        np.testing.assert_allclose(one, other, **({"rtol": 1e-5, "atol": 1e-6} | bounds))
+
+
+SMALL = {"min_elements": 8}
+ROWS = {
+    "fsdp": ("fsdp=8", lambda: fsdp(**SMALL), nnx.LoRAParam, {}),
+    "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), SOME, {}),
+    "buckets": ("dp=4", lambda: ddp(bucket_capacity=1000), SOME, {"accumulate": 2}),
+    "pp": ("pp=2,dp=2", lambda: compose(pipelined(2, 4), ddp()), nnx.LoRAParam, {}),
+    "pp kept": (
+        "pp=2",
+        lambda: pipelined(2, 4, "zero_bubble_h1", backward="residuals"),
+        SOME,
+        {},
+    ),
+    "tp": ("tp=4", lambda: tensor_parallel({"up": "column", "down": "row"}), nnx.LoRAParam, {}),
+    "per step": (
+        "fsdp=4",
+        lambda: fsdp(**SMALL, reduction=Reduction(per="step")),
+        nnx.LoRAParam,
+        {"accumulate": 2},
+    ),
+}
+MORE = {
+    "pp head": ("pp=2", lambda: pipelined(2, 2), "head", {}),
+    "fsdp paths": ("fsdp=4", lambda: fsdp(**SMALL), SOME, {}),
+    "zero1": ("dp=8", lambda: zero(1, **SMALL), SOME, {}),
+    "hybrid": ("dp=2,fsdp=4", lambda: fsdp("hybrid_shard", ("dp", "fsdp"), **SMALL), SOME, {}),
+    "pp fsdp": ("pp=2,fsdp=2", lambda: compose(pipelined(2, 4), fsdp(**SMALL)), SOME, {}),
+    "pp chunks": ("pp=2", lambda: pipelined(2, 4, "interleaved_1f1b"), nnx.LoRAParam, {}),
+}
+CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
+    pytest.param(row, id=name, marks=pytest.mark.full) for name, row in MORE.items()
+]
+
+
+@pytest.mark.parametrize("row", CELLS)
+def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_world):
+    axes, strategy, trainable, options = row
+    want, model, averaged = on_one_device(trainable)
+    step = build_train_step(
+        make, optax.sgd(0.1), loss_fn, strategy(), make_world(axes),
+        trainable=trainable, ema=0.5, batch=BATCHES[0], **options,
+    )  # fmt: skip
+    state, got = step.init(), []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        got.append(float(metrics["loss"]))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_same(step.merge(state), model)
+    assert_same(step.merge(state, ema=True), averaged)
+    loss = step.evaluate(state, BATCHES[0], ema=True)["loss"]
+    np.testing.assert_allclose(loss, loss_fn(averaged, BATCHES[0]), rtol=1e-5)
+
+
+def test_norms_clipping_and_checks_know_trained_parameters_alone(make_world):
+    """`optax` on one device clips by the norm of what it is given, and so does the step."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+    wrt = trainable_filter(nnx.LoRAParam)
+    model = make()
+    grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, BATCHES[0])
+    _, after, _ = on_one_device(nnx.LoRAParam, optimizer=clipped)
+    step = build_train_step(
+        make, optax.adam(1e-2), loss_fn, fsdp(**SMALL), make_world("fsdp=4"), clip_norm=0.05,
+        metrics=("loss", "grad_norm", "param_norm"), trainable=nnx.LoRAParam, nonfinite="skip",
+    )  # fmt: skip
+    state, metrics = step(step.init(), BATCHES[0])
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    np.testing.assert_allclose(metrics["param_norm"], optax.tree.norm(state.params), rtol=1e-5)
+    for batch in BATCHES[1:]:
+        state, _ = step(state, batch)
+    # Adam divides by gradients near zero.
+    assert_same(step.merge(state), after, atol=2e-5)
+    assert {x.shape for x in jax.tree.leaves(state.opt_state)} <= {
+        (), *(x.shape for x in jax.tree.leaves(state.params)),
+    }  # fmt: skip
+
+
+def wide():
+    """Adapters of rank 2 beside kernels so large that all else is little."""
+    return lora(Net(nnx.Rngs(0), (4 * WIDTH,) * 4), RANK, "blocks", rngs=nnx.Rngs(1))
+
+
+def test_a_frozen_base_moves_4p_and_holds_2p_over_n(make_world):
+    """Two gathers in bfloat16 and no reduction; two bytes per parameter, and no moments."""
+    world = make_world("fsdp=8")
+    build = functools.partial(
+        build_train_step, wide, optax.adam(1e-2), loss_fn, fsdp(**SMALL), world
+    )
+    step = build(trainable=nnx.LoRAParam, frozen_dtype="bfloat16")
+    ledger = collectives(step.lower(BATCHES[0]).compile(), world.mesh)
+    paths = dict(nnx.to_flat_state(nnx.state(wide(), nnx.Param)))
+    size = lambda chosen: sum(v[...].size for keys, v in paths.items() if chosen(keys))
+    blocks = size(lambda keys: keys[0] == "blocks" and "lora" not in keys)
+    outside = size(lambda keys: keys[0] != "blocks")
+    adapters = size(lambda keys: "lora" in keys)
+    # What is outside the units is gathered once, and adapters are float32.
+    gathered = 4 * blocks + 2 * outside + 8 * adapters
+    assert ledger.total_wire_bytes("all-gather") == pytest.approx(gathered * 7 / 8, rel=0.02)
+    # XLA:CPU spells a reduce-scatter as an all-reduce, of twice the bytes.
+    reduced = ledger.total_wire_bytes("all-reduce") / 2 + ledger.total_wire_bytes("reduce-scatter")
+    assert reduced == pytest.approx(4 * adapters * 7 / 8, rel=0.05)
+    state = step.init()
+    own = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    assert own(state.frozen) == pytest.approx(2 * (blocks + outside) / 8, rel=0.01)
+    assert own((state.params, state.opt_state)) == pytest.approx(12 * adapters / 8, rel=0.01)
+    full = build()
+    assert collectives(full.lower(BATCHES[0]).compile(), world.mesh).total_wire_bytes() > (
+        2.9 * ledger.total_wire_bytes()
+    )
+
+
+def test_a_frozen_bfloat16_base_under_fsdp_equals_one_device(make_world):
+    want, model, _ = on_one_device(nnx.LoRAParam, narrow=True)
+    step = build_train_step(
+        make, optax.sgd(0.1), loss_fn, fsdp(**SMALL), make_world("fsdp=8"),
+        trainable=nnx.LoRAParam, frozen_dtype="bfloat16",
+    )  # fmt: skip
+    state, got = step.init(), []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        got.append(float(metrics["loss"]))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_same(step.merge(state), model)
+    assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype("bfloat16")}
+
+
+def test_a_run_goes_on_in_another_strategy(make_world, tmp_path):
+    """Frozen parameters and the average are saved with the rest, and taken up by any strategy."""
+    _, model, averaged = on_one_device(SOME)
+    build = lambda strategy, axes: build_train_step(
+        make, optax.sgd(0.1), loss_fn, strategy, make_world(axes), trainable=SOME, ema=0.5
+    )
+    first = build(compose(pipelined(2, 4), ddp()), "pp=2,dp=2")
+    state, _ = first(first.init(), BATCHES[0])
+    save_checkpoint(tmp_path, PortableForm(first).of(state))
+    second = build(fsdp(**SMALL), "fsdp=4")
+    form = PortableForm(second)
+    # What is loaded replaces what the factory has made, in every array.
+    state = form.take_up(load_checkpoint(tmp_path, form.target))
+    for batch in BATCHES[1:]:
+        state, _ = second(state, batch)
+    assert_same(second.merge(state), model)
+    assert_same(second.merge(state, ema=True), averaged)
+
+
+def test_a_skipped_update_leaves_the_average_as_it_was(make_world):
+    step = build_train_step(
+        make, optax.sgd(0.1), loss_fn, ddp(), make_world("dp=2"), ema=0.5, nonfinite="skip"
+    )
+    state = step.init()
+    before = jax.device_get(state.ema)
+    broken = {**BATCHES[0], "x": np.full_like(BATCHES[0]["x"], np.inf)}
+    state, metrics = step(state, broken)
+    assert bool(metrics["nonfinite"])
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.ema))
+
+
+def test_the_average_of_half_precision_is_wide(make_world):
+    """In bfloat16 an average would never move."""
+    step = build_train_step(
+        lambda: nnx.Linear(WIDTH, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
+        optax.sgd(0.1), loss_fn, ddp(), make_world("dp=2"), ema=0.999,
+    )  # fmt: skip
+    state = step.init()
+    assert {x.dtype for x in jax.tree.leaves(state.ema)} == {jnp.dtype("float32")}
+    assert step.merge(state, ema=True).kernel[...].dtype == jnp.bfloat16
+
+
+class Scale(nnx.Variable):
+    """A kind of its own."""
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.scale = Scale(jnp.ones((8,)))
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        self.linear = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.linear(x)) * self.scale[...]
+
+
+def test_a_variable_of_ones_own_kind_can_be_trained(make_world):
+    step = build_train_step(
+        Scaled, optax.sgd(0.1), loss_fn, fsdp(**SMALL), make_world("fsdp=4"), trainable=Scale
+    )
+    model = Scaled()
+    grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, Scale))(model, BATCHES[0])
+    state, _ = step(step.init(), BATCHES[0])
+    want = model.scale[...] - 0.1 * grads["scale"][...]
+    np.testing.assert_allclose(state.params["scale"], want, rtol=1e-5)
+    assert state.frozen["linear"]["kernel"].sharding.spec == jax.P("fsdp")
+
+
+class Table(nnx.Variable):
+    """What the model reads, and nobody trains."""
+
+
+class Count(nnx.Variable):
+    """What the model changes itself."""
+
+
+class Reading(nnx.Module):
+    def __init__(self):
+        self.table = Table(jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)))
+        self.count = Count(jnp.zeros((WIDTH,)))
+        self.linear = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return self.linear(jnp.tanh(x @ self.table[...])) * self.count[...][:8]
+
+
+def test_other_variables_are_divided_as_parameters_are(make_world):
+    """Between steps no device holds all of one; what the model changes is what it made of it."""
+    world = make_world("fsdp=4")
+    step = build_train_step(Reading, optax.sgd(0.01), loss_fn, fsdp(**SMALL), world)
+    model, state = Reading(), step.init()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+    for batch in BATCHES:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert state.buffers["table"].sharding.spec == jax.P("fsdp")
+    assert state.buffers["count"].sharding.spec == jax.P("fsdp")
+    np.testing.assert_array_equal(step.merge(state).count[...], 3)
+    assert_same(step.merge(state), model)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "text"),
+    [
+        ("tail", r"trainable='tail' finds nothing in the model, which has Variables of the types "),
+        (("head", "tail"), r"trainable='tail' finds nothing .* at the paths blocks/0/down/bias"),
+        (nnx.Cache, r"trainable=nnx.Cache finds nothing in the model"),
+        ("(", r"trainable='\(' is no regular expression: .* such as 'blocks/\.\*/kernel'"),
+        (3, r"trainable=3; give a type of Variable such as nnx.LoRAParam, a regular expression"),
+        (nnx.Linear, r"trainable=<class .*Linear'>; give a type of Variable"),
+        (nnx.PathContains("drop"), r"takes in 'drop/rngs/count', an nnx.RngCount that the forward"),
+    ],
+)
+def test_a_choice_that_cannot_be_trained_is_refused(trainable, text, world):
+    with pytest.raises(ConfigError, match=text):
+        build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), world, trainable=trainable)
+
+
+def test_a_dtype_of_nothing_frozen_is_refused(world):
+    build = functools.partial(build_train_step, make, optax.sgd(0.1), loss_fn, ddp(), world)
+    with pytest.raises(ConfigError, match=r"frozen_dtype='bfloat16', and nothing of the model is"):
+        build(frozen_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"frozen dtype is 'int8'; it must be a floating-point"):
+        build(frozen_dtype="int8", trainable="head")
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1])
+def test_a_decay_that_is_none_is_refused(decay, world):
+    with pytest.raises(ConfigError, match=rf"ema is {decay}; it must be the decay of the average"):
+        build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), world, ema=decay)
+
+
+def test_an_average_that_is_not_kept_is_refused(make_world):
+    step = build_train_step(make, optax.sgd(0.1), loss_fn, ddp(), make_world("dp=2"))
+    with pytest.raises(ConfigError, match=r"the state has no moving average .* ema=0.999"):
+        step.merge(step.init(), ema=True)
+
+
+@pytest.mark.parametrize("widths", [(16, 16, 16, 16), (16, 16, 8, 8)], ids=["rows", "vectors"])
+def test_a_pipeline_freezes_blocks_alike(widths, make_world):
+    frozen = 2 if widths[0] == widths[-1] else 1
+    text = (
+        rf"'blocks/0/down/bias' is trained and 'blocks/{frozen}/down/bias' is frozen, and a "
+        r"pipeline keeps both in one array, .* Train a parameter in every block or in none"
+    )
+    with pytest.raises(UnsupportedError, match=text):
+        build_train_step(
+            lambda: Net(nnx.Rngs(0), widths), optax.sgd(0.1), loss_fn, pipelined(2, 4),
+            make_world("pp=2"), trainable="blocks/0",
+        )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Rules of one's own: joining, splitting, stacking; and all that does not fit is named."""
+
+import re
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
+from axon_dist.models import Transformer, TransformerConfig
+from axon_dist.weights import (
+    Rule,
+    WeightRules,
+    find_tensors,
+    hub_config,
+    load_weights,
+    save_weights,
+)
+from axon_dist.weights.names import shorten
+
+from . import hub
+
+
+class Pair(nnx.Module):
+    """Two layers, the first of them fused."""
+
+    def __init__(self, width=4):
+        rngs = nnx.Rngs(0)
+        self.both = nnx.Linear(3, 2 * width, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(2 * width, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def arrays_of(model):
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+    return {"both": np.asarray(state["both"]["kernel"]), **state["norm"]}
+
+
+JOINED = WeightRules(
+    (
+        Rule((r"a\.w", r"b\.w"), "both/kernel", "out in -> in out", dim=1, parts=(3, 5)),
+        Rule(r"norm\.(?P<what>mean|var|scale|bias)", "norm/{what}"),
+    )
+)
+
+
+def test_what_is_joined_is_cut_again_and_statistics_travel_too(tmp_path):
+    rng = np.random.default_rng(0)
+    tensors = {"a.w": rng.normal(size=(3, 3)), "b.w": rng.normal(size=(5, 3))}
+    tensors |= {f"norm.{name}": rng.normal(size=8) for name in ("mean", "var", "scale", "bias")}
+    tensors = {name: x.astype(np.float32) for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "in.safetensors")
+    model = load_weights(Pair, tmp_path / "in.safetensors", JOINED)
+    found = arrays_of(model)
+    np.testing.assert_array_equal(found["both"], np.concatenate([tensors["a.w"], tensors["b.w"]]).T)
+    np.testing.assert_array_equal(found["mean"], tensors["norm.mean"])
+    save_weights(model, tmp_path / "out.safetensors", JOINED)
+    again = {
+        name: entry.open() for name, entry in find_tensors(tmp_path / "out.safetensors").items()
+    }
+    assert {name: x.tobytes() for name, x in again.items()} == {
+        name: x.tobytes() for name, x in tensors.items()
+    }
+
+
+def llama(tmp_path, changed, cast=False, keep=(), **fields):
+    tensors = {name: x for name, x in hub.llama_tensors().items() if name not in changed}
+    tensors |= {name: x for name, x in changed.items() if x is not None}
+    folder = hub.write(tmp_path, hub.LLAMA, tensors)
+    config = hub_config(folder, **fields)
+    make = lambda: Transformer(config, rngs=nnx.Rngs(0))
+    return load_weights(make, folder, "hf-llama", cast=cast, keep=keep)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+NARROW = {name: x.astype(jnp.bfloat16) for name, x in hub.llama_tensors().items()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields", "text"),
+    [
+        ({UP: None}, {}, "missing in the files: blocks/1/mlp/up/kernel."),
+        ({}, {"num_layers": 3}, "missing in the files: blocks/2/"),
+        ({}, {"num_layers": 1}, "left over: model.layers.1.input_layernorm.weight, "),
+        ({"more": np.ones(1, np.float32)}, {}, "left over: more."),
+        ({UP: np.ones((3, 2), np.float32)}, {},
+         f"{UP} [3, 2] of the files as 'out in -> in out' cannot be blocks/1"),
+        ({UP: np.ones(3, np.float32)}, {}, f"{UP} is [3]: the form 'out in -> in out' takes 2"),
+        ({UP: hub.llama_tensors()[UP].astype(np.float16)}, {},
+         f"{UP} is float16 and blocks/1/mlp/up/kernel is float32 (cast=True converts)"),
+        ({UP: np.ones((24, 16), np.int8)}, {}, "is int8 and blocks/1/mlp/up/kernel is float32 (on"),
+        ({}, {"tied_head": True}, "lm_head.weight must repeat model.embed_tokens.weight bit"),
+        ({"layers.1.mlp.up_proj.weight": hub.llama_tensors()[UP]}, {},
+         "are for blocks/1/mlp/up/kernel"),
+        ({UP: None}, {"scan_layers": True}, f"missing in the files: {UP}."),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_what_does_not_fit_is_named_before_an_array_is_made(changed, fields, text, tmp_path):
+    with (
+        mock.patch("axon_dist.weights.load.place", side_effect=AssertionError),
+        pytest.raises(CheckpointError, match=re.escape(text)),
+    ):
+        llama(tmp_path, changed, **fields)
+
+
+def test_casting_is_asked_for_and_kept_arrays_are_named(tmp_path):
+    model = llama(tmp_path, NARROW, cast=True)
+    assert model.lm_head.kernel[...].dtype == jnp.float32
+    np.testing.assert_array_equal(
+        model.lm_head.kernel[...], NARROW["lm_head.weight"].T.astype(np.float32)
+    )
+    first = Transformer(model.config, rngs=nnx.Rngs(0))
+    kept = llama(tmp_path, {UP: None}, keep=r"blocks/1/mlp/up/.*")
+    # Drawn in a compiled program, which some versions of JAX round otherwise.
+    np.testing.assert_allclose(
+        kept.blocks[1].mlp.up.kernel[...], first.blocks[1].mlp.up.kernel[...], rtol=1e-6
+    )
+    assert not np.array_equal(kept.lm_head.kernel[...], first.lm_head.kernel[...])
+
+
+def test_a_head_that_repeats_the_embeddings_is_not_needed_twice(tmp_path):
+    head = {"lm_head.weight": hub.llama_tensors()["model.embed_tokens.weight"]}
+    model = llama(tmp_path, head, tied_head=True)
+    assert not hasattr(model, "lm_head")
+
+
+def test_names_in_few_words():
+    names = ["norm", "ln_1", "ln_2", *(f"h.{i}.ln_1" for i in (0, 1, 2, 5)), "a.1.2", "a.2.3"]
+    assert shorten(names) == "norm, ln_1, ln_2, h.*.ln_1 (0-2, 5), a.*.* (2 of them)"
+    assert shorten(map(chr, range(97, 107))).endswith("h, and 2 more kinds")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (Rule(("a", "b"), ("c", "d")), "has 2 names and 2 paths; give one name, or one path"),
+        (
+            Rule(r"a(?P<i>\d+)", "b"),
+            "the path 'b' has the places [], the name 'a(?P<i>\\\\d+)' the",
+        ),
+        (Rule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
+        (Rule("a(", "b"), "'a(' is no regular expression"),
+        (Rule("a", "b", "x -> y"), "must name every dim once on either side"),
+        (Rule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
+        (Rule("a", "b", parts=(1, 2)), "has parts=(1, 2); give a length for each name"),
+    ],
+    ids=range(7),
+)
+def test_a_rule_that_means_nothing(rule, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        WeightRules((rule,)).validate()
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ((Rule("bias", "bias"),), "no rule says under which name to write kernel"),
+        ((Rule("x.y", "bias"), Rule("k", "kernel")), "'x.y' of a rule fits more than one text"),
+        ((Rule(".*", "bias"), Rule("k", "kernel")), "'.*' of a rule fits more than one text"),
+        (
+            (Rule(r"(?P<n>[a-z]+)", "z{n}"), Rule("k", "kernel"), Rule("b", "bias")),
+            "would write 'b', which the rule (?P<n>[a-z]+) -> z{n} reads",
+        ),
+        (
+            (Rule("w", "kernel"), Rule("w", "bias")),
+            "'w', which the rule w -> kernel reads",
+        ),
+        ((Rule("w", ("kernel", "more")), Rule("b", "bias")), "needs more, which the model lacks"),
+        (
+            (Rule(("k", "l"), "kernel", dim=1), Rule("b", "bias")),
+            "parts [1, 1] are not the length 3",
+        ),
+    ],
+    ids=range(7),
+)
+def test_what_cannot_be_written(rules, text, tmp_path):
+    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        save_weights(layer, tmp_path / "w.safetensors", WeightRules(rules))
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_weights_are_cut_into_files_and_never_mixed(tmp_path):
+    config = TransformerConfig(vocab_size=32, width=16, num_layers=2, num_heads=2, ffn_width=16)
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    save_weights(model, tmp_path / "hub", "hf-llama", max_file=3500, dtype="bfloat16")
+    names = sorted(path.name for path in (tmp_path / "hub").iterdir())
+    assert names[:2] == ["config.json", "model-00001-of-00003.safetensors"]
+    assert names[-1] == "model.safetensors.index.json"
+    assert hub_config(tmp_path / "hub").param_dtype == "float32"
+    back = load_weights(lambda: Transformer(config, rngs=nnx.Rngs(1)), tmp_path / "hub", "hf-llama",
+                        cast=True)  # fmt: skip
+    rounded = model.lm_head.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(back.lm_head.kernel[...], rounded)
+    with pytest.raises(ConfigError, match=r"holds other weights, model-00001-of-00003"):
+        save_weights(model, tmp_path / "hub", "hf-llama")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json' is there, and is not the config of these"):
+        save_weights(model, tmp_path / "w.safetensors", "hf-llama")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has 0 files \*.safetensors.index.json and 0 files"):
+        find_tensors(tmp_path)
+    save_file({"w": np.ones(4)}, tmp_path / "a.safetensors")
+    save_file({"w": np.ones(4)}, tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"w is in '.*a.safetensors' and in '.*b.safe"):
+        find_tensors([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+    with pytest.raises(CheckpointError, match=r"and 2 files \*.safetensors, of 2 files \(a.safet"):
+        find_tensors(tmp_path)
+    whole = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=r"w ends at byte \d+ of a file of \d+, which"):
+        find_tensors(tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"v": "b.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"has v in 'b.safetensors', which does not hold it"):
+        find_tensors(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"as the index of safetensors files: 'weight_map'"):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            {**hub.LLAMA, "rope_scaling": {"rope_type": "llama3"}},
+            "positions of the kind 'llama3'",
+        ),
+        ({**hub.LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({**hub.LLAMA, "attention_bias": True}, "biases in attention or feed-forward alone"),
+        (
+            {**hub.GPT2, "scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx",
+        ),
+        ({**hub.GPT2, "activation_function": "mish"}, "activation_function='mish'"),
+        ({"model_type": "bert"}, "is of the family 'bert'; those known here are gpt2, llama"),
+    ],
+    ids=range(6),
+)
+def test_a_model_that_would_compute_something_else_is_refused(data, text, tmp_path):
+    hub.write(tmp_path, data, {"w": np.ones(1)})
+    with pytest.raises(UnsupportedError, match=re.escape(text)):
+        hub_config(tmp_path)
+
+
+def test_a_format_is_of_a_transformer():
+    with pytest.raises(ConfigError, match=r"'hf-llama' is one of a Transformer, and the model is"):
+        load_weights(Pair, "nowhere", "hf-llama")
