@@ -338,13 +338,23 @@ def _make_key(op: Operation, values: list[Value]) -> Value:
 def _attention(op: Operation, values: list[Value]) -> list[Value]:
     """Fused kernels whose arrays have the samples in front, or nothing of them."""
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
+    # The backward pass is linear in what comes back, alone.
+    returned = beside[_RETURNED] if "_bwd_" in op.name else CONSTANT
+    if returned.degree:
+        beside[_RETURNED] = dataclasses.replace(returned, degree=0.0)
     result = nonlinear(op.name, beside)
+    if result.is_rows or result.is_constant:
+        result = dataclasses.replace(result, degree=returned.degree)
     if not result.is_rows:
         return [result] * len(op.outputs)
     if (result.dim, result.outer) != (0, 1):
         raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
     # What has no samples is the gradient of a bias that all of them share.
-    return [result if grown(shapes) else total(0.0) for shapes in op.outputs]
+    return [result if grown(shapes) else total(returned.degree) for shapes in op.outputs]
+
+
+_RETURNED = 12
+"""Of the operands of `dot_product_attention_bwd`, the gradient that comes back."""
 
 
 _NONLINEAR = """

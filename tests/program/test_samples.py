@@ -462,3 +462,25 @@ def test_metrics_each_have_a_use_of_their_own():
         "norm": Use.MEAN,
     }
     assert use.coupled.startswith("the metric 'largest' takes `reduce_max` over the samples (test_")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_fused_attention_on_gpus_keeps_samples_apart(monkeypatch, dtype):
+    """Forwards and backwards; traced here as where there is a GPU, for it runs nowhere else."""
+    kernel = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{kernel}.check_cudnn_version", lambda: 92000)
+    monkeypatch.setattr(f"{kernel}.is_cuda_compute_capability_equal", lambda capability: False)
+    monkeypatch.setattr(f"{kernel}.check_compute_capability", lambda capability: True)
+
+    def loss(w, x):
+        heads = (x @ w).reshape(*x.shape[:2], 2, 64).astype(dtype)
+        found = jax.nn.dot_product_attention(
+            heads, heads, heads, is_causal=True, implementation="cudnn"
+        )
+        return jnp.mean(found.astype(jnp.float32) ** 2)
+
+    of = lambda count: jax.ShapeDtypeStruct((count, 256, 8), jnp.float32)
+    trace = lambda count: jax.make_jaxpr(loss)(jnp.ones((8, 128)), of(count))
+    assert "dot_product_attention" in str(trace(2))
+    (found,) = follow_samples(trace, (2, 4), num_batch=1)
+    assert (found.kind.value, found.degree) == ("total", -1.0), found.why
