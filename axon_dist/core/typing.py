@@ -27,3 +27,6 @@ LossFn: TypeAlias = Callable[..., Any]
 
 OptionValue: TypeAlias = str | bool | int | float
 """What an option of the compiler is set to."""
+
+Trainable: TypeAlias = Any
+"""What of a model is trained: a Variable type, a pattern of paths, a filter of nnx, or several."""

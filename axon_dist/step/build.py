@@ -9,7 +9,7 @@ from typing import Any
 import optax
 from flax import nnx
 
-from ..core.typing import Batch, LossFn, OptionValue
+from ..core.typing import Batch, LossFn, OptionValue, Trainable
 from ..mesh import World
 from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy
@@ -23,7 +23,6 @@ from .rules import check_rules
 from .spec import StepSpec
 from .state_form import StateForm
 from .step import TrainStep
-from .trainable import Trainable, frozen_as
 
 
 def build_train_step(
@@ -150,9 +149,7 @@ def build_train_step(
         ema=ema,
     )
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
-    parts, source = stored_as(
-        parts, source, chosen.precision, frozen_as(frozen_dtype, parts.frozen)
-    )
+    parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
     check_rules(spec)

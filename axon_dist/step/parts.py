@@ -14,9 +14,9 @@ from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
-from ..core.typing import Path, PyTree, Shape
+from ..core.typing import Path, PyTree, Shape, Trainable
 from ..precision import MixedPrecision, cast_floating
-from .trainable import STATE, Trainable, check_trainable, trainable_filter
+from .trainable import STATE, check_trainable, frozen_as, trainable_filter
 
 ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
@@ -201,11 +201,15 @@ def stored_as(
         parts: the model's structure, and the shapes of its parameters and buffers.
         source: where its first values come from.
         dtypes: `param` is for trained parameters, `buffer` for statistics; None leaves them.
-        frozen: the dtype of frozen parameters; None leaves them.
+        frozen: the dtype of frozen parameters, or its name; None leaves them.
 
     Returns:
         Both, recast; a factory's values are cast where they are made.
+
+    Raises:
+        ConfigError: when the dtype is none of floats, or nothing is frozen.
     """
+    frozen = frozen_as(frozen, parts.frozen)
     if dtypes is None and frozen is None:
         return parts, source
     cast = lambda tree, dtype: tree if dtype is None else cast_floating(tree, dtype)

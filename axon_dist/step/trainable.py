@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from flax import nnx
 
 from ..core.errors import ConfigError
-from ..core.typing import PyTree
+from ..core.typing import PyTree, Trainable
 from ..precision import floating_dtype
-
-Trainable: TypeAlias = Any
-"""A Variable type, a pattern of paths, a filter of nnx, or a tuple of these."""
 
 STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 """Variables that a forward pass changes, so that no optimizer can."""
