@@ -131,7 +131,11 @@ def test_images_that_are_made_up_are_in_no_files(run, tmp_path):
 MESHES = [(), ("mesh=fsdp=4,tp=2", "parallel=[full_shard, tensor]")]
 
 
-@pytest.mark.parametrize("overrides", MESHES, ids=["its own mesh", "another mesh"])
+@pytest.mark.parametrize(
+    "overrides",
+    [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.full)],
+    ids=["its own mesh", "another mesh"],
+)
 def test_texts_are_those_of_one_device(run, overrides):
     prompts = ["the quick", "fox"]
     found = generate_text(run, prompts, 5, temperature=0, stops=False, overrides=overrides)

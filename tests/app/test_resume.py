@@ -100,10 +100,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "other",
-    [
-        pytest.param(name, marks=pytest.mark.full if name in ("accumulated", "one device") else ())
-        for name in OTHERS
-    ],
+    [pytest.param(name, marks=() if name == "fsdp on 4" else pytest.mark.full) for name in OTHERS],
 )
 def test_on_another_mesh_it_is_the_same_run_within_rounding(config, other):
     whole = train(config("whole"))

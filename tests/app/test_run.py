@@ -8,7 +8,10 @@ import typing
 from unittest import mock
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import tokenizers
 import yaml
 from rich.console import Console
 
@@ -166,7 +169,27 @@ def test_a_run_on_images(pictures, tmp_path, number):
     assert "tokens" not in told
 
 
-def test_every_field_is_used_by_a_run(tiny, pictures, monkeypatch):
+def every_kind_of_text(folder):
+    """A `data` section of each kind of tokens, and the files that it names."""
+    rows = [{"q": "to be, ", "a": "or not to be"}] * 40
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    np.save(folder / "ids.npy", np.arange(5000, dtype=np.uint16) % 250)
+    asked = {"prompt": "q", "response": "a", "sequence_length": 32}
+    of = lambda name: {"files": [str(folder / name)], "validation_fraction": 0.2}
+    words = tokenizers.models.WordLevel({"to": 0, "or": 1, "<end>": 2}, unk_token="to")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    named = {"tokenizer": str(folder / "tokenizer.json"), "end_token": "<end>"}
+    for kind in ("jsonl", "parquet"):
+        yield {"kind": kind, **asked, **of(f"rows.{kind}")}
+        yield {"kind": kind, "text": "a", "sequence_length": 32, **named, **of(f"rows.{kind}")}
+    yield {"kind": "tokens", "sequence_length": 32, **of("ids.npy")}
+    sources = [{"kind": kind, **of("rows.jsonl")} for kind in ("jsonl", "text")]
+    sources[0] |= {"prompt": "q", "response": "a"}
+    yield {"kind": "mixture", "sequence_length": 32, "sources": sources, "weights": [2, 1]}
+
+
+def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
     """Records which fields a run reads, apart from checking and writing the config itself."""
     schema = [cls for cls in {*sections(), *variants()} if not inspect.isabstract(cls)]
     schema.remove(MeshSpec)
@@ -191,6 +214,8 @@ def test_every_field_is_used_by_a_run(tiny, pictures, monkeypatch):
         config = read(RunConfig, picture)
         batch = next(build_loader(config, World.emulate(8)))
         make_model(config.model, 0)(batch["x"])
+    for data in every_kind_of_text(tmp_path):
+        next(build_loader(read(RunConfig, {"data": data}), World.emulate(8)))
     for name in OPTIMIZERS:
         for schedule in SCHEDULES:
             config = read(RunConfig, {"optimizer": {"name": name, "schedule": schedule}})

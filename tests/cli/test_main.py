@@ -19,7 +19,7 @@ def error_of(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "axon: error: got no verb. Valid: doctor, "),
+        ([], "axon: error: got no verb. Valid: data, doctor, "),
         (["trian"], "axon: error: there is no verb 'trian'. Did you mean 'train'?"),
         (["train", "none.yaml"], "axon: error: cannot read the config 'none.yaml': No such file"),
     ],

@@ -386,7 +386,7 @@ def test_a_state_that_breaks_the_claim_is_an_error(world, field, title):
     form = StateForm(step.spec, take_apart(make_mlp())[1])
     form.__dict__["places"] = places
     with pytest.raises(ClaimError, match=rf"{title} under zero3"):
-        form.born()
+        form.born({})
 
 
 def test_flattened_moments_are_split_too(world):
