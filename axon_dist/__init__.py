@@ -4,6 +4,10 @@ Importing it starts no backend and sets no environment variable. Start with `Wor
 in a strategy such as `DDP` or `FSDP`, and give both to `build_train_step`.
 """
 
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
 from .checkpoint import StateDictType as StateDictType
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
@@ -86,4 +90,20 @@ from .weights import hub_config as hub_config
 from .weights import load_weights as load_weights
 from .weights import save_weights as save_weights
 
+if TYPE_CHECKING:
+    from .app import load_model as load_model
+    from .models import generate as generate
+
 __version__ = "0.1.0"
+
+ABOVE: MappingProxyType[str, str] = MappingProxyType(
+    {"load_model": "axon_dist.app", "generate": "axon_dist.models"}
+)
+"""Names that are found here too, in rooms that are imported only when they are asked for."""
+
+
+def __getattr__(name: str) -> object:
+    """What a trained model needs lives above the rooms that train."""
+    if name in ABOVE:
+        return getattr(importlib.import_module(ABOVE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
