@@ -18,6 +18,10 @@ from .linen import linen_named as linen_named
 from .piece import Piece as Piece
 from .piece import cut as cut
 from .piece import whole as whole
+from .randomness import Rows as Rows
+from .randomness import find_rows as find_rows
+from .randomness import with_rank as with_rank
+from .randomness import without_rank as without_rank
 from .reads import read_outside_units as read_outside_units
 from .rewrite import Rewriting as Rewriting
 from .stacks import num_stacked as num_stacked

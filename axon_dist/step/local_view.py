@@ -18,8 +18,14 @@ from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
-from ..program import is_inside, read_outside_units
-from ..program.randomness import Rows, find_rows, with_rank, without_rank
+from ..program import (
+    Rows,
+    find_rows,
+    is_inside,
+    read_outside_units,
+    with_rank,
+    without_rank,
+)
 from ..sharding import Policy, spec_axes, specs
 from .accumulate import SumsFn, accumulate
 from .normalization import synchronise_statistics
