@@ -28,7 +28,7 @@ from ..program import (
 )
 from ..sharding import Policy, spec_axes, specs
 from .accumulate import SumsFn, accumulate
-from .normalization import synchronise_statistics
+from .normalization import has_statistics, synchronise_statistics
 from .objective import (
     Forward,
     GradientFn,
@@ -135,12 +135,17 @@ class LocalPlan:
         reduction, count = self.spec.reduction, self.spec.num_microbatches
         own = _own_buffers(buffers, reduction)
         drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
+        share = lambda weight: all_mean(weight, self.axes)
         if self.gathers_once:
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
             # comes back in the dtype of the compute.
             whole = self._whole(params, self.param_specs)
             others = self._whole(frozen, self.frozen_specs)
-            sums_of = gradient_sums(beside(self._forward(None), others), scale=scale)
+            # Where statistics are averaged over the ranks, so are the gradients that come back
+            # through them: those of losses that must have been divided by one weight.
+            averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
+            forward = beside(self._forward(None), others)
+            sums_of = gradient_sums(forward, scale=scale, common=share if averaged else None)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             sums, changed = accumulate(sums_of, whole, drawing, batch, count)
@@ -149,7 +154,6 @@ class LocalPlan:
         else:
             # Units reduce their gradients within the backward pass, so the weight must be that of
             # all ranks before it begins.
-            share = lambda weight: all_mean(weight, self.axes)
             forward = beside(self._forward(self._gather), frozen)
             sums_of = gradient_sums(forward, scale=scale, common=share)
             sums, changed = accumulate(sums_of, params, drawing, batch, count)

@@ -23,6 +23,11 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
         module.axis_name = axes  # type: ignore[assignment]
 
 
+def has_statistics(model: nnx.Module) -> bool:
+    """Whether a model has a BatchNorm, of arrays or shapes."""
+    return next(_batch_norms(model), None) is not None
+
+
 def own_statistics(model: nnx.Module) -> list[Path]:
     """The paths of the batch statistics that a model keeps in modules of its own.
 

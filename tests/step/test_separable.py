@@ -234,3 +234,25 @@ def test_metrics_are_numbers(value):
     loss_fn = lambda m, b: (jnp.mean(m(b["x"])), {"a": value})
     with pytest.raises(ConfigError, match=r"a metric 'a' that is a \w+; it must be a scalar. Name"):
         split_in(2, loss_fn).separation(case.batch(0))
+
+
+@pytest.mark.parametrize(
+    "strategy", [ddp(), ddp(bucket_capacity=64), ddp(sync="overlapped")], ids=lambda s: s.name
+)
+def test_unequal_weights_beside_statistics_of_all_ranks(strategy):
+    """Gradients that come back through the statistics are of the losses of other ranks."""
+    case = CASES["batchnorm"]
+    error = lambda m, b: jnp.sum((m(b["x"]) - b["y"]) ** 2, -1)
+    heavy = lambda b: jax.nn.relu(b["x"][:, 0]) ** 2 + 0.01
+    loss_fn = lambda m, b: Weighted(jnp.sum(error(m, b) * heavy(b)), jnp.sum(heavy(b)))
+    case = dataclasses.replace(case, loss_fn=loss_fn)
+    step = build_train_step(
+        case.make(), optax.sgd(0.1), loss_fn, strategy, World.emulate(4, "dp=4"), accumulate=2
+    )
+    assert str(step.separation(case.batch(0))) == "per rank"
+    want = train(case, optax.sgd(0.1), 2, accumulate=2)
+    state = step.init()
+    for number in range(2):
+        state, metrics = step(state, case.batch(number))
+        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-5)
+    assert_close(state.params, want.params, 1e-5, "parameter")
