@@ -75,11 +75,9 @@ class RunDirectory:
             Such as `train.steps: 100 -> 200`; nothing where no config lies here yet.
         """
         try:
-            text = self.config.read_text()
+            before = dict(_flat(yaml.safe_load(self.config.read_text())))
         except FileNotFoundError:
             return []
-        try:
-            before = dict(_flat(yaml.safe_load(text)))
         except (yaml.YAMLError, ValueError) as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
         after = dict(_flat(config.to_dict()))
