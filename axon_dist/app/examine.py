@@ -11,6 +11,7 @@ from axon_dist.mesh import MeshSpec, World
 
 from ..config.build import abstract_batch, build_step, build_world
 from ..config.schema import RunConfig
+from .report import parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Examination:
         report: memory, collectives and FLOPs per device.
         mesh: the axes and sizes.
         strategy: the name of the strategy.
+        parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
     """
 
     report: Report
     mesh: MeshSpec
     strategy: str
+    parameters: str
     target: Target | None
 
 
@@ -52,7 +55,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     step = build_step(config, world)
     compiled = step.lower(abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
-    return Examination(found, world.spec, step.strategy.name, machine)
+    return Examination(found, world.spec, step.strategy.name, parameters_of(step.parts), machine)
 
 
 def _target_world(config: RunConfig, target: Target) -> World:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from axon_dist.nn import merge_lora
 from axon_dist.weights import MAX_FILE, find_tensors, save_weights
 from axon_dist.weights.formats import NATIVE_NAME, format_of
 
@@ -19,7 +20,7 @@ def export_run(
     dtype: str | None = None,
     max_file: int = MAX_FILE,
 ) -> int:
-    """Writes the weights that a run has learned, without its optimizer.
+    """Writes the weights that a run has learned, without its optimizer; adapters are added in.
 
     Args:
         run: the folder of a run.
@@ -41,7 +42,9 @@ def export_run(
     """
     if format != NATIVE_NAME:
         format_of(format)
-    model, _ = load_model(run, step)
+    model, config = load_model(run, step)
+    if config.lora is not None:
+        model = merge_lora(model)
     save_weights(model, path, format, dtype=dtype, max_file=max_file)
     return len(find_tensors(written_to(path)))
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.tree import joined
+from axon_dist.core.tree import map_with_path
 from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.mesh import World
 from axon_dist.models import generate
-from axon_dist.step import PortableForm
 
 from ..config.build import build_step
 from ..config.schema import RunConfig
@@ -130,12 +129,14 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
 def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
     step = build_step(config, world, optax.identity())
-    target = PortableForm(step).target
-    params = joined(target.params, target.frozen)
+    targets: Any = step.weight_targets
     # In device memory, where a strategy that offloads them would not have them.
-    where = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, x.sharding.spec), params)
+    place = lambda path, _: NamedSharding(world.mesh, targets[path].sharding.spec)
+    where = map_with_path(place, step.parts.weights)
     whole = NamedSharding(world.mesh, PartitionSpec())
-    return step.parts.merge(*load_arrays(checkpoint, step.parts, where, whole))
+    # Widened once rather than for every token.
+    parts = dataclasses.replace(step.parts, int8={})
+    return parts.merge(*load_arrays(checkpoint, parts, where, whole))
 
 
 def _completion(

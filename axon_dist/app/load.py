@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
+from axon_dist.precision import Int8Form, narrowed, widened
+from axon_dist.precision.int8 import NUMBERS, SCALE
 from axon_dist.step import PortableForm, TrainState, TrainStep
 from axon_dist.step.local_view import stack_buffers
 from axon_dist.step.parts import ModelParts, take_apart
 from axon_dist.step.update import first_average
 
-from ..config.build import build_world
+from ..config.build import build_world, model_of
 from ..config.load import load_config
-from ..config.models import make_model
 from ..config.schema import RunConfig
 from .directory import RunDirectory
 
@@ -51,7 +52,8 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
 
     Returns:
         The module, with its parameters in the dtypes that were saved, or what the run has averaged
-        of them; and the config of the run.
+        of them, and what it kept in eight bits in the dtype of the model; its adapters, if it has
+        some, beside its layers (`merge_lora` adds them in); and the config of the run.
 
     Raises:
         ConfigError: when there is no run in the folder.
@@ -64,7 +66,7 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
     """
     config = run_config(run)
     folder = find_checkpoint(run, config, step)
-    parts, _ = take_apart(functools.partial(make_model, config.model, config.seed))
+    parts, _ = take_apart(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
     where = jax.tree.map(lambda _: here, parts.weights)
     return parts.merge(*load_arrays(folder, parts, where, here)), config
@@ -156,12 +158,12 @@ def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
     Returns:
         The state, to evaluate with.
     """
-    form, spec = PortableForm(step), step.spec
-    target = joined(form.target.params, form.target.frozen)
-    where = jax.tree.map(lambda leaf: leaf.sharding, target)
+    form, spec, parts = PortableForm(step), step.spec, step.parts
+    targets: Any = step.weight_targets
+    where = map_with_path(lambda path, _: targets[path].sharding, parts.weights)
     whole = NamedSharding(step.world.mesh, PartitionSpec())
-    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
-    params, frozen = parted(weights, step.parts.frozen_paths)
+    weights, buffers = load_arrays(checkpoint, parts, where, whole)
+    params, frozen = parted(weights, [path for path, _ in leaves_with_paths(parts.kept)])
     stacked = jax.jit(
         lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
         out_shardings=step.state_shardings.buffers,
@@ -188,7 +190,8 @@ def load_arrays(
 
     Args:
         checkpoint: the folder of one.
-        parts: the model's shapes; the dtypes of floating-point arrays are those that were saved.
+        parts: the model's shapes; the dtypes of floating-point arrays are those that were saved,
+            and what they keep in eight bits comes so.
         where: the shardings of the parameters, trained and frozen, a tree like them.
         buffers_where: that of every buffer.
 
@@ -207,14 +210,18 @@ def load_arrays(
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    # What was frozen says the checkpoint: another step may train another choice.
-    frozen = {path for path, _ in leaves_with_paths(parts.weights) if f"frozen/{path}" in saved}
+    # What was frozen, and how, says the checkpoint: another step may train another choice.
+    forms = _saved_forms(saved, parts.weights)
+    weights = jax.eval_shape(lambda weights: narrowed(weights, forms), parts.weights)
+    frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
     params = "ema" if any(path.startswith("ema/") for path in saved) else "params"
     divided = lambda tree: dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
     everywhere = jax.tree.map(lambda _: buffers_where, parts.buffers)
-    wanted = {name: tree for name, tree in divided(parts.weights).items() if tree}
+    wanted = {name: tree for name, tree in divided(weights).items() if tree}
     wanted["buffers"] = parts.buffers
-    places = {**divided(where), "buffers": everywhere}
+    # Scales are few, and lie on every device.
+    beside = lambda path, place: {NUMBERS: place, SCALE: buffers_where} if path in forms else place
+    places = {**divided(map_with_path(beside, where)), "buffers": everywhere}
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
@@ -224,7 +231,22 @@ def load_arrays(
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
     found = map_with_path(own, wanted, found)
-    return joined(found.get(params, {}), found.get("frozen", {})), found["buffers"]
+    weights = joined(found.get(params, {}), found.get("frozen", {}))
+    weights = widened(weights, {p: form for p, form in forms.items() if p not in parts.int8})
+    weights = narrowed(weights, {p: form for p, form in parts.int8.items() if p not in forms})
+    return weights, found["buffers"]
+
+
+def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[LeafPath, Int8Form]:
+    """The weights that a checkpoint has in eight bits."""
+    found: dict[LeafPath, Int8Form] = {}
+    for path, leaf in leaves_with_paths(weights):
+        scale = saved.get(f"frozen/{path}/{SCALE}")
+        if scale is not None and f"frozen/{path}/{NUMBERS}" in saved:
+            pairs = zip(scale.shape, leaf.shape, strict=True)
+            dim = next((dim for dim, (one, size) in enumerate(pairs) if one != size), 0)
+            found[path] = Int8Form(tuple(leaf.shape), leaf.dtype, dim - len(leaf.shape))
+    return found
 
 
 def _is_per_rank(saved: LeafSpec, leaf: Any) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from axon_dist.core.tree import num_params
+from axon_dist.core.tree import leaves_with_paths, num_params
 from axon_dist.loop import TrainResult, byte_size, clock_time, si
 from axon_dist.mesh import rank_table
+from axon_dist.step import ModelParts
 
 from ..config.build import Run
 
@@ -18,9 +20,7 @@ def opening_lines(run: Run) -> list[str]:
     """What a run is going to do, before it starts, and on which processes; all must call it."""
     train, spec = run.config.train, run.world.spec
     kind = run.world.runtime_info()["device_kind"]
-    parts = run.step.parts
-    trained = f" ({si(num_params(parts.params))} trained)" if parts.frozen else ""
-    parameters = f"{si(num_params(parts.weights))} parameters{trained}"
+    parameters = parameters_of(run.step.parts)
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
         *table,
@@ -29,6 +29,19 @@ def opening_lines(run: Run) -> list[str]:
         f"data: {run.loader.description}",
         f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
     ]
+
+
+def parameters_of(parts: ModelParts) -> str:
+    """How many parameters a model has, and what is trained and frozen of them."""
+    count = f"{si(num_params(parts.weights))} parameters"
+    if not parts.frozen:
+        return count
+    kept: dict[str, int] = {}
+    for path, leaf in leaves_with_paths(parts.frozen):
+        dtype = "int8" if path in parts.int8 else str(leaf.dtype)
+        kept[dtype] = kept.get(dtype, 0) + math.prod(leaf.shape)
+    frozen = ", ".join(f"{si(size)} frozen in {dtype}" for dtype, size in kept.items())
+    return f"{count} ({si(num_params(parts.params))} trained, {frozen})"
 
 
 def summarize(run: Run, result: TrainResult) -> dict[str, Any]:

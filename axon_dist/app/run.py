@@ -90,6 +90,9 @@ def train(
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
+        if state is None and config.weights is not None:
+            tell(f"weights: from {', '.join(config.weights.files)}")
+            state = config.weights.load(run.step)
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if is_main else []

@@ -22,8 +22,7 @@ from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.step import TrainStep, build_train_step
 
-from ..config.build import build_loader, build_step, build_world
-from ..config.models import make_model
+from ..config.build import build_loader, build_step, build_world, model_of, what_is_trained
 from ..config.schema import RunConfig
 
 LEARNING_RATE = 0.1
@@ -157,7 +156,7 @@ def _optimizer() -> optax.GradientTransformation:
 def _one_device(config: RunConfig, world: World, num_microbatches: int) -> TrainStep:
     one = World.init("dp=1", [world.mesh.devices.flat[0]])
     return build_train_step(
-        functools.partial(make_model, config.model, config.seed),
+        functools.partial(model_of, config),
         _optimizer(),
         config.kind.task.loss_fn,
         # In global view, where nothing is reduced by hand: not the code that is being verified.
@@ -168,6 +167,7 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
         metrics=COMPARED,
         precision=config.precision,
         scaler=config.loss_scale,
+        **what_is_trained(config),
     )
 
 

@@ -91,7 +91,7 @@ def build_step(
         MeshError: when the strategy needs an axis that the mesh lacks.
         StrategyConflictError: when strategies contradict each other.
     """
-    factory = functools.partial(make_model, config.model, config.seed)
+    factory = functools.partial(model_of, config)
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps),
@@ -106,12 +106,28 @@ def build_step(
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,
-        trainable=config.trainable or nnx.Param,
-        frozen_dtype=config.frozen_dtype,
+        **what_is_trained(config),
         ema=config.train.ema,
     )
     _check_batch(config, step)
     return step
+
+
+def model_of(config: RunConfig) -> nnx.Module:
+    """Makes the model of a run, with the adapters that it has.
+
+    Raises:
+        ConfigError: when a path of the adapters finds no layer.
+    """
+    model = make_model(config.model, config.seed)
+    return model if config.lora is None else config.lora.beside(model, config.seed)
+
+
+def what_is_trained(config: RunConfig) -> dict[str, Any]:
+    """What a config says to `build_train_step` about trained and frozen parameters."""
+    adapters = () if config.lora is None else (nnx.LoRAParam,)
+    chosen = (*adapters, *config.trainable)
+    return {"trainable": chosen or nnx.Param, "frozen_dtype": config.frozen_dtype}
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:

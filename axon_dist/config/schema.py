@@ -21,6 +21,7 @@ from .loggers import LOGGERS, Logger
 from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
 from .read import read, write
+from .start import Lora, Weights
 from .strategies import read_strategies
 
 StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -166,9 +167,13 @@ class RunConfig:
         precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
             strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
+        weights: files with the first weights; None draws them.
+        lora: adapters put beside linear layers, which are then what is trained; None for none.
         trainable: regular expressions, searched for in the paths of the parameters: what is found
-            is trained, and all else frozen; empty trains everything.
-        frozen_dtype: what frozen parameters are kept in, such as `bfloat16`; None keeps theirs.
+            is trained, with the adapters if there are some, and all else frozen; empty trains
+            everything, or the adapters alone.
+        frozen_dtype: what frozen parameters are kept in, such as `bfloat16` or `int8`; None keeps
+            theirs.
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
             and TPUs do that anyway, GPUs get slower by it.
@@ -208,6 +213,8 @@ class RunConfig:
     )
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
+    weights: Weights | None = None
+    lora: Lora | None = None
     trainable: tuple[str, ...] = ()
     frozen_dtype: str | None = None
     loss_scale: GradScaler | None = None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters import partial_eval
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.interpreters import batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
@@ -216,3 +218,38 @@ def source_line(equation: Any) -> str:
     own = [frame for frame in frames if "site-packages" not in frame.file_name]
     found = (own or frames)[:1]
     return f"{os.path.basename(found[0].file_name)}:{found[0].start_line}" if found else ""
+
+
+def opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is one equation of a jaxpr, with a name that policies can see.
+
+    Unlike a `jit`, of which `jax.checkpoint` asks about each equation inside. It has no derivative.
+
+    Args:
+        name: of the equation.
+        function: of arrays and keyword arguments that compare, elementwise in the shape of the
+            first array, to which the others can be broadcast from as many dims.
+
+    Returns:
+        The function.
+    """
+    primitive = Primitive(name)
+    keywords = inspect.getfullargspec(function).kwonlyargs
+    primitive.def_impl(jax.jit(function, static_argnames=keywords))
+
+    def abstract(*avals: Any, **params: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        dtype = jax.eval_shape(functools.partial(function, **params), *shapes).dtype
+        return avals[0].update(dtype=dtype, weak_type=False)
+
+    def batched(values: Any, dims: Any, **params: Any) -> Any:
+        front = lambda x, dim: x[None] if dim is None else jax.numpy.moveaxis(x, dim, 0)
+        moved = [front(x, dim) for x, dim in zip(values, dims, strict=True)]
+        size = max(x.shape[0] for x in moved)
+        first = jax.numpy.broadcast_to(moved[0], (size, *moved[0].shape[1:]))
+        return primitive.bind(first, *moved[1:], **params), 0
+
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    return lambda *arrays, **params: primitive.bind(*arrays, **params)

@@ -14,6 +14,7 @@ from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy
 from .fsdp import fsdp as fsdp
 from .gather import GlobalGather as GlobalGather
+from .gather import Int8Gather as Int8Gather
 from .gather import LocalGather as LocalGather
 from .gather import all_gather_by as all_gather_by
 from .gather import only_axes as only_axes

@@ -9,11 +9,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire, sum_scatter
-from ..core.typing import Array
-from ..sharding import axes_of, spec_axes
+from ..core.typing import Array, Shape
+from ..precision import Int8, Int8Form
+from ..precision.int8 import WIDEN
+from ..sharding import axes_of, spec_axes, spread
 
-GATHERED = ("sharding_constraint", "all_gather", "all_gather_invariant")
-"""The primitives whose results are gathered weights."""
+GATHERED = ("sharding_constraint", "all_gather", "all_gather_invariant", WIDEN)
+"""The primitives whose results are weights that are made again rather than kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,11 @@ class GlobalGather:
             return _gathered(weight, own, full)
         return _pinned(weight, own, place(self.grad), full)
 
+    def beside(self, shape: Shape) -> GlobalGather:
+        """Gathers what is broadcast to the weight, and has no gradient either."""
+        own, full = spread(self.own, shape), spread(self.full, shape)
+        return dataclasses.replace(self, own=own, full=full)
+
 
 @dataclasses.dataclass(frozen=True)
 class LocalGather:
@@ -81,6 +88,32 @@ class LocalGather:
             lambda _, ct: (reduce_by(ct, spec, self.axes, self.wire),),
         )
         return gather(weight)
+
+    def beside(self, shape: Shape) -> LocalGather:
+        """Gathers what is broadcast to the weight, and has no gradient either."""
+        return dataclasses.replace(self, spec=spread(self.spec, shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Gather:
+    """Gathers a weight in eight bits, and widens it where it is used.
+
+    Args:
+        gather: how a weight of its shape without a gradient is gathered; None where it is whole.
+        form: how it is kept.
+        dtype: in which it is used; None is its own.
+    """
+
+    gather: GlobalGather | LocalGather | None
+    form: Int8Form
+    dtype: Any
+
+    def __call__(self, weight: Int8) -> Array:
+        """Returns the gathered weight."""
+        numbers, scale = weight.numbers, weight.scale
+        if self.gather is not None:
+            numbers, scale = self.gather(numbers), self.gather.beside(self.form.scale)(scale)
+        return self.form.widen(numbers, scale, self.dtype)
 
 
 def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:

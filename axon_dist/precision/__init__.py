@@ -4,6 +4,12 @@ Imports `core`. Start reading in `policy.py`.
 """
 
 from .clipping import clip_by_global_norm as clip_by_global_norm
+from .int8 import Int8 as Int8
+from .int8 import Int8Form as Int8Form
+from .int8 import as_values as as_values
+from .int8 import int8_form as int8_form
+from .int8 import narrowed as narrowed
+from .int8 import widened as widened
 from .policy import MixedPrecision as MixedPrecision
 from .policy import autocast as autocast
 from .policy import cast_floating as cast_floating

@@ -8,6 +8,8 @@ from .apply import optimizer_decisions as optimizer_decisions
 from .apply import optimizer_shardings as optimizer_shardings
 from .apply import shardings as shardings
 from .apply import specs as specs
+from .beside import InPlaceOf as InPlaceOf
+from .beside import spread as spread
 from .explain import Explanation as Explanation
 from .explain import LeafDecision as LeafDecision
 from .explain import explain as explain

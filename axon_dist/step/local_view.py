@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
-from ..core.tree import is_key, leaves_with_paths
+from ..core.tree import is_key, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
 from ..program import (
@@ -117,7 +117,7 @@ class LocalPlan:
     @cached_property
     def frozen_specs(self) -> PyTree:
         """Where the frozen parameters lie, the manual axes alone."""
-        return self._specs(self.spec.strategy.params, self.spec.parts.frozen)
+        return self._specs(self.spec.storage.strategy.params, self.spec.parts.kept)
 
     @cached_property
     def owner_specs(self) -> PyTree:
@@ -164,7 +164,11 @@ class LocalPlan:
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
     def _whole(self, shards: PyTree, places: PyTree) -> PyTree:
-        return jax.tree.map(all_gather_by, self.spec.view.cast(shards), places)
+        view, int8 = self.spec.view, self.spec.parts.int8
+        # The scales of eight bits stay as they are, and so travel with them.
+        is_kept = lambda path: path.rpartition("/")[0] in int8
+        cast = map_with_path(lambda path, x: x if is_kept(path) else view.cast(x), shards)
+        return jax.tree.map(all_gather_by, cast, places)
 
     def _forward(self, make_gather: MakeGather | None) -> Forward:
         spec = self.spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -15,8 +15,9 @@ from flax import nnx
 from ..core.errors import ConfigError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from ..core.typing import Path, PyTree, Shape, Trainable
-from ..precision import MixedPrecision, cast_floating
-from .trainable import STATE, check_trainable, frozen_as, trainable_filter
+from ..precision import Int8Form, MixedPrecision, as_values, cast_floating, int8_form, narrowed
+from ..program import stacks_of
+from .trainable import INT8, STATE, check_trainable, frozen_as, trainable_filter
 
 ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
@@ -39,6 +40,8 @@ class ModelParts:
         shared: nested dict of `ShapeDtypeStruct`: what a batch has beside its samples.
         others: the paths of the buffers of other kinds than statistics and random streams, which
             are as large as their maker likes.
+        int8: the frozen parameters that the state keeps in eight bits, by path; `frozen` and
+            `weights` describe them as the model reads them.
     """
 
     graphdef: nnx.GraphDef
@@ -48,6 +51,7 @@ class ModelParts:
     reads_step: bool = False
     others: frozenset[Path] = frozenset()
     shared: PyTree = dataclasses.field(default_factory=dict)
+    int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:
@@ -82,6 +86,11 @@ class ModelParts:
         """The paths of the frozen parameters."""
         return frozenset(path for path, _ in leaves_with_paths(self.frozen))
 
+    @cached_property
+    def kept(self) -> PyTree:
+        """Nested dict of `ShapeDtypeStruct`: the frozen parameters as the state keeps them."""
+        return jax.eval_shape(lambda frozen: narrowed(frozen, self.int8), self.frozen)
+
     @property
     def dtype(self) -> Any:
         """The dtype that the parameters promote to; of complex numbers that of their parts."""
@@ -102,8 +111,12 @@ class ModelParts:
         return nnx.merge(self.graphdef, self.weights, self.buffers)
 
     def merge(self, weights: PyTree, buffers: PyTree) -> nnx.Module:
-        """Puts a model together around given arrays; changing it leaves them as they are."""
-        return nnx.merge(self.graphdef, weights, own_and_given(buffers)[0], copy=True)
+        """Puts a model together around given arrays; changing it leaves them as they are.
+
+        A parameter in eight bits becomes the value of its Variable as `Int8`.
+        """
+        values = as_values(weights, self.int8)
+        return nnx.merge(self.graphdef, values, own_and_given(buffers)[0], copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,15 +214,18 @@ def stored_as(
         parts: the model's structure, and the shapes of its parameters and buffers.
         source: where its first values come from.
         dtypes: `param` is for trained parameters, `buffer` for statistics; None leaves them.
-        frozen: the dtype of frozen parameters, or its name; None leaves them.
+        frozen: the dtype of frozen parameters, or its name; None leaves them. With `"int8"` the
+            values stay what they are, and the parts say which the state keeps in eight bits.
 
     Returns:
         Both, recast; a factory's values are cast where they are made.
 
     Raises:
-        ConfigError: when the dtype is none of floats, or nothing is frozen.
+        ConfigError: when the dtype is none of floats nor int8, or nothing is frozen.
     """
     frozen = frozen_as(frozen, parts.frozen)
+    if frozen == INT8:
+        parts, frozen = dataclasses.replace(parts, int8=_forms(parts)), None
     if dtypes is None and frozen is None:
         return parts, source
     cast = lambda tree, dtype: tree if dtype is None else cast_floating(tree, dtype)
@@ -226,6 +242,22 @@ def stored_as(
         make = source.make
         return stored, Source(make=lambda: recast(*make()))
     return stored, Source(arrays=recast(*(source.arrays or ({}, {}))))
+
+
+def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
+    stacks = stacks_of(parts.abstract)
+    is_stacked = lambda path: any(path.startswith(f"{stack}/") for stack in stacks)
+    found = {
+        path: int8_form(path, leaf, int(is_stacked(path)))
+        for path, leaf in leaves_with_paths(parts.frozen)
+    }
+    forms = {path: form for path, form in found.items() if form is not None}
+    if not forms:
+        raise ConfigError(
+            "frozen_dtype='int8', and no frozen parameter is a matrix whose columns are long "
+            f"enough to share a scale: {', '.join(found)}; leave the dtype out"
+        )
+    return forms
 
 
 def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTree, PyTree]:

@@ -147,7 +147,7 @@ class StagedPlan:
             self.strategy.precision,
             blocks,
             self.strategy.remat,
-            splits_params=False,
+            frees_weights=False,
             moves_activations=True,
             weights=paths_of(self.spec.parts.weights),
         )

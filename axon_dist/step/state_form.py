@@ -77,7 +77,8 @@ class StateForm:
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
-        weights, buffers = self.values(state)
+        weights = self.spec.storage.forward(state.params, state.frozen)
+        buffers = mean_buffers(state.buffers, self.spec.reduction)
         return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
     @cached_property
@@ -154,8 +155,9 @@ class StateForm:
             weights, buffers = (replaced(tree, replacing) for tree in make())
             return self.spec.storage.store(weights), buffers
 
-        # The rows of a pipeline are other arrays than what they are put together from.
-        donated = 0 if self.spec.storage.rows is None else ()
+        # Rows of a pipeline and whole numbers are other arrays than what they are made from.
+        is_same = self.spec.storage.rows is None and not self.spec.parts.int8
+        donated = 0 if is_same else ()
         places = (self._stored_places, self.whole)
         return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
 

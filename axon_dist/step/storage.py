@@ -11,13 +11,15 @@ import jax
 from flax import nnx
 
 from ..core.errors import UnsupportedError
-from ..core.tree import joined, parted
+from ..core.tree import joined, leaves_with_paths, parted
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
 from ..pipeline.layout import flatten
+from ..precision import narrowed, widened
 from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition
+from ..sharding import InPlaceOf
 from .parts import ModelParts
 
 CONTAINERS = (nnx.List, nnx.Dict)
@@ -59,6 +61,11 @@ class Storage:
         """The model's nested dict of all parameters; the inverse of `store`."""
         return self.to_model(joined(params, frozen))
 
+    def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """All parameters as a forward pass takes them: what is in eight bits may stay so."""
+        together = joined(params, frozen)
+        return together if self.rows is None else self.to_model(together)
+
     def with_state_rows(self, paths: frozenset[Path]) -> Storage:
         """The same, knowing which leaves of the optimizer's state are rows."""
         policy: Any = self.strategy.opt_state
@@ -83,7 +90,13 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
     if strategy.pipeline is None:
-        return Storage(strategy, frozen=parts.frozen_paths)
+        return _of_model(parts, strategy)
+    if parts.int8:
+        raise UnsupportedError(
+            f"frozen_dtype='int8' and a pipeline over {strategy.pipeline.axis!r}: its stages would "
+            "keep the widened weights of all their blocks beside the eight bits for the whole "
+            "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
+        )
     stages, stacks = _stages(parts, strategy.pipeline)
     rows = storage_for(stages, stacks.apart(parts.weights))
     return Storage(
@@ -93,6 +106,19 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
         rows,
         stacks,
         _frozen_rows(parts, rows, stacks),
+    )
+
+
+def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
+    """The model's own dict; what is kept in eight bits lies as the weights would."""
+    if not parts.int8:
+        return Storage(strategy, frozen=parts.frozen_paths)
+    shapes = {path: form.shape for path, form in parts.int8.items()}
+    return Storage(
+        dataclasses.replace(strategy, params=InPlaceOf(strategy.params, shapes)),
+        lambda weights: narrowed(weights, parts.int8),
+        lambda stored: widened(stored, parts.int8),
+        frozen=frozenset(path for path, _ in leaves_with_paths(parts.kept)),
     )
 
 

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.typing import PyTree, Trainable
 from ..precision import floating_dtype
+
+INT8 = "int8"
+"""The dtype of frozen parameters that is no cast: matrices are kept as `int8_form` says."""
 
 STATE = (nnx.BatchStat, nnx.RngState, nnx.Cache, nnx.Intermediate)
 """Variables that a forward pass changes, so that no optimizer can."""
@@ -101,7 +105,7 @@ def frozen_as(dtype: Any, frozen: PyTree) -> Any:
     """Reads the dtype that frozen parameters shall be kept in.
 
     Args:
-        dtype: a floating-point dtype or its name; None keeps each in its own.
+        dtype: a floating-point dtype or its name, or int8; None keeps each in its own.
         frozen: the frozen parameters.
 
     Raises:
@@ -114,7 +118,14 @@ def frozen_as(dtype: Any, frozen: PyTree) -> Any:
             f"frozen_dtype={dtype!r}, and nothing of the model is frozen; say what is trained, "
             "such as trainable=nnx.LoRAParam, or leave the dtype out"
         )
-    return floating_dtype(dtype, "frozen")
+    return INT8 if _is_int8(dtype) else floating_dtype(dtype, "frozen")
+
+
+def _is_int8(dtype: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) == jnp.int8
+    except TypeError:
+        return False
 
 
 def _is_filter(trainable: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -12,14 +12,21 @@ from jax.sharding import Mesh
 
 from ..core.errors import StrategyConflictError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Path, PyTree
+from ..core.typing import Array, Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
-from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
-from ..precision import MixedPrecision, autocast, cast_floating
+from ..parallel import (
+    Int8Gather,
+    Strategy,
+    TransformerAutoWrapPolicy,
+    map_kernels,
+    regather_in_backward,
+)
+from ..precision import Int8, Int8Form, MixedPrecision, autocast, cast_floating
 from ..program import (
     GATHER,
     ByRank,
     RematPolicy,
+    bridges_of,
     check_some,
     is_inside,
     mark_units,
@@ -41,22 +48,35 @@ class View:
         precision: the dtypes; None leaves the model's own.
         units: the paths of the modules that are gathered, freed and recomputed as one.
         remat: activation checkpointing, or None.
-        splits_params: whether gathered weights are freed after use.
+        frees_weights: whether gathered or widened weights are freed after use.
         moves_activations: whether units send activations between ranks, as tensor and context
             parallelism do.
         weights: the paths of the parameters, trained and frozen.
+        int8: how those are kept that come in eight bits, by path.
     """
 
     precision: MixedPrecision | None
     units: frozenset[Path]
     remat: ActivationCheckpointing | None
-    splits_params: bool
+    frees_weights: bool
     moves_activations: bool
     weights: frozenset[Path]
+    int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
         return params if self.precision is None else cast_floating(params, self.precision.compute)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of floating-point parameters in use; None is their own."""
+        return None if self.precision is None else self.precision.compute
+
+    def read(self, path: Path, value: Any) -> Array:
+        """The value of a parameter in the compute dtype."""
+        if isinstance(value, Int8):
+            return self.int8[path].widen(value.numbers, value.scale, self.dtype)
+        return self.cast(value)
 
     def prepare(
         self,
@@ -81,16 +101,22 @@ class View:
                 also(model)
             params = _variables(model, self.weights)
             found = mark_units(model, lambda path, _: path in self.units, remat)
+            linen = [_path(keys) for keys, _ in bridges_of(model)]
             for path, variable in params.items():
-                variable.set_value(self.cast(variable[...]))
-                if make_gather is None:
+                gather = None if make_gather is None else make_gather(path)
+                is_linen = any(is_inside(path, bridge) for bridge in linen)
+                if isinstance(variable.get_value(), Int8) and not is_linen:
+                    gather = Int8Gather(gather, self.int8[path], self.dtype)
+                else:
+                    variable.set_value(self.read(path, variable.get_value()))
+                if gather is None:
                     continue
                 # Only what a unit will gather carries the way to do it: Linen takes a Variable with
                 # metadata of ours for a boxed value.
                 if any(is_inside(path, unit) for unit in found):
-                    variable.set_metadata(**{GATHER: make_gather(path)})
+                    variable.set_metadata(**{GATHER: gather})
                 else:
-                    variable.set_value(make_gather(path)(variable[...]))
+                    variable.set_value(gather(variable.get_value()))
             if self.precision is not None and self.precision.buffer is not None:
                 _widen_statistics(model, self.weights)
             if self.precision is not None and self.precision.is_mixed:
@@ -102,7 +128,7 @@ class View:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        regather = regather_in_backward if self.splits_params else None
+        regather = regather_in_backward if self.frees_weights else None
         remat = self.remat.remat if self.remat else regather
         group = self.remat.group_size if self.remat else 1
         return scan_over_layers(forward, group, remat, prefetch=not self.moves_activations)
@@ -164,15 +190,16 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
     """
     splits = bool(strategy.params.split_axes or strategy.opt_state.split_axes)
     units: frozenset[Path] = frozenset()
-    if splits or strategy.remat is not None:
+    if splits or strategy.remat is not None or parts.int8:
         units = _units(strategy, parts)
     return View(
         precision=strategy.precision,
         units=units,
         remat=strategy.remat,
-        splits_params=bool(strategy.params.split_axes),
+        frees_weights=bool(strategy.params.split_axes or parts.int8),
         moves_activations=bool(strategy.layers),
         weights=paths_of(parts.weights),
+        int8=parts.int8,
     )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, did_you_mean
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
+from ..precision.int8 import NUMBERS
 from ..sharding import LargestDim, shardings
 from .parts import ModelParts
 from .spec import StepSpec
@@ -43,6 +44,7 @@ def weight_targets(spec: StepSpec, places: PyTree) -> dict[Path, jax.ShapeDtypeS
         policy = LargestDim(tuple(spec.mesh.axis_names))
         places = shardings(policy, spec.parts.weights, spec.mesh)
     where: dict[Path, Any] = dict(leaves_with_paths(places))
+    where |= {path: where[f"{path}/{NUMBERS}"] for path in spec.parts.int8}
     whole = NamedSharding(spec.mesh, PartitionSpec())
     return {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where.get(path, whole))

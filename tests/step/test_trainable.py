@@ -362,8 +362,8 @@ def test_a_dtype_of_nothing_frozen_is_refused(world):
     build = functools.partial(build_train_step, make, optax.sgd(0.1), loss_fn, ddp(), world)
     with pytest.raises(ConfigError, match=r"frozen_dtype='bfloat16', and nothing of the model is"):
         build(frozen_dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"frozen dtype is 'int8'; it must be a floating-point"):
-        build(frozen_dtype="int8", trainable="head")
+    with pytest.raises(ConfigError, match=r"frozen dtype is 'int4'; it must be a floating-point"):
+        build(frozen_dtype="int4", trainable="head")
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1])

@@ -1,0 +1,153 @@
+"""Weights kept in eight bits: whole numbers, and a scale for each channel of outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.compat import opaque
+from ..core.tree import map_with_path
+from ..core.typing import Array, Path, PyTree, Shape
+
+WIDEN = "axon_int8"
+"""The name of the equation that makes a weight of whole numbers and scales."""
+
+NUMBERS, SCALE = "int8", "scale"
+"""The keys under which a nested dict has the two, in place of the weight."""
+
+SMALLEST_GROUP = 16
+"""How many weights share a scale at least; of fewer the scales would take the memory saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Form:
+    """How one weight is kept in eight bits.
+
+    Args:
+        shape: of the weight.
+        dtype: that it has when it is read.
+        dim: the dim along which weights share a scale, counted from the last, -1.
+    """
+
+    shape: Shape
+    dtype: Any
+    dim: int
+
+    @property
+    def scale(self) -> Shape:
+        """The shape of the scales."""
+        one = self.dim % len(self.shape)
+        return tuple(1 if dim == one else size for dim, size in enumerate(self.shape))
+
+    def narrow(self, weight: Array) -> dict[str, Array]:
+        """`scale = bfloat16(max |w| / 127)`, and `int8 = round(w / scale)` within ±127.
+
+        Example:
+            >>> form = Int8Form((2, 1), jnp.dtype("float32"), -2)
+            >>> found = form.narrow(jnp.array([[1.27], [-0.5]]))
+            >>> found["int8"].tolist(), found["scale"].shape
+            ([[127], [-50]], (1, 1))
+        """
+        wide = weight.astype(jnp.float32)
+        scale = (jnp.max(jnp.abs(wide), self.dim, keepdims=True) / 127).astype(jnp.bfloat16)
+        scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+        numbers = jnp.clip(jnp.round(wide / scale.astype(jnp.float32)), -127, 127)
+        return {NUMBERS: numbers.astype(jnp.int8), SCALE: scale}
+
+    def widen(self, numbers: Array, scale: Array, dtype: Any = None) -> Array:
+        """`int8 * scale`, in the weight's own dtype, or then cast to another.
+
+        The product of eight bits and the eight of a bfloat16 is exact in float32, however a
+        compiler orders things.
+        """
+        own = jnp.dtype(self.dtype)
+        return _widened(numbers, scale, own=own, dtype=own if dtype is None else jnp.dtype(dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """A weight in eight bits, as the value of a Variable whose reader will widen it.
+
+    Args:
+        numbers: int8, of the shape of the weight.
+        scale: bfloat16, of size 1 in one dim.
+    """
+
+    numbers: Array
+    scale: Array
+
+    @property
+    def shape(self) -> Shape:
+        """That of the weight."""
+        return self.numbers.shape
+
+
+def int8_form(path: Path, leaf: Any, stacked: int = 0) -> Int8Form | None:
+    """How a weight is kept in eight bits, or None for one that is not.
+
+    Weights that share a scale lie along the largest dim but the last: of a kernel `[in, out]` each
+    column has one, of experts `[experts, in, out]` each column of each, of attention `[in, heads,
+    size]` each output. A row of an embedding has one.
+
+    Args:
+        path: of the weight.
+        leaf: with its shape and dtype.
+        stacked: leading dims that count layers.
+
+    Returns:
+        The form; None for vectors, for what is not real, for biases and scales, and where fewer
+        than `SMALLEST_GROUP` weights would share a scale.
+
+    Example:
+        >>> int8_form("up/kernel", jax.ShapeDtypeStruct((64, 256), "float32")).dim
+        -2
+        >>> int8_form("norm/scale", jax.ShapeDtypeStruct((64,), "float32"))
+    """
+    shape, name = tuple(leaf.shape), path.rpartition("/")[2]
+    own = shape[stacked:]
+    if len(own) < 2 or name in ("bias", "scale") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return None
+    dims = [-1] if name == "embedding" else range(-len(own), -1)
+    dim = max(dims, key=lambda d: (own[d], d))
+    return Int8Form(shape, leaf.dtype, dim) if own[dim] >= SMALLEST_GROUP else None
+
+
+def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
+    """Nested dicts of weights, those that have a form as `{"int8": ..., "scale": ...}`."""
+    one = lambda path, x: forms[path].narrow(x) if path in forms else x
+    return map_with_path(one, weights) if forms else weights
+
+
+def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
+    """The weights that `narrowed` made something of, each in its own dtype."""
+    one = lambda form, x: x if form is None else form.widen(x.numbers, x.scale)
+    return _mapped(one, weights, forms)
+
+
+def as_values(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
+    """Nested dicts with an `Int8` for each weight that is narrowed, as Variables can hold it."""
+    return _mapped(lambda _, x: x, weights, forms)
+
+
+def _mapped(function: Any, weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
+    def walk(tree: PyTree, path: Path) -> PyTree:
+        if not isinstance(tree, dict):
+            return function(None, tree)
+        if path in forms:
+            return function(forms[path], Int8(tree[NUMBERS], tree[SCALE]))
+        return {key: walk(x, f"{path}/{key}" if path else str(key)) for key, x in tree.items()}
+
+    return walk(weights, "") if forms else weights
+
+
+def _widen(numbers: Array, scale: Array, *, own: Any, dtype: Any) -> Array:
+    return (numbers.astype(jnp.float32) * scale.astype(jnp.float32)).astype(own).astype(dtype)
+
+
+# One equation, so that a rematerialisation policy can say of it that the weight is not kept.
+_widened = opaque(WIDEN, _widen)
