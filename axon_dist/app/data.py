@@ -145,15 +145,17 @@ def _shown(batches: list[LocalBatch], samples: Any) -> Any:
 
 
 def _text(sample: dict[str, np.ndarray], show: Any) -> str:
-    """The documents of a row, a line each; what is a prompt stands in brackets."""
+    """The documents of a row, a line each; what is no target stands in brackets."""
     tokens = sample["tokens"]
     segments = sample.get("segments", np.ones_like(tokens))
     mask = sample.get("mask", np.ones_like(tokens))
     lines = []
     for number in np.unique(segments[segments > 0]).tolist():
         here = segments == number
-        prompt, rest = tokens[here & (mask == 0)], tokens[here & (mask != 0)]
-        lines.append((f"[{show(prompt)}] " if len(prompt) else "") + show(rest))
+        own, learned = tokens[here], mask[here] != 0
+        turns = np.split(np.arange(len(own)), 1 + np.flatnonzero(np.diff(learned)))
+        shown = [show(own[turn]) if learned[turn[0]] else f"[{show(own[turn])}]" for turn in turns]
+        lines.append(" ".join(shown))
     if padding := int((segments == 0).sum()):
         lines.append(f"({padding} of {len(tokens)} tokens are padding)")
     return "\n".join(lines)

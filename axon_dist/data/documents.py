@@ -1,4 +1,4 @@
-"""Records with text, or with prompts and responses, as documents of tokens."""
+"""Records with text, with prompts and responses, or with chats, as documents of tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError, did_you_mean
 
+from .chat import ChatTemplate, Pieces, check_messages, find_template
 from .files import TextFile, check_disjoint, find_files, says_little
 from .packing import PackedRows, TooLong
 from .sampling import checksum, drawn, held_fraction
@@ -48,7 +49,8 @@ class DocumentSource:
     Records with a text are learned whole. Of records with a prompt and a response, one behind the
     other, the model sees both and learns the response alone. Rows say which document each token is
     of: tokens see their own document alone, positions begin anew in each, and the first token of a
-    document is no target.
+    document is no target. Of records with a chat, a list of `{role, content}`, the model learns what
+    the assistant says, in all of its turns.
 
     Args:
         files: paths or globs.
@@ -58,12 +60,16 @@ class DocumentSource:
         text: the field that holds the text; None means `text`, without a prompt.
         prompt: the field that holds the prompt, with `response`.
         response: the field that holds what is learned.
+        messages: the field that holds a chat.
+        template: how a chat becomes a text: `plain`, `chatml`, `llama3`, or a file with a template
+            in Jinja or a `tokenizer_config.json` that has one; None takes that beside the
+            tokenizer, else `plain`.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
         end_token: put behind every document, such as `<|endoftext|>`; bytes end with a zero anyway.
         packed: put as many documents as fit into a row; otherwise one, and padding.
         too_long: what becomes of documents that do not fit into a row: `split` into several,
-            `drop`, or `refuse`; None splits texts and refuses prompts, which must not be parted
-            from their responses.
+            `drop`, or `refuse`; None splits texts and refuses prompts and chats, which must not be
+            parted from their responses.
     """
 
     files: tuple[str, ...] = ()
@@ -72,6 +78,8 @@ class DocumentSource:
     text: str | None = None
     prompt: str | None = None
     response: str | None = None
+    messages: str | None = None
+    template: str | None = None
     tokenizer: str | None = None
     end_token: str | None = None
     packed: bool = True
@@ -94,10 +102,14 @@ class DocumentSource:
                 f"data.prompt={self.prompt!r} and data.response={self.response!r}: name both "
                 "fields, or neither for records of text"
             )
-        if self.text is not None and self.prompt is not None:
+        said = {name: x for name in ("text", "prompt", "messages") if (x := getattr(self, name))}
+        if len(said) > 1:
+            named = " and ".join(f"data.{name}={x!r}" for name, x in said.items())
+            raise ConfigError(f"{named} both say what is read: leave one of them out")
+        if self.template is not None and self.messages is None:
             raise ConfigError(
-                f"data.text={self.text!r} and data.prompt={self.prompt!r} both say what is read: "
-                "leave one of them out"
+                f"data.template={self.template!r} is one of chats: name their field, "
+                "data.messages=messages, or leave it out"
             )
         if self.end_token is not None and self.tokenizer is None:
             raise ConfigError(
@@ -108,7 +120,11 @@ class DocumentSource:
     @property
     def arrays(self) -> tuple[str, ...]:
         """The names of the arrays of a batch."""
-        return ("tokens", "segments") if self.prompt is None else ("tokens", "segments", "mask")
+        return ("tokens", "segments", "mask") if self._has_mask else ("tokens", "segments")
+
+    @property
+    def _has_mask(self) -> bool:
+        return self.prompt is not None or self.messages is not None
 
     @property
     def unit(self) -> str:
@@ -134,18 +150,20 @@ class DocumentSource:
         tokenizer = byte_tokenizer()
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer, self.end_token)
-        train, held = (self._documents(part, tokenizer) for part in self._split())
+        template = None if self.messages is None else find_template(self.template, self.tokenizer)
+        train, held = (self._documents(part, tokenizer, template) for part in self._split())
+        chats = "" if template is None else f", chats as {template.name}"
         amounts = f"{len(train)} records for training, {len(held)} for validation"
-        default = "split" if self.prompt is None else "refuse"
+        default = "refuse" if self._has_mask else "split"
         return PackedRows(
             train,
             held,
             length,
             packed=self.packed,
             too_long=self.too_long or default,
-            has_prompts=self.prompt is not None,
+            has_mask=self._has_mask,
             vocab_size=tokenizer.vocab_size,
-            description=f"{', '.join(self.files)}: {amounts}, as {tokenizer.name}"
+            description=f"{', '.join(self.files)}: {amounts}, as {tokenizer.name}{chats}"
             + says_little(len(train), len(held), "records"),
             show=tokenizer.decode,
         )
@@ -162,10 +180,15 @@ class DocumentSource:
         is_held = drawn(len(records), fraction, "records")
         return [(records, np.flatnonzero(side)) for side in (~is_held, is_held)]
 
-    def _documents(self, part: tuple[Records, np.ndarray], tokenizer: Tokenizer) -> RecordDocuments:
-        fields = ("", self.text or "text") if self.prompt is None else (self.prompt, self.response)
-        return RecordDocuments(*part, tokenizer, *fields)  # type: ignore[arg-type]
+    def _documents(
+        self, part: tuple[Records, np.ndarray], tokenizer: Tokenizer, template: ChatTemplate | None
+    ) -> RecordDocuments:
+        text = self.response or self.messages or self.text or "text"
+        return RecordDocuments(*part, tokenizer, self.prompt or "", text, template)
 
+
+_EXAMPLE = [{"role": role, "content": role} for role in ("user", "assistant")]
+"""What tells two templates apart."""
 
 _THREADS = 8
 """Tokenizers and readers leave Python while they work."""
@@ -181,6 +204,7 @@ class RecordDocuments:
         tokenizer: makes tokens of them.
         prompt: the field of the prompt; empty for none.
         text: the field of what is learned.
+        template: what makes a text of a chat, where that field holds one.
     """
 
     records: Records
@@ -188,18 +212,23 @@ class RecordDocuments:
     tokenizer: Tokenizer
     prompt: str
     text: str
+    template: ChatTemplate | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def take(self, number: int) -> tuple[np.ndarray, int]:
+    def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads a record and makes tokens of it."""
         place = int(self.numbers[number])
         record = self.records[place]
+        if self.template is not None:
+            return self.tokenizer.chat(self._chat(record, self.template, place))
         text = self._field(record, self.text, place)
         if self.prompt:
-            return self.tokenizer.answer(self._field(record, self.prompt, place), text)
-        return self.tokenizer.encode(text.encode()), 0
+            both, count = self.tokenizer.answer(self._field(record, self.prompt, place), text)
+            return both, np.arange(len(both)) >= count
+        tokens = self.tokenizer.encode(text.encode())
+        return tokens, np.ones(len(tokens), bool)
 
     def lengths(self) -> np.ndarray:
         """Makes tokens of every record once, in threads, and keeps how many."""
@@ -209,8 +238,29 @@ class RecordDocuments:
 
     def checksum(self) -> int:
         """Of the files, of which records these are, and of what becomes of them."""
-        name = np.frombuffer(f"{self.tokenizer.name} {self.prompt} {self.text}".encode(), np.uint8)
+        how = f"{self.tokenizer.name} {self.prompt} {self.text}"
+        if self.template is not None:
+            how += f" {self.template.pieces(_EXAMPLE)}"
+        name = np.frombuffer(how.encode(), np.uint8)
         return checksum(np.array([self.records.checksum()]), self.numbers, name)
+
+    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, place: int) -> Pieces:
+        where = self.records.place(place)
+        if self.text not in record:
+            raise ConfigError(
+                f"{where} has no field {self.text!r}, which must hold a chat; set "
+                f"data.messages.{did_you_mean(self.text, record)}"
+            )
+        if (wrong := check_messages(record[self.text])) is not None:
+            raise ConfigError(
+                f"{where} has {wrong}; write "
+                '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}], or '
+                "remove the line"
+            )
+        try:
+            return template.pieces(record[self.text])
+        except ValueError as error:
+            raise ConfigError(f"{where} has {error}") from error
 
     def _field(self, record: Mapping[str, Any], name: str, place: int) -> str:
         if not isinstance(text := record.get(name), str):

@@ -26,8 +26,8 @@ class Documents(Protocol):
         """How many there are."""
         ...
 
-    def take(self, number: int) -> tuple[np.ndarray, int]:
-        """The tokens of one, `[n]`, and how many in front are a prompt, which is not learned."""
+    def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of one, `[n]`, and which of them are learned, bool `[n]`."""
         ...
 
     def lengths(self) -> np.ndarray:
@@ -108,11 +108,11 @@ class Rows:
             place = 0
             for segment, piece in enumerate(self.rows[number], start=1):
                 document, start, stop = self.pieces[piece].tolist()
-                found, num_prompt = self.documents.take(document)
+                found, is_learned = self.documents.take(document)
                 here = slice(place, place + stop - start)
                 tokens[row, here] = found[start:stop]
                 segments[row, here] = segment
-                mask[row, here] = np.arange(start, stop) >= num_prompt
+                mask[row, here] = is_learned[start:stop]
                 place += stop - start
         return {"tokens": tokens, "segments": segments, "mask": mask}
 
@@ -164,7 +164,7 @@ class PackedRows:
         length: tokens a model sees, T.
         packed: whether a row holds as many documents as fit, or one.
         too_long: what becomes of documents that do not fit into a row.
-        has_prompts: whether documents begin with a prompt, which is no target.
+        has_mask: whether not all of a document is learned.
         vocab_size: token ids are below it.
         description: one sentence for people.
         show: tokens as people read them.
@@ -181,14 +181,14 @@ class PackedRows:
         *,
         packed: bool,
         too_long: TooLong,
-        has_prompts: bool,
+        has_mask: bool,
         vocab_size: int,
         description: str,
         show: Callable[[np.ndarray], str],
     ):
         self._sides = [lay_out(side, length, packed, too_long) for side in (train, validation)]
         self.length, self.vocab_size, self.show = length, vocab_size, show
-        self._has_prompts, self._how = has_prompts, (length, packed, too_long != "split")
+        self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
         dropped = sum(side.num_dropped for side in self._sides)
         self.description = (
             f"{description}, in {len(self._sides[0].rows)} rows of which {100 * self.padding:.1f} "
@@ -234,6 +234,6 @@ class PackedRows:
 
     def _take(self, side: int, numbers: np.ndarray) -> LocalBatch:
         batch = self._sides[side].take(numbers, self.length + 1)
-        if not self._has_prompts:
+        if not self._has_mask:
             del batch["mask"]
         return batch

@@ -11,6 +11,8 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
+from .chat import Pieces
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
@@ -25,6 +27,8 @@ class Tokenizer:
         decode: maps ids to text for people.
         answer: maps a prompt and what follows it to the ids of both together, and how many of them
             belong to the prompt.
+        chat: maps a text in pieces, each with whether it is learned, to ids and which of them are,
+            bool; the end of the document is learned where the last piece is.
         end: the id that ends a document; None where none does.
     """
 
@@ -34,6 +38,7 @@ class Tokenizer:
     prompt: Callable[[str], np.ndarray]
     decode: Callable[[np.ndarray], str]
     answer: Callable[[str, str], tuple[np.ndarray, int]]
+    chat: Callable[[Pieces], tuple[np.ndarray, np.ndarray]]
     end: int | None = None
 
 
@@ -52,6 +57,7 @@ def byte_tokenizer() -> Tokenizer:
         prompt=lambda text: np.frombuffer(text.encode(), np.uint8),
         decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
         answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
+        chat=_bytes_of_chat,
         end=0,
     )
 
@@ -105,6 +111,14 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         before = [i for i, (a, b) in enumerate(found.offsets) if a < b and a < len(prompt)]
         return np.array([*found.ids, *added], dtype), before[-1] + 1 if before else 0
 
+    def chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        # A template says itself where a special token stands.
+        found = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+        letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
+        is_learned = [bool(letters[a:b].all()) for a, b in found.offsets]
+        ids = np.array([*found.ids, *added], dtype)
+        return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
+
     return Tokenizer(
         f"tokens of {Path(path).name}",
         vocab_size,
@@ -112,8 +126,16 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         prompt=lambda text: np.array(_without_end(model.encode(text)), dtype),
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
         answer=answer,
+        chat=chat,
         end=behind[0] if behind else None,
     )
+
+
+def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    parts = [(np.frombuffer(text.encode(), np.uint8), learned) for text, learned in pieces]
+    parts.append((np.zeros(1, np.uint8), pieces[-1][1]))
+    is_learned = [np.full(len(part), learned) for part, learned in parts]
+    return np.concatenate([part for part, _ in parts]), np.concatenate(is_learned)
 
 
 def _behind(encoded: Any) -> list[int]:

@@ -366,3 +366,138 @@ def test_a_file_without_lines_is_cut_between_letters(tmp_path):
     parts = [bytes(side).decode().rstrip("\0") for side in (text.train, text.validation)]
     assert "".join(parts) == "äöü" * 1000
     assert len(parts[1]) == pytest.approx(300, abs=1)
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3 + 3?"},
+    {"role": "assistant", "content": "6, é."},
+]
+
+
+def learned(batch):
+    """The texts of each document of bytes that are targets, turn by turn."""
+    found = []
+    for tokens, segments, mask in zip(
+        *(batch[k] for k in ("tokens", "segments", "mask")), strict=True
+    ):
+        for number in range(1, segments.max() + 1):
+            own, is_learned = tokens[segments == number], mask[segments == number] != 0
+            turns = np.split(own, 1 + np.flatnonzero(np.diff(is_learned)))
+            found.append([bytes(t.tolist()).decode() for t in turns[int(not is_learned[0]) :: 2]])
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_of_chats_every_answer_is_learned_and_nothing_else(tmp_path, packed):
+    path = lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"messages": TALK[1:4]}] * 6)
+    source = JsonlSource((path,), messages="messages", packed=packed, validation_fraction=0.5)
+    batch = everything(source.open(200))
+    wanted = {("4\n", "6, é.\n\0"), ("4\n",)}
+    assert {tuple(turns) for turns in learned(batch)} == wanted
+    first = next(row for row in documents(batch) if row.startswith("System"))
+    assert first == (
+        "System: Be brief.\nUser: 2 + 2?\nAssistant: 4\nUser: 3 + 3?\nAssistant: 6, é.\n\0"
+    )
+    assert source.arrays == ("tokens", "segments", "mask")
+    assert "chats as plain" in source.open(200).description
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("chatml", "<|im_end|>\n"), ("llama3", "<|eot_id|>")]
+)
+def test_the_end_of_an_answer_is_learned_in_any_template(tmp_path, template, end):
+    path = lines(tmp_path / "a.jsonl", [{"chat": TALK}] * 4)
+    source = JsonlSource((path,), messages="chat", template=template, validation_fraction=0.5)
+    found = learned(everything(source.open(400)))
+    assert found == [[f"4{end}", f"6, é.{end}\0"]] * 2
+    other = JsonlSource((path,), messages="chat", validation_fraction=0.5)
+    assert source.open(400).identity["contents"] != other.open(400).identity["contents"]
+
+
+JINJA = (
+    "{% for m in messages %}\n<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}\n"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def snapshot(folder, template):
+    """The files of a hub's tokenizer, of which each character is a word."""
+    letters = sorted({*"<>systemuassistantBe brief.2+3?46,é "})
+    words = {letter: n for n, letter in enumerate(["[UNK]", "</s>", *letters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": template, "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder / "tokenizer.json")
+
+
+def test_the_template_of_a_tokenizer_is_its_own(tmp_path):
+    pytest.importorskip("jinja2")
+    path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
+    fields = {"messages": "messages", "tokenizer": snapshot(tmp_path, JINJA)}
+    samples = JsonlSource((path,), validation_fraction=0.5, **fields).open(100)
+    assert "chats as tokenizer_config.json" in samples.description
+    batch = everything(samples)
+    mask = (batch["mask"] != 0) & (batch["segments"] != 0)
+    # The end of an answer is one token, and learned.
+    assert batch["tokens"][mask].tolist().count(1) == 2
+    shown = samples.show(batch["tokens"][mask]).replace(" ", "")
+    assert shown == "4</s>6,é.</s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ messages[-1]['content'] }}",
+            r"a.jsonl:1 has message 3, which the template 'tokenizer_",
+        ),
+        ("{{ raise_exception('no system') }}", r"a.jsonl:1 has messages that its .*: no system"),
+        ("{% if %}", r"chat template in .*tokenizer_config.json' is no Jinja"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, message):
+    pytest.importorskip("jinja2")
+    path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
+    fields = {"messages": "messages", "tokenizer": snapshot(tmp_path, template)}
+    source = JsonlSource((path,), validation_fraction=0.5, **fields)
+    with pytest.raises(ConfigError, match=message):
+        source.open(100)
+
+
+def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
+    source = JsonlSource((path,), messages="messages", tokenizer=snapshot(tmp_path, JINJA))
+    with pytest.raises(ConfigError, match=r"'axon_dist\[tokenizers\]', or set .* plain, chatml"):
+        source.open(100)
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "message"),
+    [
+        ({"talk": TALK}, {}, r"a.jsonl:2 has no field 'messages', which must hold a chat; set d"),
+        ({"messages": "hi"}, {}, r"a.jsonl:2 has 'hi', which must be a list of messages; write"),
+        ({"messages": []}, {}, r"a.jsonl:2 has \[\], which must be a list of messages"),
+        ({"messages": [TALK[1], {"role": "user"}]}, {}, r"a.jsonl:2 has .* as message 2, which mu"),
+        ({"messages": TALK[:2]}, {}, r"messages of system, user alone, and none of an assistant"),
+        ({"messages": [{**TALK[2], "role": "bot"}, *TALK]}, {}, r"a.jsonl:2 has the role 'bot', w"),
+        (
+            {},
+            {"template": "chatm"},
+            r"template='chatm' is neither a template nor a file; .* chatml",
+        ),
+        ({}, {"messages": None, "template": "plain"}, r"data.template='plain' is one of chats: na"),
+        ({}, {"text": "t"}, r"data.text='t' and data.messages='messages' both say what is read"),
+    ],
+)
+def test_chats_that_cannot_be(tmp_path, record, fields, message):
+    path = lines(tmp_path / "a.jsonl", [{"messages": TALK}, record])
+    with pytest.raises(ConfigError, match=message):
+        fields = {"messages": "messages", "validation_fraction": 0.5} | fields
+        JsonlSource((path,), **fields).open(100)
