@@ -17,6 +17,7 @@ from axon_dist.core.tree import map_with_path
 from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.mesh import World
 from axon_dist.models import generate
+from axon_dist.precision import autocast
 
 from ..config.build import build_step
 from ..config.schema import RunConfig
@@ -57,7 +58,8 @@ def generate_text(
     """Goes on with texts as the model of a run would, beginning documents with them.
 
     The parameters are split as the strategy of the run, or the one named in its place, splits them;
-    those of a pipeline over all devices. The texts are those of one device.
+    those of a pipeline over all devices. The texts are those of one device, in the precision of the
+    run: `overrides=["precision=float32"]` for another.
 
     Args:
         run: the folder of a run.
@@ -134,9 +136,11 @@ def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Modu
     place = lambda path, _: NamedSharding(world.mesh, targets[path].sharding.spec)
     where = map_with_path(place, step.parts.weights)
     whole = NamedSharding(world.mesh, PartitionSpec())
-    # Widened once rather than for every token.
-    parts = dataclasses.replace(step.parts, int8={})
-    return parts.merge(*load_arrays(checkpoint, parts, where, whole))
+    # Widened and cast once rather than for every token.
+    parts, precision = dataclasses.replace(step.parts, int8={}), step.strategy.precision
+    weights, buffers = load_arrays(checkpoint, parts, where, whole)
+    model = parts.merge(step.spec.view.cast(weights), buffers)
+    return autocast(model, precision) if precision is not None and precision.is_mixed else model
 
 
 def _completion(

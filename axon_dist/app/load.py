@@ -44,7 +44,9 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
     """Loads the model of a run as a plain module on one device, without the optimizer.
 
     Whatever mesh and strategy it was trained with, pipelines among them: a checkpoint has the
-    arrays as the model has them.
+    arrays as the model has them. The module computes in its own dtypes, whatever `precision` the
+    run has; `axon_dist.precision.autocast(model, config.precision)` makes it compute as the run
+    did, where that is a `MixedPrecision`.
 
     Args:
         run: the folder of a run.

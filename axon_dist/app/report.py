@@ -11,7 +11,7 @@ from rich.table import Table
 from axon_dist.core.tree import leaves_with_paths, num_params
 from axon_dist.loop import TrainResult, byte_size, clock_time, si
 from axon_dist.mesh import rank_table
-from axon_dist.step import ModelParts
+from axon_dist.step.parts import ModelParts
 
 from ..config.build import Run
 

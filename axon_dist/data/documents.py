@@ -49,8 +49,8 @@ class DocumentSource:
     Records with a text are learned whole. Of records with a prompt and a response, one behind the
     other, the model sees both and learns the response alone. Rows say which document each token is
     of: tokens see their own document alone, positions begin anew in each, and the first token of a
-    document is no target. Of records with a chat, a list of `{role, content}`, the model learns what
-    the assistant says, in all of its turns.
+    document is no target. Of records with a chat, a list of `{role, content}`, the model learns
+    what the assistant says, in all of its turns.
 
     Args:
         files: paths or globs.

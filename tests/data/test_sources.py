@@ -498,6 +498,6 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
 )
 def test_chats_that_cannot_be(tmp_path, record, fields, message):
     path = lines(tmp_path / "a.jsonl", [{"messages": TALK}, record])
+    fields = {"messages": "messages", "validation_fraction": 0.5} | fields
     with pytest.raises(ConfigError, match=message):
-        fields = {"messages": "messages", "validation_fraction": 0.5} | fields
         JsonlSource((path,), **fields).open(100)

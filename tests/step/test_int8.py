@@ -180,9 +180,9 @@ def test_fsdp_moves_and_holds_one_byte_of_a_frozen_weight(make_world):
 
 ROWS = {
     "ddp": ("dp=4", lambda: ddp(bucket_capacity=1000), Net, {"accumulate": 2}),
-    "linen": ("fsdp=4", lambda: fsdp(**SMALL), linen, {}),
 }
 MORE = {
+    "linen": ("fsdp=4", lambda: fsdp(**SMALL), linen, {}),
     "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), Net, {}),
     "per step": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(per="step")), Net, {}),
     "stacked": ("fsdp=4", lambda: fsdp(**SMALL), Stacked, {}),
@@ -200,6 +200,7 @@ def test_equals_the_rounded_model_on_one_device(row, make_world):
     assert_trains(build(strategy(), make_world(axes), make, **options), make)
 
 
+@pytest.mark.full
 def test_half_precision_reads_what_the_rounded_model_reads(make_world):
     """Widened and cast: as the float32 weight would be cast, rounded once."""
     step = build(fsdp(**SMALL), make_world("fsdp=2"), precision="bf16")
