@@ -42,8 +42,8 @@ def global_gradients(spec: StepSpec) -> GradientFn:
         if spec.num_microbatches == 1:
             found = gradient_means(of_trained, scale)(params, buffers, batch)
             return found._replace(grads=constrain(found.grads))
-        sums_of = gradient_sums(of_trained, scale=scale)
         count = spec.num_microbatches
+        sums_of = gradient_sums(of_trained, scale=scale, parts=count)
         sums, buffers = accumulate(sums_of, params, buffers, batch, count, constrain)
         grads, metrics = sums.means()
         return GradientResult(constrain(grads), metrics, buffers)

@@ -136,6 +136,7 @@ class LocalPlan:
         own = _own_buffers(buffers, reduction)
         drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
         share = lambda weight: all_mean(weight, self.axes)
+        parts = count * self.spec.num_ranks
         if self.gathers_once:
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
             # comes back in the dtype of the compute.
@@ -145,7 +146,7 @@ class LocalPlan:
             # through them: those of losses that must have been divided by one weight.
             averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
             forward = beside(self._forward(None), others)
-            sums_of = gradient_sums(forward, scale=scale, common=share if averaged else None)
+            sums_of = gradient_sums(forward, scale, share if averaged else None, parts)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             sums, changed = accumulate(sums_of, whole, drawing, batch, count)
@@ -155,7 +156,7 @@ class LocalPlan:
             # Units reduce their gradients within the backward pass, so the weight must be that of
             # all ranks before it begins.
             forward = beside(self._forward(self._gather), frozen)
-            sums_of = gradient_sums(forward, scale=scale, common=share)
+            sums_of = gradient_sums(forward, scale, share, parts)
             sums, changed = accumulate(sums_of, params, drawing, batch, count)
         changed = without_rank(changed, own)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples

@@ -208,6 +208,7 @@ def gradient_sums(
     forward: Forward,
     scale: Array | None = None,
     common: Callable[[Array], Array] | None = None,
+    parts: int = 1,
 ) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
     """Makes the function that differentiates the loss and returns weighted sums.
 
@@ -219,15 +220,21 @@ def gradient_sums(
         scale: what the loss is multiplied by on the way back, against vanishing gradients.
         common: makes one weight of those of all ranks; needed where gradients of different ranks
             are added within the backward pass, before weights of their own could be multiplied in.
+        parts: into how many of about this size a batch is cut. A sample weighs so many times more
+            in the mean of a part: a scaled loss is divided by it on the way back, or half precision
+            would overflow in parts where it does not as a whole.
 
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.
     """
     weight_of = lambda loss: loss.weight if _is_one(loss.weight) else (common or _own)(loss.weight)
-    differentiate = _differentiated(forward, weight_of, scale, _per_weight)
+    per_part = None if scale is None else scale / parts
+    differentiate = _differentiated(forward, weight_of, per_part, _per_weight)
 
     def sums(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
         (_, outcome), grads = differentiate(params, buffers, batch)
+        if scale is not None:
+            grads = jax.tree.map(lambda g: _wide(g) * parts, grads)
         return weigh(grads, outcome, _nonzero_or_one(weight_of(outcome.loss))), outcome.buffers
 
     return sums

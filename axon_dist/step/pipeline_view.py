@@ -74,12 +74,16 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
             out_specs=(*plan.grad_specs, whole, whole, whole),
             check_vma=False,
         )
+        parts = plan.pipeline.num_microbatches * spec.num_ranks
+        # As in `gradient_sums`: scaled like the mean of the whole batch.
+        scale = None if scale is None else scale / parts
         of_ranks = lambda stored: (plan.rows.rows_of(stored), plan.rows.rest_of(stored))
         given = of_ranks(params), of_ranks(frozen) if frozen else ([], [])
         rows, rest, unit, loss, buffers = mapped(*given, buffers, batch, scale)
         reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
         reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
         total, weight, metrics = loss
+        unit = unit if scale is None else unit * parts
         sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
         return GradientResult(*sums.means(), buffers)
 
