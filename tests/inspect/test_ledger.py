@@ -24,6 +24,8 @@ def row(**changes):
         axes=("dp",),
         is_async=False,
         exposure="exposed",
+        seconds=None,
+        waited=None,
         op_name="",
         source="step.py:3",
     )
@@ -36,8 +38,8 @@ def ledger():
         (
             row(),
             row(kind="all-gather", wire_bytes=10, count=24, axes=("fsdp",), exposure="light"),
-            row(kind="all-gather", wire_bytes=5, axes=("dp", "fsdp"), exposure="overlapped"),
-            row(kind="reduce-scatter", wire_bytes=7, axes=None, exposure="overlapped"),
+            row(kind="all-gather", wire_bytes=5, axes=("dp", "fsdp"), exposure="hidden"),
+            row(kind="reduce-scatter", wire_bytes=7, axes=None, exposure="hidden"),
         ),
         mesh_axes=("dp", "fsdp"),
     )
@@ -47,7 +49,7 @@ def test_totals(ledger):
     assert ledger.total_wire_bytes() == 352
     assert ledger.by_kind() == {"all-reduce": 100, "all-gather": 245, "reduce-scatter": 7}
     assert ledger.by_axis() == {"dp": 100, "fsdp": 240, "dp,fsdp": 5, "?": 7}
-    assert ledger.by_exposure() == {"exposed": 100, "light": 240, "overlapped": 12}
+    assert ledger.by_exposure() == {"exposed": 100, "light": 240, "hidden": 12}
     assert ledger.exposed_bytes() == 100
     assert ledger.num_executions() == 27
     assert len(ledger) == 4

@@ -52,7 +52,7 @@ def judged(*lines, machine=MACHINE):
 
 
 def test_enough_compute_hides_a_transfer():
-    assert judged(start(1), product(1), product(2), done(1)) == ["overlapped"]
+    assert judged(start(1), product(1), product(2), done(1)) == ["hidden"]
 
 
 def test_too_little_compute_is_light():
@@ -65,16 +65,16 @@ def test_no_compute_is_exposed():
 
 def test_one_product_does_not_hide_two_transfers():
     lines = (start(1), start(2), product(1), product(2), done(1), done(2))
-    assert judged(*lines) == ["overlapped", "light"]
-    assert judged(*lines[:4], product(3), *lines[4:]) == ["overlapped", "overlapped"]
+    assert judged(*lines) == ["hidden", "light"]
+    assert judged(*lines[:4], product(3), *lines[4:]) == ["hidden", "hidden"]
 
 
 def test_waiting_for_one_transfer_gives_time_to_the_next():
     lines = (start(1), start(2), product(1), done(1), product(2), product(3), done(2))
-    assert judged(*lines) == ["light", "overlapped"]
+    assert judged(*lines) == ["light", "hidden"]
 
 
-def test_without_a_machine_nothing_is_called_overlapped():
+def test_without_a_machine_nothing_is_called_hidden():
     lines = (start(1), product(1), product(2), done(1))
     assert judged(*lines, machine=None) == ["light"]
 
@@ -103,7 +103,7 @@ ENTRY %main (x: u8[100], a: f32[64,64]) -> u8[800] {
   ROOT %d = u8[800]{0} all-gather-done(%s)
 }
 """
-    for trips, expected in ((1, "light"), (2, "overlapped")):
+    for trips, expected in ((1, "light"), (2, "hidden")):
         config = {"known_trip_count": {"n": str(trips)}}
         ledger = collectives(text.replace("TRIPS", json.dumps(config)), machine=MACHINE)
         assert [row.exposure for row in ledger] == [expected]
