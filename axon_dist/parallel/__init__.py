@@ -14,7 +14,9 @@ from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy
 from .fsdp import fsdp as fsdp
 from .gather import GlobalGather as GlobalGather
+from .gather import Held as Held
 from .gather import LocalGather as LocalGather
+from .gather import ReduceHeld as ReduceHeld
 from .gather import all_gather_by as all_gather_by
 from .gather import only_axes as only_axes
 from .gather import reduce_by as reduce_by

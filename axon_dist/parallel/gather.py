@@ -83,6 +83,55 @@ class LocalGather:
         return gather(weight)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A whole weight with the gradients that microbatches before have left on this rank.
+
+    Args:
+        weight: the weight, or its rows in a stack of layers.
+        sums: the sum of those gradients, of the same shape.
+        slot: zeros in the shape of the owner's shard: what the reduced sum is the gradient of.
+    """
+
+    weight: Array
+    sums: Array
+    slot: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceHeld:
+    """Reduces the gradients of all microbatches where the last one's gradient is made.
+
+    Forward it gives the weight; on the way back the gradient of the weight is added to the sums
+    held, and the total, reduced to its owner, becomes the gradient of the slot. So the reduction
+    of one unit runs beside the backward pass of the unit before.
+
+    Args:
+        spec: where the total shall lie, batch axes alone.
+        axes: all the batch axes, whose ranks have different samples.
+        wire: the dtype of the reduction.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+    """
+
+    spec: PartitionSpec
+    axes: tuple[str, ...]
+    wire: Any
+    ndim: int
+
+    def __call__(self, held: Held) -> Array:
+        """Returns the weight; to be called once for each, or sums would count more than once."""
+        spec = _tail(self.spec, self.ndim - held.weight.ndim)
+
+        def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
+            total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
+            return None, None, total.astype(held.slot.dtype)
+
+        weight = jax.custom_vjp(lambda weight, sums, slot: weight)
+        weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
+        return weight(held.weight, held.sums, held.slot)
+
+
 def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:
     """Makes one rank's shard whole, inside `shard_map`."""
     for dim in range(len(spec)):

@@ -292,7 +292,7 @@ def gathered(params: Any) -> Any:
         gather = variable.get_metadata().get(GATHER)
         if gather is None:
             return variable
-        whole = variable.replace(gather(variable[...]))
+        whole = variable.replace(gather(variable.get_value()))
         whole.del_metadata(GATHER)
         return whole
 

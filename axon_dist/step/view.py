@@ -32,6 +32,9 @@ from .parts import ModelParts
 MakeGather: TypeAlias = Callable[[Path], Callable[[Any], Any]]
 """The path of a parameter -> how to gather it."""
 
+Bundle: TypeAlias = Callable[[Path, Any], Any]
+"""(path of a parameter, its value) -> what it is gathered from."""
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -63,6 +66,8 @@ class View:
         make_gather: MakeGather | None,
         also: Prepare | None = None,
         remat: RematPolicy | None = None,
+        bundle: Bundle = lambda _, weight: weight,
+        by_units: Callable[[Path], bool] = lambda _: True,
     ) -> Prepare:
         """Makes the function that adapts a merged model.
 
@@ -71,6 +76,9 @@ class View:
                 whole already.
             also: a further change, made first.
             remat: what each unit keeps for its backward pass; None where the scan does.
+            bundle: what a weight is gathered from beside itself.
+            by_units: whether the unit that has a weight may gather it; else it is gathered in
+                front of all units.
 
         Returns:
             The function.
@@ -82,15 +90,16 @@ class View:
             params = _variables(model, self.weights)
             found = mark_units(model, lambda path, _: path in self.units, remat)
             for path, variable in params.items():
-                variable.set_value(self.cast(variable[...]))
+                value = bundle(path, self.cast(variable[...]))
+                variable.set_value(value)
                 if make_gather is None:
                     continue
                 # Only what a unit will gather carries the way to do it: Linen takes a Variable with
                 # metadata of ours for a boxed value.
-                if any(is_inside(path, unit) for unit in found):
+                if by_units(path) and any(is_inside(path, unit) for unit in found):
                     variable.set_metadata(**{GATHER: make_gather(path)})
                 else:
-                    variable.set_value(make_gather(path)(variable[...]))
+                    variable.set_value(make_gather(path)(value))
             if self.precision is not None and self.precision.buffer is not None:
                 _widen_statistics(model, self.weights)
             if self.precision is not None and self.precision.is_mixed:
