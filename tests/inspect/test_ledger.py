@@ -116,3 +116,19 @@ def test_ring_costs(kind, expected):
     bytes_out = {"all-gather": 6400, "reduce-scatter": 100}.get(kind, 800)
     assert ring_bytes(kind, 800, bytes_out, 8) == expected
     assert ring_bytes(kind, 800, bytes_out, 1) == 0
+
+
+def test_the_table_tells_how_many_milliseconds_are_covered():
+    rows = (
+        row(exposure="light", seconds=2e-3, waited=0.5e-3, count=4),
+        row(exposure="hidden", seconds=1e-3, waited=0.0),
+    )
+    console = Console(file=io.StringIO(), width=140)
+    with console.capture() as capture:
+        console.print(Ledger(rows).table())
+    lines = [line.split() for line in capture.get().splitlines()]
+    (light,) = [line for line in lines if line[:1] == ["light"]]
+    assert light[1:] == ["0.000", "6.0", "of", "8.0", "ms"]
+    assert any("light 6.0 of 8.0 ms" in " ".join(line) for line in lines[:-4])
+    (total,) = [line for line in lines if line[:1] == ["total"]]
+    assert total[1:] == ["0.001", "7.0", "of", "9.0", "ms"]
