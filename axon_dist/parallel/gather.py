@@ -98,6 +98,11 @@ class Held:
     sums: Array
     slot: Array
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight, for which it stands in a model."""
+        return self.weight.shape
+
 
 @dataclasses.dataclass(frozen=True)
 class ReduceHeld:

@@ -52,6 +52,7 @@ from .objective import (
 )
 from .parts import own_and_given
 from .spec import StepSpec
+from .stacking import stacking_of
 from .view import MakeGather, spelled
 
 
@@ -160,9 +161,11 @@ class LocalPlan:
             sums_of = gradient_sums(forward, scale=scale, common=share if averaged else None)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
-            last = self._last(others) if self._reduces_within(scale) else None
-            sums, changed = accumulate(sums_of, whole, drawing, batch, count, last=last)
-            if reduction.per == "step" and last is None:
+            if reduction.per == "microbatch" or count == 1:
+                sums, changed = accumulate(sums_of, whole, drawing, batch, count)
+            else:
+                sums, changed = self._held_back(sums_of, whole, others, drawing, batch, scale)
+            if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
             # Units reduce their gradients within the backward pass, so the weight must be that of
@@ -175,6 +178,34 @@ class LocalPlan:
         # like the others.
         scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
+
+    def _held_back(
+        self,
+        sums_of: SumsFn,
+        whole: PyTree,
+        frozen: PyTree,
+        buffers: PyTree,
+        batch: Batch,
+        scale: Any,
+    ) -> tuple[Sums, PyTree]:
+        """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
+        stacking = stacking_of(whole, self.spec.view.units)
+        reduced = self._last(frozen)
+
+        def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+            sums, buffers = sums_of(stacking.unstack(weights), buffers, batch)
+            return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
+
+        def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
+            return reduced(apart, stacking.unstack(weights), buffers, batch)
+
+        within = last if self._reduces_within(scale) else None
+        rows, count = stacking.stack(whole), self.spec.num_microbatches
+        sums, buffers = accumulate(stacked, rows, buffers, batch, count, last=within)
+        if within is None:
+            sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
+        return sums, buffers
 
     def _reduces_within(self, scale: Any) -> bool:
         """Whether the backward pass of the last microbatch reduces the gradients of all of them.
