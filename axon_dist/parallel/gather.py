@@ -40,13 +40,24 @@ class GlobalGather:
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        place = lambda spec: NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
-        own, full = place(self.own), place(self.full)
         if self.grad is None:
             # Without a rule of its own: in one that is never differentiated, a rematerialisation
             # policy would see an opaque call, and keep the whole weight.
-            return _gathered(weight, own, full)
-        return _pinned(weight, own, place(self.grad), full)
+            return self.forward(weight)
+        # The rule repeats the forward rather than calling it, so that a rematerialisation policy
+        # sees the constraint itself and not an opaque call.
+        grad = self._place(self.grad, weight)
+        gather = jax.custom_vjp(self.forward)
+        gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (_constrain(ct, grad),))
+        return gather(weight)
+
+    def forward(self, weight: Array) -> Array:
+        """Returns the gathered weight, its gradient left to the compiler."""
+        lies, full = self._place(self.own, weight), self._place(self.full, weight)
+        return _constrain(_constrain(weight, lies), full)
+
+    def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
+        return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,19 +196,6 @@ def regather_in_backward(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
     return PartitionSpec(*tuple(spec)[leading:])
-
-
-def _pinned(weight: Array, own: Any, grad: Any, full: Any) -> Array:
-    forward = lambda w: _gathered(w, own, full)
-    # The rule repeats the forward rather than calling it, so that a rematerialisation policy sees
-    # the constraint itself and not an opaque call.
-    gather = jax.custom_vjp(forward)
-    gather.defvjp(lambda w: (forward(w), None), lambda _, ct: (_constrain(ct, grad),))
-    return gather(weight)
-
-
-def _gathered(weight: Array, own: Any, full: Any) -> Array:
-    return _constrain(_constrain(weight, own), full)
 
 
 def _constrain(value: Array, place: Any) -> Array:

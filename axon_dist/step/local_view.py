@@ -120,7 +120,9 @@ class LocalPlan:
     @property
     def gathers_once(self) -> bool:
         """Whether weights are whole for the whole step; else units gather and reduce theirs."""
-        return self.spec.reduction.per == "step" or not self.spec.strategy.params.split_axes
+        strategy = self.spec.strategy
+        once = self.spec.reduction.per == "step" or strategy.gathers_once
+        return once or not strategy.params.split_axes
 
     @cached_property
     def param_specs(self) -> PyTree:

@@ -179,7 +179,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         precision=strategy.precision,
         units=units,
         remat=strategy.remat,
-        splits_params=bool(strategy.params.split_axes),
+        splits_params=bool(strategy.params.split_axes) and not strategy.gathers_once,
         moves_activations=bool(strategy.layers),
         weights=paths_of(parts.weights),
     )
