@@ -59,6 +59,7 @@ def main() -> None:
         scan_layers=args.layers == "scan",
         attention=args.attention,
         max_length=SEQUENCE,
+        **({} if args.num_layers is None else {"num_layers": args.num_layers}),
     )
     step = build(config, args, world)
     samples = world.size // world.spec.shape.get("tp", 1) * args.accumulate
@@ -89,6 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--strategy", default="full_shard", choices=sorted(STRATEGIES))
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")
     parser.add_argument("--layers", default="list", choices=["list", "scan"])
+    parser.add_argument("--num-layers", type=int, help="fewer than the model has")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--per", choices=["step", "microbatch"])

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 
 from .parse import Computation, Instruction, Module
+from .shapes import Shape
 
 KINDS = (
     "all-reduce",
@@ -27,6 +28,8 @@ KINDS = (
 
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_SCATTER = "all-reduce-scatter"
+_MOVES = ("bitcast", "reshape", "copy", "transpose", "convert")
 _STOPS = ("while", "conditional", "call")
 
 
@@ -49,6 +52,8 @@ class Transfer:
     @property
     def kind(self) -> str:
         """One of `KINDS`."""
+        if reduced_slice(self.owner, self.instruction):
+            return "reduce-scatter"
         return collective_kind(self.instruction) or self.instruction.opcode
 
     @property
@@ -63,6 +68,48 @@ def collective_kind(instruction: Instruction) -> str | None:
         return "collective-permute"
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
+
+
+def results(transfer: Transfer) -> tuple[Shape, ...]:
+    """The arrays that come out; a `-start` may carry its operands and contexts beside them."""
+    instruction, owner = transfer.instruction, transfer.owner
+    if transfer.kind == "collective-permute":
+        return owner.operand_shapes(instruction)
+    if shard := reduced_slice(owner, instruction):
+        return shard.shapes
+    if not instruction.opcode.endswith("-start"):
+        return instruction.shapes
+    for later in owner.instructions:
+        if instruction.name in later.operands and later.opcode.endswith("-done"):
+            return later.shapes
+    return instruction.shapes
+
+
+def reduced_slice(owner: Computation, instruction: Instruction) -> Instruction | None:
+    """The slice that alone is left of an all-reduce in a fusion of TPUs, which send no more of it.
+
+    Such a fusion, called `all-reduce-scatter`, reduces as a reduce-scatter does (TPU text has no
+    other form of one that runs on the cores themselves).
+
+    Args:
+        owner: the computation that holds the instruction.
+        instruction: any.
+
+    Returns:
+        The slice; None for anything else.
+    """
+    if instruction.opcode != "all-reduce" or not owner.name.startswith(_SCATTER):
+        return None
+    left = instruction
+    while True:
+        users = [user for user in owner.instructions if left.name in user.operands]
+        if len(users) != 1:
+            return None
+        if users[0].opcode == "dynamic-slice":
+            return users[0]
+        if users[0].opcode not in _MOVES:
+            return None
+        left = users[0]
 
 
 def transfers(module: Module, computation: Computation) -> list[Transfer]:

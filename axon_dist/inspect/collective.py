@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypeAlias
 
-Exposure: TypeAlias = Literal["exposed", "light", "overlapped"]
-"""Whether compute hides a transfer: not at all, not enough of it, or fully."""
+Exposure: TypeAlias = Literal["hidden", "light", "exposed"]
+"""How much of a transfer's time compute covers: all of it, a part, or none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,12 @@ class Collective:
         in_conditional: whether a branch of a conditional leads to it.
         axes: the mesh axes that its groups span; None where no set of axes matches.
         is_async: whether it is started and awaited at different places of the schedule.
-        exposure: `exposed` where it is synchronous or no compute is scheduled until it is awaited,
-            `light` where that compute takes less time than the transfer, `overlapped` otherwise.
+        exposure: `exposed` where it is synchronous or what is scheduled until it is awaited covers
+            next to nothing of it, `light` where that takes less time than the transfer, `hidden`
+            otherwise.
+        seconds: what one execution takes alone on the wire; None where no rates are known.
+        waited: for how many seconds of one execution the compute units stand still for it; None
+            where no rates are known.
         op_name: the traced operation it comes from, where the compiler kept it.
         source: `file.py:line` of the user's program, where the compiler kept it.
     """
@@ -48,6 +52,8 @@ class Collective:
     axes: tuple[str, ...] | None
     is_async: bool
     exposure: Exposure
+    seconds: float | None
+    waited: float | None
     op_name: str
     source: str
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import jax
 
 from ..hardware import Hardware, machine_of
-from ..hlo.groups import Groups, permuted_axes, replica_groups, source_target_pairs, spanned_axes
-from ..hlo.parse import Module, Program, as_module
-from ..hlo.shapes import Shape, total_bytes
+from ..hlo.groups import permuted_axes, spanned_axes
+from ..hlo.parse import Program, as_module
 from ..hlo.sources import origin
-from ..hlo.transfers import Transfer, transfers
 from ..hlo.walk import Visit, visits
-from .collective import Collective, ring_bytes
-from .cost import CostModel
+from .collective import Collective
 from .ledger import Ledger
-from .overlap import Wire, exposures
+from .wires import WireModel
 
 
 def collectives(
@@ -50,79 +46,36 @@ def collectives(
         [('all-reduce', 4, 600)]
     """
     module = as_module(program)
-    costs = CostModel(module)
     machine = machine or machine_of(mesh)
-    rows = (row for visit in visits(module) for row in _rows(costs, module, visit, mesh, machine))
+    wires = WireModel(module, machine)
+    rows = (row for visit in visits(module) for row in _rows(wires, visit, mesh))
     return Ledger(tuple(rows), mesh_axes=mesh.axis_names if mesh is not None else ())
 
 
-def _rows(
-    costs: CostModel,
-    module: Module,
-    visit: Visit,
-    mesh: jax.sharding.Mesh | None,
-    machine: Hardware | None,
-) -> Iterator[Collective]:
-    wires, rows = [], []
-    for transfer in transfers(module, visit.computation):
-        groups = _groups(module, transfer)
-        row = _describe(module, visit, transfer, groups, mesh)
-        seconds = machine.wire_seconds(row.wire_bytes, groups) if machine else 0.0
-        wires.append(Wire(transfer, seconds))
-        rows.append(row)
-    judged = exposures(costs, visit.computation, wires, machine)
-    for row, exposure in zip(rows, judged, strict=True):
-        yield dataclasses.replace(row, exposure=exposure)
-
-
-def _describe(
-    module: Module,
-    visit: Visit,
-    transfer: Transfer,
-    groups: Groups,
-    mesh: jax.sharding.Mesh | None,
-) -> Collective:
-    instruction, kind = transfer.instruction, transfer.kind
-    operands = transfer.owner.operand_shapes(instruction)
-    bytes_in, bytes_out = total_bytes(operands), total_bytes(_results(transfer))
-    group_size = max((len(set(group)) for group in groups), default=1)
-    find_axes = permuted_axes if kind == "collective-permute" else spanned_axes
-    op_name, source = origin(instruction.attributes, module.sources)
-    return Collective(
-        name=instruction.name,
-        kind=kind,
-        dtypes=tuple(sorted({shape.dtype for shape in operands})),
-        num_arrays=len(operands),
-        bytes_in=bytes_in,
-        bytes_out=bytes_out,
-        group_size=group_size,
-        wire_bytes=ring_bytes(kind, bytes_in, bytes_out, group_size),
-        count=visit.count,
-        unknown_trip=visit.unknown_trip,
-        in_conditional=visit.in_conditional,
-        axes=find_axes(groups, mesh),
-        is_async=transfer.is_async,
-        exposure="exposed",
-        op_name=op_name,
-        source=source,
-    )
-
-
-def _groups(module: Module, transfer: Transfer) -> Groups:
-    attributes = transfer.instruction.attributes
-    if transfer.kind == "collective-permute":
-        return source_target_pairs(attributes)
-    return replica_groups(attributes, module.num_devices)
-
-
-def _results(transfer: Transfer) -> tuple[Shape, ...]:
-    """The arrays that come out; a `-start` may carry its operands and contexts beside them."""
-    instruction, owner = transfer.instruction, transfer.owner
-    if transfer.kind == "collective-permute":
-        return owner.operand_shapes(instruction)
-    if not instruction.opcode.endswith("-start"):
-        return instruction.shapes
-    for later in owner.instructions:
-        if instruction.name in later.operands and later.opcode.endswith("-done"):
-            return later.shapes
-    return instruction.shapes
+def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Iterator[Collective]:
+    sent, judged = wires.sent(visit.computation), wires.judged(visit.computation)
+    for one, judgement in zip(sent, judged, strict=True):
+        instruction, kind = one.transfer.instruction, one.transfer.kind
+        operands = one.transfer.owner.operand_shapes(instruction)
+        find_axes = permuted_axes if kind == "collective-permute" else spanned_axes
+        op_name, source = origin(instruction.attributes, wires.module.sources)
+        yield Collective(
+            name=instruction.name,
+            kind=kind,
+            dtypes=tuple(sorted({shape.dtype for shape in operands})),
+            num_arrays=len(operands),
+            bytes_in=one.bytes_in,
+            bytes_out=one.bytes_out,
+            group_size=one.group_size,
+            wire_bytes=one.wire_bytes,
+            count=visit.count,
+            unknown_trip=visit.unknown_trip,
+            in_conditional=visit.in_conditional,
+            axes=find_axes(one.groups, mesh),
+            is_async=one.transfer.is_async,
+            exposure=judgement.exposure,
+            seconds=judgement.seconds,
+            waited=judgement.waited,
+            op_name=op_name,
+            source=source,
+        )

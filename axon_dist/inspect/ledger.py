@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from rich import box
 from rich.table import Table
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..hlo.transfers import KINDS
-from .collective import Collective
+from .collective import Collective, Exposure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,24 @@ class Ledger:
         """Bytes per step that nothing hides: synchronous, or awaited with no compute between."""
         return self.by_exposure().get("exposed", 0)
 
+    def light_bytes(self) -> int:
+        """Bytes per step of transfers that compute covers in part, and waits for."""
+        return self.by_exposure().get("light", 0)
+
+    def seconds(self, exposure: Exposure | None = None) -> float:
+        """The time per step that transfers take alone on the wire, at the rates of the machine.
+
+        Args:
+            exposure: of those judged so; None for all. Without a machine it is 0.
+        """
+        rows = (row for row in self.rows if exposure in (None, row.exposure))
+        return sum((row.seconds or 0.0) * row.count for row in rows)
+
+    def waited(self, exposure: Exposure | None = None) -> float:
+        """The time per step for which the compute units wait for transfers; see `seconds`."""
+        rows = (row for row in self.rows if exposure in (None, row.exposure))
+        return sum((row.waited or 0.0) * row.count for row in rows)
+
     def by_kind(self) -> dict[str, int]:
         """Wire bytes per step for each kind that occurs."""
         return self._totals(lambda row: row.kind)
@@ -82,7 +100,7 @@ class Ledger:
         return self._totals(lambda row: row.axis)
 
     def by_exposure(self) -> dict[str, int]:
-        """Wire bytes per step that are exposed, lightly covered and overlapped."""
+        """Wire bytes per step that are hidden, covered in part (`light`) and exposed."""
         return self._totals(lambda row: row.exposure)
 
     def num_executions(self) -> int:
@@ -123,26 +141,35 @@ class Ledger:
     def table(self) -> Table:
         """The ledger as a table for a terminal, equal collectives joined, the heaviest first."""
         table = Table(title="collectives per device and step", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("kind", "axis", "dtype", "count", "MB each", "MB total", "hidden"):
+        for column in ("kind", "axis", "dtype", "count", "MB each", "MB total", "covered"):
             table.add_column(column, justify="right" if "MB" in column else "left", no_wrap=True)
         table.add_column("source", overflow="fold")
-        for (*labels, each, hidden, source), count in self._joined():
+        for (*labels, each, exposure, source), rows in self._joined():
             kind, axis, dtypes, flags = labels
+            count = rows.num_executions()
             sizes = (_mb(each), _mb(each * count))
-            table.add_row(kind, axis, dtypes, f"{count}{flags}", *sizes, hidden, source)
+            covered = exposure if exposure == "hidden" else f"{exposure} {rows._times(None)}"
+            table.add_row(kind, axis, dtypes, f"{count}{flags}", *sizes, covered, source)
         table.add_section()
-        for exposure, total in self.by_exposure().items():
-            table.add_row(exposure, "", "", "", "", _mb(total))
-        table.add_row("total", "", "", "", "", _mb(self.total_wire_bytes()))
+        totals = self.by_exposure()
+        for exposure in (each for each in get_args(Exposure) if each in totals):
+            table.add_row(exposure, "", "", "", "", _mb(totals[exposure]), self._times(exposure))
+        table.add_row("total", "", "", "", "", _mb(self.total_wire_bytes()), self._times(None))
         return table
 
-    def _joined(self) -> list[tuple[tuple, int]]:
-        joined: Counter[tuple] = Counter()
+    def _times(self, exposure: Exposure | None) -> str:
+        """How many of the milliseconds on the wire compute covers; nothing without a machine."""
+        total, waited = self.seconds(exposure), self.waited(exposure)
+        return f"{_ms(max(total - waited, 0.0))} of {_ms(total)} ms" if total else ""
+
+    def _joined(self) -> list[tuple[tuple, Ledger]]:
+        joined: dict[tuple, list[Collective]] = {}
         for row in self.rows:
             flags = ("+" if row.unknown_trip else "") + (" (branch)" if row.in_conditional else "")
             labels = (row.kind, row.axis, ",".join(row.dtypes), flags)
-            joined[(*labels, row.wire_bytes, row.exposure, row.source)] += row.count
-        return sorted(joined.items(), key=lambda item: -item[0][4] * item[1])
+            joined.setdefault((*labels, row.wire_bytes, row.exposure, row.source), []).append(row)
+        ledgers = [(key, dataclasses.replace(self, rows=tuple(x))) for key, x in joined.items()]
+        return sorted(ledgers, key=lambda item: -item[1].total_wire_bytes())
 
     def _totals(self, label: Callable[[Collective], str]) -> dict[str, int]:
         totals: Counter[str] = Counter()
@@ -158,3 +185,7 @@ class Ledger:
 
 def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.3f}" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}" if seconds >= 1e-4 else f"{seconds * 1e3:,.3f}"

@@ -54,6 +54,8 @@ class Report:
             "wire_bytes_by_kind": ledger.by_kind(),
             "wire_bytes_by_axis": ledger.by_axis(),
             "wire_bytes_by_exposure": ledger.by_exposure(),
+            "wire_seconds": ledger.seconds(),
+            "waited_seconds": ledger.waited(),
             "lint": ledger.lint(),
             "collectives": ledger.to_rows(),
         }
@@ -78,7 +80,12 @@ class Report:
             table.add_row("not counted", ", ".join(self.flops.opaque))
         for axis, total in self.collectives.by_axis().items():
             table.add_row(f"MB sent over {axis}", f"{total / 1e6:,.3f}")
-        table.add_row("MB exposed", f"{self.collectives.exposed_bytes() / 1e6:,.3f}")
+        ledger = self.collectives
+        table.add_row("MB light, covered in part", f"{ledger.light_bytes() / 1e6:,.3f}")
+        table.add_row("MB exposed", f"{ledger.exposed_bytes() / 1e6:,.3f}")
+        if ledger.seconds():
+            waited = f"{ledger.waited() * 1e3:,.1f} of {ledger.seconds() * 1e3:,.1f} on the wire"
+            table.add_row("ms waited for transfers", waited)
         table.add_row("peak GiB", f"{self.memory.peak / 2**30:,.3f}")
         if self.machine:
             capacity = f"{self.machine.memory_bytes / 2**30:,.1f} GiB of {self.machine.name}"

@@ -14,8 +14,10 @@ from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy
 from .fsdp import fsdp as fsdp
 from .gather import GlobalGather as GlobalGather
+from .gather import Held as Held
 from .gather import Int8Gather as Int8Gather
 from .gather import LocalGather as LocalGather
+from .gather import ReduceHeld as ReduceHeld
 from .gather import all_gather_by as all_gather_by
 from .gather import only_axes as only_axes
 from .gather import reduce_by as reduce_by
@@ -48,6 +50,7 @@ from .strategy import as_strategy as as_strategy
 from .strategy import compose as compose
 from .strategy import overlay as overlay
 from .strategy import per_layer as per_layer
+from .strategy import with_masters as with_masters
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan
 from .tensor import check_sums as check_sums

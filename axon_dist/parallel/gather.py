@@ -42,13 +42,24 @@ class GlobalGather:
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
-        place = lambda spec: NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
-        own, full = place(self.own), place(self.full)
         if self.grad is None:
             # Without a rule of its own: in one that is never differentiated, a rematerialisation
             # policy would see an opaque call, and keep the whole weight.
-            return _gathered(weight, own, full)
-        return _pinned(weight, own, place(self.grad), full)
+            return self.forward(weight)
+        # The rule repeats the forward rather than calling it, so that a rematerialisation policy
+        # sees the constraint itself and not an opaque call.
+        grad = self._place(self.grad, weight)
+        gather = jax.custom_vjp(self.forward)
+        gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (_constrain(ct, grad),))
+        return gather(weight)
+
+    def forward(self, weight: Array) -> Array:
+        """Returns the gathered weight, its gradient left to the compiler."""
+        lies, full = self._place(self.own, weight), self._place(self.full, weight)
+        return _constrain(_constrain(weight, lies), full)
+
+    def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
+        return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
 
     def beside(self, shape: Shape) -> GlobalGather:
         """Gathers what is broadcast to the weight, and has no gradient either."""
@@ -116,6 +127,60 @@ class Int8Gather:
         return self.form.widen(numbers, scale, self.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A whole weight with the gradients that microbatches before have left on this rank.
+
+    Args:
+        weight: the weight, or its rows in a stack of layers.
+        sums: the sum of those gradients, of the same shape.
+        slot: zeros in the shape of the owner's shard: what the reduced sum is the gradient of.
+    """
+
+    weight: Array
+    sums: Array
+    slot: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight, for which it stands in a model."""
+        return self.weight.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceHeld:
+    """Reduces the gradients of all microbatches where the last one's gradient is made.
+
+    Forward it gives the weight; on the way back the gradient of the weight is added to the sums
+    held, and the total, reduced to its owner, becomes the gradient of the slot. So the reduction
+    of one unit runs beside the backward pass of the unit before.
+
+    Args:
+        spec: where the total shall lie, batch axes alone.
+        axes: all the batch axes, whose ranks have different samples.
+        wire: the dtype of the reduction.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+    """
+
+    spec: PartitionSpec
+    axes: tuple[str, ...]
+    wire: Any
+    ndim: int
+
+    def __call__(self, held: Held) -> Array:
+        """Returns the weight; to be called once for each, or sums would count more than once."""
+        spec = _tail(self.spec, self.ndim - held.weight.ndim)
+
+        def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
+            total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
+            return None, None, total.astype(held.slot.dtype)
+
+        weight = jax.custom_vjp(lambda weight, sums, slot: weight)
+        weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
+        return weight(held.weight, held.sums, held.slot)
+
+
 def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:
     """Makes one rank's shard whole, inside `shard_map`."""
     for dim in range(len(spec)):
@@ -164,19 +229,6 @@ def regather_in_backward(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
     return PartitionSpec(*tuple(spec)[leading:])
-
-
-def _pinned(weight: Array, own: Any, grad: Any, full: Any) -> Array:
-    forward = lambda w: _gathered(w, own, full)
-    # The rule repeats the forward rather than calling it, so that a rematerialisation policy sees
-    # the constraint itself and not an opaque call.
-    gather = jax.custom_vjp(forward)
-    gather.defvjp(lambda w: (forward(w), None), lambda _, ct: (_constrain(ct, grad),))
-    return gather(weight)
-
-
-def _gathered(weight: Array, own: Any, full: Any) -> Array:
-    return _constrain(_constrain(weight, own), full)
 
 
 def _constrain(value: Array, place: Any) -> Array:

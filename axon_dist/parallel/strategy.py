@@ -16,7 +16,7 @@ from ..mesh import World
 from ..nn import ActivationCheckpointing, Layout
 from ..precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
-from ..sharding import Merge, Policy, Replicate, rows_alike
+from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
 from .rules import STRATEGY_RULES, Placed
@@ -137,6 +137,8 @@ class Strategy:
         offload: what lives in host memory between steps.
         pipeline: how the model is cut into stages and which schedule runs them; None without.
         layers: what changes the calls of a merged model's layers, in order.
+        gathers_once: whether parameters that lie split are whole for a whole step, in the dtype of
+            the compute; else each unit gathers its own where it uses them. `with_masters` says so.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -154,6 +156,7 @@ class Strategy:
     offload: CPUOffload = CPUOffload.NONE
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
+    gathers_once: bool = False
 
     @property
     def reduces_per(self) -> str:
@@ -291,6 +294,33 @@ def per_layer(strategy: Strategy, stacks: frozenset[Path]) -> Strategy:
         params=rows_alike(strategy.params, stacks),
         opt_state=rows_alike(strategy.opt_state, stacks),
     )
+
+
+def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Strategy:
+    """The strategy, whose parameters lie split where only their owners need all their digits.
+
+    Where ranks split the moments of parameters that they hold whole, as in ZeRO-1 and 2, and
+    compute in a narrower dtype, the parameters lie with their moments, and every step begins with
+    an all-gather in the compute dtype. The owners' copies are the masters (Rajbhandari et al.,
+    arXiv:1910.02054, keep them so); what travels is half of what they are.
+
+    Args:
+        strategy: any, with everything said.
+        frozen: the paths of parameters that no step changes; they stay whole.
+        dtype: that the parameters are stored in.
+
+    Returns:
+        The strategy; itself where there is nothing to gain, or stages own the parameters.
+    """
+    precision, axes = strategy.precision, set(strategy.batch_axes)
+    splits = not axes.isdisjoint(strategy.opt_state.split_axes)
+    whole = axes.isdisjoint(strategy.params.split_axes)
+    if precision is None or strategy.pipeline is not None or not (splits and whole):
+        return strategy
+    if precision.compute.itemsize >= dtype.itemsize:
+        return strategy
+    params = WithMoments(strategy.opt_state, strategy.params, frozen)
+    return dataclasses.replace(strategy, params=params, gathers_once=True)
 
 
 def _merged(policies: Sequence[Policy]) -> Policy:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
-from ..core.compat import inner_programs
+from ..core.compat import inner_programs, scan_counts
 from .layer_scan import has_units, is_unit
+from .walk import CALLS, REMATS, called
 
 
 def read_outside_units(jaxpr: Any, names: Sequence[str]) -> Iterator[str]:
@@ -44,3 +46,53 @@ def _read(jaxpr: Any, names: dict[Any, str]) -> Iterator[str]:
                 yield from _read(inner, dict(named))
         else:
             yield from read.values()
+
+
+def read_once(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
+    """The inputs that are handed to one call of one unit, and to nothing else.
+
+    What stands in a loop over its rows is handed to one call each. What a loop hands to every
+    iteration, and what only a branch reads, is not read once.
+
+    Args:
+        jaxpr: whose first inputs have names; units in it are marked.
+        names: of these inputs.
+
+    Returns:
+        The names.
+    """
+    counts: Counter[str] = Counter()
+    _count(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), counts)
+    return frozenset(name for name, count in counts.items() if count == 1)
+
+
+_MANY = 2
+
+
+def _count(jaxpr: Any, names: dict[Any, str], counts: Counter[str]) -> None:
+    named = lambda atom: None if isinstance(atom, Literal) else names.get(atom)
+    counts.update({name: _MANY for atom in jaxpr.outvars if (name := named(atom))})
+    for equation in jaxpr.eqns:
+        given = [named(atom) for atom in equation.invars]
+        if not any(given):
+            continue
+        kind, inner = equation.primitive.name, called(equation)
+        if kind == "convert_element_type":
+            names[equation.outvars[0]] = given[0] or ""
+        elif is_unit(equation):
+            counts.update(filter(None, given))
+        elif kind == "scan" and has_units(equation):
+            body, kept = equation.params["jaxpr"].jaxpr, sum(scan_counts(equation))
+            counts.update({name: _MANY for name in given[:kept] if name})
+            _count(body, _rows(body.invars[kept:], given[kept:]), counts)
+        elif inner is not None and kind in CALLS | REMATS:
+            # The inputs of a call are its last operands.
+            _count(
+                inner.jaxpr, _rows(inner.jaxpr.invars, given[-len(inner.jaxpr.invars) :]), counts
+            )
+        else:
+            counts.update({name: _MANY for name in given if name})
+
+
+def _rows(variables: Sequence[Any], given: Sequence[str | None]) -> dict[Any, str]:
+    return {v: name for v, name in zip(variables, given, strict=True) if name}

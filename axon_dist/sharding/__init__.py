@@ -16,6 +16,7 @@ from .explain import explain as explain
 from .explain import explain_optimizer as explain_optimizer
 from .explain import shard_bytes as shard_bytes
 from .geometry import ShardSpec as ShardSpec
+from .masters import WithMoments as WithMoments
 from .metadata import FromMetadata as FromMetadata
 from .metadata import annotations_of as annotations_of
 from .policy import ByRule as ByRule

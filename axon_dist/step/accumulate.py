@@ -14,6 +14,9 @@ from .objective import Sums
 SumsFn: TypeAlias = Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 """(params, buffers, microbatch) -> (sums, new buffers)."""
 
+LastFn: TypeAlias = Callable[[Sums, PyTree, PyTree, Batch], tuple[Sums, PyTree]]
+"""(sums of those before, params, buffers, last microbatch) -> (sums of all, new buffers)."""
+
 
 def accumulate(
     gradient: SumsFn,
@@ -22,6 +25,7 @@ def accumulate(
     batch: Batch,
     num_microbatches: int,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
+    last: LastFn | None = None,
 ) -> tuple[Sums, PyTree]:
     """Adds up the sums of every microbatch, threading the buffers through.
 
@@ -38,6 +42,8 @@ def accumulate(
         batch: leaves of shape [num_microbatches, ...], or [...] when there is one.
         num_microbatches: how many.
         constrain: pins where accumulated gradients lie.
+        last: takes the last microbatch apart from the others, with the sums of those, to the sums
+            of all; None treats it as they are.
 
     Returns:
         The sums over all microbatches, and the buffers after the last.
@@ -47,6 +53,9 @@ def accumulate(
     first = jax.tree.map(lambda leaf: leaf[0], batch)
     shapes, _ = jax.eval_shape(gradient, params, buffers, first)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    final = None
+    if last is not None:
+        batch, final = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (slice(-1), -1))
 
     def body(carry: tuple[Sums, PyTree], microbatch: Batch) -> tuple[tuple[Sums, PyTree], None]:
         sums, buffers = carry
@@ -56,4 +65,7 @@ def accumulate(
         return (Sums(constrain(total.grads), total.loss, total.metrics), buffers), None
 
     (sums, buffers), _ = jax.lax.scan(body, (zeros, buffers), batch)
-    return sums, buffers
+    if last is None:
+        return sums, buffers
+    with jax.named_scope("last_microbatch"):
+        return last(sums, params, buffers, final)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..nn import ActivationCheckpointing
-from ..parallel import Reduction, Strategy, compose, overlay, per_layer
+from ..parallel import Reduction, Strategy, compose, overlay, per_layer, with_masters
 from ..precision import MixedPrecision
 from ..program import stacks_of
 from ..sharding import FromMetadata, annotations_of
@@ -45,7 +45,9 @@ def strategy_for(
     chosen = dataclasses.replace(merged, reduction=_reduction(merged, parts.dtype))
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
-    return per_layer(chosen, frozenset(stacks_of(parts.abstract)))
+    chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
+    stored = parts.dtype if chosen.precision is None else chosen.precision.param
+    return with_masters(chosen, parts.frozen_paths, stored)
 
 
 def _reduction(strategy: Strategy, dtype: Any) -> Reduction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from ..core.tree import map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..parallel import GlobalGather, only_axes
 from .accumulate import accumulate
@@ -30,7 +31,8 @@ def global_gradients(spec: StepSpec) -> GradientFn:
     Returns:
         The function; gradients lie where their moments do.
     """
-    forward = global_forward(spec, spec.change_layers)
+    once = spec.strategy.gathers_once
+    forward = global_forward(spec, spec.change_layers, gathered=once)
 
     def constrain(grads: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(grads, spec.owners)
@@ -39,6 +41,8 @@ def global_gradients(spec: StepSpec) -> GradientFn:
         params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
         of_trained = beside(forward, frozen)
+        if once:
+            params = made_whole(spec, params)
         if spec.num_microbatches == 1:
             found = gradient_means(of_trained, scale)(params, buffers, batch)
             return found._replace(grads=constrain(found.grads))
@@ -51,24 +55,41 @@ def global_gradients(spec: StepSpec) -> GradientFn:
     return gradients
 
 
-def global_forward(spec: StepSpec, also: Prepare) -> Forward:
+def made_whole(spec: StepSpec, params: PyTree) -> PyTree:
+    """The trained parameters in the compute dtype, whole over the batch axes.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        params: as they lie between steps.
+    """
+    gather = gather_of(spec)
+    return map_with_path(lambda path, p: gather(path).forward(p), spec.view.cast(params))
+
+
+def global_forward(spec: StepSpec, also: Prepare, gathered: bool = False) -> Forward:
     """The forward pass in global view: units gather their weights, in the compute dtype.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         also: changes the merged model first.
+        gathered: whether the parameters given are whole already, and only gradients move.
 
     Returns:
         A function (params, buffers, batch) -> `Outcome`.
     """
     splits = spec.strategy.params.split_axes or spec.strategy.opt_state.split_axes
-    prepare = spec.view.prepare(gather_of(spec) if splits else None, also)
+    prepare = spec.view.prepare(gather_of(spec, gathered) if splits else None, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
     return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
 
-def gather_of(spec: StepSpec) -> MakeGather:
-    """How weights are gathered in global view: whole over the batch axes, gradients to owners."""
+def gather_of(spec: StepSpec, gathered: bool = False) -> MakeGather:
+    """How weights are gathered in global view: whole over the batch axes, gradients to owners.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        gathered: whether trained weights are whole already.
+    """
     strategy, mesh = spec.strategy, spec.mesh
     others = tuple(axis for axis in mesh.axis_names if axis not in strategy.batch_axes)
 
@@ -77,6 +98,8 @@ def gather_of(spec: StepSpec) -> MakeGather:
         own = strategy.params(path, shape, mesh)
         is_frozen = path in spec.parts.frozen_paths
         owner = None if is_frozen else strategy.opt_state(path, shape, mesh)
-        return GlobalGather(mesh, own, owner, only_axes(own, others), len(shape))
+        full = only_axes(own, others)
+        lies = full if gathered and not is_frozen else own
+        return GlobalGather(mesh, lies, owner, full, len(shape))
 
     return make

@@ -12,34 +12,47 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..collectives import plan_buckets, reduce_buckets
+from ..collectives import GradSyncStrategy, plan_buckets, reduce_buckets
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import is_key, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree, Shape
-from ..parallel import LocalGather, Reduction, all_gather_by, only_axes, reduce_by
+from ..parallel import (
+    Held,
+    LocalGather,
+    ReduceHeld,
+    Reduction,
+    all_gather_by,
+    only_axes,
+    reduce_by,
+)
 from ..program import (
     Rows,
+    bridges_of,
     find_rows,
     is_inside,
+    read_once,
     read_outside_units,
     with_rank,
     without_rank,
 )
 from ..sharding import Policy, spec_axes, specs
-from .accumulate import SumsFn, accumulate
+from .accumulate import LastFn, SumsFn, accumulate
 from .normalization import has_statistics, synchronise_statistics
 from .objective import (
     Forward,
     GradientFn,
     GradientResult,
+    Outcome,
     Sums,
     beside,
     forward_of,
     gradient_sums,
+    gradient_totals,
 )
 from .parts import own_and_given
 from .spec import StepSpec
+from .stacking import stacking_of
 from .view import MakeGather, spelled
 
 
@@ -107,7 +120,9 @@ class LocalPlan:
     @property
     def gathers_once(self) -> bool:
         """Whether weights are whole for the whole step; else units gather and reduce theirs."""
-        return self.spec.reduction.per == "step" or not self.spec.strategy.params.split_axes
+        strategy = self.spec.strategy
+        once = self.spec.reduction.per == "step" or strategy.gathers_once
+        return once or not strategy.params.split_axes
 
     @cached_property
     def param_specs(self) -> PyTree:
@@ -149,8 +164,11 @@ class LocalPlan:
             sums_of = gradient_sums(forward, scale, share if averaged else None, parts)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
-            sums, changed = accumulate(sums_of, whole, drawing, batch, count)
-            if reduction.per == "step":
+            if reduction.per == "microbatch" or count == 1:
+                sums, changed = accumulate(sums_of, whole, drawing, batch, count)
+            else:
+                sums, changed = self._held_back(sums_of, whole, others, drawing, batch, scale)
+            if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
             # Units reduce their gradients within the backward pass, so the weight must be that of
@@ -164,6 +182,99 @@ class LocalPlan:
         scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
 
+    def _held_back(
+        self,
+        sums_of: SumsFn,
+        whole: PyTree,
+        frozen: PyTree,
+        buffers: PyTree,
+        batch: Batch,
+        scale: Any,
+    ) -> tuple[Sums, PyTree]:
+        """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
+        stacking = stacking_of(whole, self.spec.view.units)
+        reduced = self._last(frozen)
+
+        def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+            sums, buffers = sums_of(stacking.unstack(weights), buffers, batch)
+            return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
+
+        def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
+            return reduced(apart, stacking.unstack(weights), buffers, batch)
+
+        within = last if self._reduces_within(scale) else None
+        rows, count = stacking.stack(whole), self.spec.num_microbatches
+        sums, buffers = accumulate(stacked, rows, buffers, batch, count, last=within)
+        if within is None:
+            sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
+        return sums, buffers
+
+    def _reduces_within(self, scale: Any) -> bool:
+        """Whether the backward pass of the last microbatch reduces the gradients of all of them.
+
+        Not where they are grouped, which asks for an order of its own. Nor under a loss scale: it
+        fits the gradients of means, and what is reduced within are those of sums.
+        """
+        reduction = self.spec.reduction
+        is_free = reduction.bucket_capacity is None
+        is_free &= reduction.sync is not GradSyncStrategy.OVERLAPPED
+        return (
+            self.spec.num_microbatches > 1 and reduction.per == "step" and is_free and scale is None
+        )
+
+    def _last(self, frozen: PyTree) -> LastFn:
+        """Takes the last microbatch, whose backward pass hides the reduction, unit by unit."""
+        spec, trained = (
+            self.spec,
+            frozenset(p for p, _ in leaves_with_paths(self.spec.parts.params)),
+        )
+
+        def reduce_held(path: Path) -> ReduceHeld | None:
+            if path not in trained:
+                return None
+            shape = spec.parts.shape_of(path)
+            owner = only_axes(spec.strategy.opt_state(path, shape, spec.mesh), self.axes)
+            return ReduceHeld(owner, self.axes, spec.reduction.dtype, len(shape))
+
+        def last(sums: Sums, whole: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+            once = self._read_once(buffers, batch)
+            held = dict(leaves_with_paths(sums.grads))
+
+            def forward(slots: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
+                slot = dict(leaves_with_paths(slots))
+                bundle = lambda path, weight: (
+                    Held(weight, held[path], slot[path]) if path in trained else weight
+                )
+                within = once.__contains__
+                run = self._plain(reduce_held, bundle=bundle, by_units=within)
+                return beside(run, frozen)(whole, buffers, batch)
+
+            # The slots are nothing but shapes: what they are the gradient of is what counts.
+            slots = jax.tree.map(self._slot, sums.grads, self.owner_specs)
+            totals = gradient_totals(self._scanned(forward))
+            found, buffers = totals(slots, buffers, batch)
+            both = jax.tree.map(jnp.add, (sums.loss, sums.metrics), (found.loss, found.metrics))
+            return Sums(found.grads, *both), buffers
+
+        return last
+
+    def _slot(self, grad: Any, owner: PartitionSpec) -> Any:
+        sharding = jax.sharding.NamedSharding(self.spec.mesh, owner)
+        # What has travelled in a narrower dtype has no more digits than that.
+        dtype = on_wire(grad, self.spec.reduction.dtype).dtype
+        return jnp.zeros(sharding.shard_shape(grad.shape), dtype)
+
+    def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
+        """The weights that one call of one unit reads; those of Linen are not looked into."""
+        spec = self.spec
+        forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
+        run = lambda p, b, x: forward(p, b, x).loss
+        jaxpr = jax.make_jaxpr(run)(spec.parts.weights, buffers, batch).jaxpr
+        found = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
+        bridges = ["/".join(map(str, keys)) for keys, _ in bridges_of(spec.parts.abstract)]
+        return frozenset(p for p in found if not any(is_inside(p, bridge) for bridge in bridges))
+
     def _whole(self, shards: PyTree, places: PyTree) -> PyTree:
         view, int8 = self.spec.view, self.spec.parts.int8
         # The scales of eight bits stay as they are, and so travel with them.
@@ -172,6 +283,14 @@ class LocalPlan:
         return jax.tree.map(all_gather_by, cast, places)
 
     def _forward(self, make_gather: MakeGather | None) -> Forward:
+        return self._scanned(self._plain(make_gather))
+
+    def _scanned(self, forward: Any) -> Any:
+        spec = self.spec
+        return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
+
+    def _plain(self, make_gather: MakeGather | None, **gathering: Any) -> Forward:
+        """The forward pass, its units marked and not yet scanned over."""
         spec = self.spec
 
         def also(model: nnx.Module) -> None:
@@ -179,9 +298,8 @@ class LocalPlan:
             if spec.reduction.sync_buffers:
                 synchronise_statistics(model, self.axes)
 
-        prepare = spec.view.prepare(make_gather, also)
-        forward = forward_of(spec.parts, spec.loss_fn, prepare)
-        return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
+        prepare = spec.view.prepare(make_gather, also, **gathering)
+        return forward_of(spec.parts, spec.loss_fn, prepare)
 
     def _gather(self, path: Path) -> LocalGather:
         shape = self.spec.parts.shape_of(path)

@@ -240,6 +240,28 @@ def gradient_sums(
     return sums
 
 
+def gradient_totals(forward: Forward) -> Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]:
+    """Makes the function that differentiates the sum of the losses, not their mean.
+
+    For gradients that are added to others within the backward pass, where no weight could be
+    multiplied in any more.
+
+    Args:
+        forward: the forward pass.
+
+    Returns:
+        A function of (params, buffers, batch) giving the sums, gradients in the dtypes that they
+        are made in, and the new buffers.
+    """
+    differentiate = _differentiated(forward, lambda _: 1, None, lambda loss: loss.total)
+
+    def totals(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+        (_, outcome), grads = differentiate(params, buffers, batch)
+        return weigh(grads, outcome, 1), outcome.buffers
+
+    return totals
+
+
 def gradient_means(
     forward: Forward, scale: Array | None = None
 ) -> Callable[[PyTree, PyTree, Batch], GradientResult]:

@@ -36,8 +36,11 @@ from ..program import (
 from .objective import Forward, Prepare
 from .parts import ModelParts
 
-MakeGather: TypeAlias = Callable[[Path], Callable[[Any], Any]]
-"""The path of a parameter -> how to gather it."""
+MakeGather: TypeAlias = Callable[[Path], Callable[[Any], Any] | None]
+"""The path of a parameter -> how to gather it; None where it is whole."""
+
+Bundle: TypeAlias = Callable[[Path, Any], Any]
+"""(path of a parameter, its value) -> what it is gathered from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +86,8 @@ class View:
         make_gather: MakeGather | None,
         also: Prepare | None = None,
         remat: RematPolicy | None = None,
+        bundle: Bundle = lambda _, weight: weight,
+        by_units: Callable[[Path], bool] = lambda _: True,
     ) -> Prepare:
         """Makes the function that adapts a merged model.
 
@@ -91,6 +96,9 @@ class View:
                 whole already.
             also: a further change, made first.
             remat: what each unit keeps for its backward pass; None where the scan does.
+            bundle: what a weight is gathered from beside itself.
+            by_units: whether the unit that has a weight may gather it; else it is gathered in
+                front of all units.
 
         Returns:
             The function.
@@ -108,12 +116,12 @@ class View:
                 if isinstance(variable.get_value(), Int8) and not is_linen:
                     gather = Int8Gather(gather, self.int8[path], self.dtype)
                 else:
-                    variable.set_value(self.read(path, variable.get_value()))
+                    variable.set_value(bundle(path, self.read(path, variable.get_value())))
                 if gather is None:
                     continue
                 # Only what a unit will gather carries the way to do it: Linen takes a Variable with
                 # metadata of ours for a boxed value.
-                if any(is_inside(path, unit) for unit in found):
+                if by_units(path) and any(is_inside(path, unit) for unit in found):
                     variable.set_metadata(**{GATHER: gather})
                 else:
                     variable.set_value(gather(variable.get_value()))
@@ -196,7 +204,9 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         precision=strategy.precision,
         units=units,
         remat=strategy.remat,
-        frees_weights=bool(strategy.params.split_axes or parts.int8),
+        frees_weights=bool(
+            (strategy.params.split_axes and not strategy.gathers_once) or parts.int8
+        ),
         moves_activations=bool(strategy.layers),
         weights=paths_of(parts.weights),
         int8=parts.int8,

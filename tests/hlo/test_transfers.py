@@ -131,6 +131,27 @@ frontend_attributes={_xla_send_recv_source_target_pairs={{0,1},{1,2},{2,3}}}
 }
 """
 
+REDUCED_SLICE = """
+%all-reduce-scatter.1 (input: bf16[124,40]) -> bf16[16,40] {
+  %input = bf16[124,40]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  %pad = bf16[128,40]{1,0} pad(%input, %zero), padding=0_4x0_0
+  %all-reduce = bf16[128,40]{1,0} all-reduce(%pad), channel_id=1, \
+replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %id = u32[] partition-id()
+  %rows = u32[] constant(16)
+  %at = u32[] multiply(%id, %rows)
+  %none = u32[] constant(0)
+  ROOT %slice = bf16[16,40]{1,0} dynamic-slice(%all-reduce, %at, %none), \
+dynamic_slice_sizes={16,40}
+}
+
+ENTRY %main (g: bf16[124,40]) -> bf16[16,40] {
+  %g = bf16[124,40]{1,0} parameter(0)
+  ROOT %shard = bf16[16,40]{1,0} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
 OPERANDS = """
 ENTRY %main (x: f32[10], y: f32[10]) -> (f32[10], f32[10]) {
   %x = f32[10]{0} parameter(0)
@@ -151,6 +172,7 @@ ENTRY %main (x: f32[10], y: f32[10]) -> (f32[10], f32[10]) {
         (PERMUTE, "collective-permute", 400, 400, 400, True, "exposed"),
         (ALL_REDUCE, "all-reduce", 320, 320, 480, True, "light"),
         (SEND, "collective-permute", 400, 400, 400, True, "light"),
+        (REDUCED_SLICE, "reduce-scatter", 10240, 1280, 8960, False, "exposed"),
         (OPERANDS, "all-to-all", 80, 80, 40, False, "exposed"),
     ],
 )
@@ -159,6 +181,15 @@ def test_each_form_is_one_row(text, kind, bytes_in, bytes_out, wire_bytes, is_as
     assert row.kind == kind
     assert (row.bytes_in, row.bytes_out, row.wire_bytes) == (bytes_in, bytes_out, wire_bytes)
     assert (row.is_async, row.exposure) == (is_async, exposure)
+
+
+def test_an_all_reduce_of_which_more_than_a_slice_is_left_is_one():
+    for text in (
+        REDUCED_SLICE.replace("%id = u32[] partition-id()", "%id = u32[] convert(%all-reduce)"),
+        REDUCED_SLICE.replace("all-reduce-scatter.1", "fused_computation.1"),
+    ):
+        (row,) = collectives(HEADER + text).rows
+        assert (row.kind, row.wire_bytes) == ("all-reduce", 17920)
 
 
 def test_a_combined_collective_knows_its_arrays():

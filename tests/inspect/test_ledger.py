@@ -24,6 +24,8 @@ def row(**changes):
         axes=("dp",),
         is_async=False,
         exposure="exposed",
+        seconds=None,
+        waited=None,
         op_name="",
         source="step.py:3",
     )
@@ -36,8 +38,8 @@ def ledger():
         (
             row(),
             row(kind="all-gather", wire_bytes=10, count=24, axes=("fsdp",), exposure="light"),
-            row(kind="all-gather", wire_bytes=5, axes=("dp", "fsdp"), exposure="overlapped"),
-            row(kind="reduce-scatter", wire_bytes=7, axes=None, exposure="overlapped"),
+            row(kind="all-gather", wire_bytes=5, axes=("dp", "fsdp"), exposure="hidden"),
+            row(kind="reduce-scatter", wire_bytes=7, axes=None, exposure="hidden"),
         ),
         mesh_axes=("dp", "fsdp"),
     )
@@ -47,7 +49,7 @@ def test_totals(ledger):
     assert ledger.total_wire_bytes() == 352
     assert ledger.by_kind() == {"all-reduce": 100, "all-gather": 245, "reduce-scatter": 7}
     assert ledger.by_axis() == {"dp": 100, "fsdp": 240, "dp,fsdp": 5, "?": 7}
-    assert ledger.by_exposure() == {"exposed": 100, "light": 240, "overlapped": 12}
+    assert ledger.by_exposure() == {"exposed": 100, "light": 240, "hidden": 12}
     assert ledger.exposed_bytes() == 100
     assert ledger.num_executions() == 27
     assert len(ledger) == 4
@@ -114,3 +116,19 @@ def test_ring_costs(kind, expected):
     bytes_out = {"all-gather": 6400, "reduce-scatter": 100}.get(kind, 800)
     assert ring_bytes(kind, 800, bytes_out, 8) == expected
     assert ring_bytes(kind, 800, bytes_out, 1) == 0
+
+
+def test_the_table_tells_how_many_milliseconds_are_covered():
+    rows = (
+        row(exposure="light", seconds=2e-3, waited=0.5e-3, count=4),
+        row(exposure="hidden", seconds=1e-3, waited=0.0),
+    )
+    console = Console(file=io.StringIO(), width=140)
+    with console.capture() as capture:
+        console.print(Ledger(rows).table())
+    lines = [line.split() for line in capture.get().splitlines()]
+    (light,) = [line for line in lines if line[:1] == ["light"]]
+    assert light[1:] == ["0.000", "6.0", "of", "8.0", "ms"]
+    assert any("light 6.0 of 8.0 ms" in " ".join(line) for line in lines[:-4])
+    (total,) = [line for line in lines if line[:1] == ["total"]]
+    assert total[1:] == ["0.001", "7.0", "of", "9.0", "ms"]
