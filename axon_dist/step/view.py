@@ -14,7 +14,13 @@ from ..core.errors import StrategyConflictError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
-from ..parallel import Strategy, TransformerAutoWrapPolicy, map_kernels, regather_in_backward
+from ..parallel import (
+    LossOverMesh,
+    Strategy,
+    TransformerAutoWrapPolicy,
+    map_kernels,
+    regather_in_backward,
+)
 from ..precision import MixedPrecision, autocast, cast_floating
 from ..program import (
     GATHER,
@@ -120,9 +126,9 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     Returns:
         A function of the same arguments and results.
     """
-    convolutions = ByRank.rewriting(mesh, strategy.batch_axes)
-    if convolutions is not None:
-        forward = convolutions.of(forward)
+    losses = LossOverMesh.rewriting(layout_of(strategy, mesh))
+    if losses is not None:
+        forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
     return forward if strategy.pipeline is None else whole_slices().of(forward)
 
 
