@@ -11,6 +11,7 @@ from axon_dist.mesh import MeshSpec, World
 
 from ..config.build import abstract_batch, build_step, build_world
 from ..config.schema import RunConfig
+from .attention import attention_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Examination:
         mesh: the axes and sizes.
         strategy: the name of the strategy.
         target: the machine, or None for the devices of this one.
+        attention: which attention runs, in a sentence; None for a model that is not ours.
     """
 
     report: Report
     mesh: MeshSpec
     strategy: str
     target: Target | None
+    attention: str | None = None
 
 
 def examine(config: RunConfig, target: str | None = None) -> Examination:
@@ -52,7 +55,8 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     step = build_step(config, world)
     compiled = step.lower(abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
-    return Examination(found, world.spec, step.strategy.name, machine)
+    line = attention_line(config, step)
+    return Examination(found, world.spec, step.strategy.name, machine, line)
 
 
 def _target_world(config: RunConfig, target: Target) -> World:
