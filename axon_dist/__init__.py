@@ -38,6 +38,8 @@ from .collectives import sync_gradient as sync_gradient
 from .collectives import sync_gradients as sync_gradients
 from .collectives import world_size as world_size
 from .core.errors import AxonDistError as AxonDistError
+from .core.linear_loss import linear_cross_entropy as linear_cross_entropy
+from .core.linear_loss import linear_scores as linear_scores
 from .core.per_sample import per_sample as per_sample
 from .core.shared import Shared as Shared
 from .core.weighted import Weighted as Weighted

@@ -144,8 +144,16 @@ MUTATIONS = (
         "nn/test_linear.py::test_both_views_equal_the_dense_product",
     ),
     row(
-        "nn/cross_entropy.py", "axis_index(vocab) * kernel.shape[-1]", "axis_index(vocab)",
-        "nn/test_vocabulary.py::test_linear_cross_entropy_equals_the_dense_loss",
+        "core/linear_loss.py", "axis_index(axis) * classes", "axis_index(axis)",
+        "parallel/test_losses.py::test_equals_the_dense_loss_and_reduces_the_head_once",
+    ),
+    row(
+        "core/linear_loss.py", "back * at.weights[:, None]", "back",
+        "nn/test_linear_loss.py::test_value_and_gradients_equal_those_of_all_logits",
+    ),
+    row(
+        "program/sample_rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
+        "result = losses", "contracts/test_linear_loss.py::test_equals_the_loss_of_all_logits",
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(

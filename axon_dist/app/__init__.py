@@ -3,6 +3,8 @@
 Imports every room below `cli`. Start reading in `run.py`.
 """
 
+from .attention import attention_line as attention_line
+from .attention import attention_rows as attention_rows
 from .data import DataCheck as DataCheck
 from .data import check_data as check_data
 from .directory import AUTO as AUTO

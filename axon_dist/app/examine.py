@@ -11,6 +11,7 @@ from axon_dist.mesh import MeshSpec, World
 
 from ..config.build import abstract_batch, build_step, build_world
 from ..config.schema import RunConfig
+from .attention import attention_line
 from .report import parameters_of
 
 
@@ -24,6 +25,7 @@ class Examination:
         strategy: the name of the strategy.
         parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
+        attention: which attention runs, in a sentence; None for a model that is not ours.
     """
 
     report: Report
@@ -31,6 +33,7 @@ class Examination:
     strategy: str
     parameters: str
     target: Target | None
+    attention: str | None = None
 
 
 def examine(config: RunConfig, target: str | None = None) -> Examination:
@@ -55,7 +58,8 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     step = build_step(config, world)
     compiled = step.lower(abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
-    return Examination(found, world.spec, step.strategy.name, parameters_of(step.parts), machine)
+    line, parameters = attention_line(config, step), parameters_of(step.parts)
+    return Examination(found, world.spec, step.strategy.name, parameters, machine, line)
 
 
 def _target_world(config: RunConfig, target: Target) -> World:

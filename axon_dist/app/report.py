@@ -14,6 +14,7 @@ from axon_dist.mesh import rank_table
 from axon_dist.step.parts import ModelParts
 
 from ..config.build import Run
+from .attention import attention_line
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -26,6 +27,7 @@ def opening_lines(run: Run) -> list[str]:
         *table,
         f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
+        *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
         f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from axon_dist.app import check_numerics
+from axon_dist.app import attention_rows, check_numerics
 from axon_dist.mesh import World
 
 from .environment import devices, extras, mesh_suggestions, versions
@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     _section(console, "Versions", versions())
     _section(console, "Devices", found)
     _section(console, "Meshes", _meshes(found))
+    if "devices" in found:
+        _section(console, "Attention", attention_rows(World.init()))
     _section(console, "Extras", _extras())
     are_right = not arguments.numerics or _numerics(console, arguments.numerics == "full")
     return 0 if "devices" in found and are_right else 1

@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     where = found.target.name if found.target else "this machine"
     console.print(f"{config.name}: {found.strategy} on {found.mesh}, compiled for {where}")
     console.print(found.parameters)
+    if found.attention is not None:
+        console.print(found.attention, highlight=False)
     console.print(found.report)
     if arguments.json is not None:
         arguments.json.write_text(found.report.to_json(), encoding="utf-8")

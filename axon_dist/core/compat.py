@@ -13,7 +13,7 @@ import jax
 import jaxlib
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
-from jax.interpreters import batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
@@ -253,3 +253,41 @@ def opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     batching.primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
     return lambda *arrays, **params: primitive.bind(*arrays, **params)
+
+
+def new_operation(name: str, compute: Callable[..., Any], moved: Callable[..., Any]) -> Any:
+    """A primitive: an operation that a program shows as one equation, with its parameters.
+
+    Args:
+        name: of the equation.
+        compute: (*arrays, **parameters) -> a tuple of float32 scalars, in JAX.
+        moved: (arrays, tangents, **parameters) -> (results, their tangents), as `jax.custom_jvp`
+            has it; the tangent of what does not move is None.
+
+    Returns:
+        The primitive, to be bound to arrays and hashable parameters.
+    """
+    operation = Primitive(name)
+    operation.multiple_results = True
+
+    def shapes(*avals: Any, **params: Any) -> list[Any]:
+        likes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        results = jax.eval_shape(lambda *xs: compute(*xs, **params), *likes)
+        return [avals[0].update(shape=(), dtype=x.dtype, weak_type=False) for x in results]
+
+    def derived(arrays: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
+        results, of_results = moved(arrays, moves, **params)
+        return list(results), list(of_results)
+
+    def batched(arrays: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        results = jax.vmap(lambda *xs: compute(*xs, **params), in_axes=tuple(dims))(*arrays)
+        return list(results), [0] * len(results)
+
+    run = jax.jit(lambda arrays, params: compute(*arrays, **dict(params)), static_argnums=1)
+    operation.def_impl(lambda *arrays, **params: list(run(arrays, tuple(params.items()))))
+    operation.def_abstract_eval(shapes)
+    ad.primitive_jvps[operation] = derived
+    batching.primitive_batchers[operation] = batched
+    mlir.register_lowering(operation, mlir.lower_fun(compute, multiple_results=True))
+    return operation

@@ -7,6 +7,8 @@ no strategy. `hlo` reads the text, and this room judges it by the rates of `hard
   `expect_collectives` and `expect_bytes` turn that into tests.
 * `memory` asks the compiler for bytes per device; `device_bytes` measures what arrays occupy.
 * `carried_bytes` is what a loop keeps from turn to turn, such as the sum of gradients.
+* `kernels` counts the custom calls, fused attention among them, and `expect_kernels` turns that
+  into tests; `recomputed` is what XLA rematerialises of its own accord.
 * `flops` counts matrix operations with the trip counts of loops.
 * `report` joins the three.
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
@@ -37,6 +39,11 @@ from .expect import expect_collectives as expect_collectives
 from .flops import Flops as Flops
 from .flops import flops as flops
 from .hlo import collectives as collectives
+from .kernels import Recomputed as Recomputed
+from .kernels import attention_kernels as attention_kernels
+from .kernels import expect_kernels as expect_kernels
+from .kernels import kernels as kernels
+from .kernels import recomputed as recomputed
 from .ledger import Ledger as Ledger
 from .memory import LeafBytes as LeafBytes
 from .memory import MemoryReport as MemoryReport

@@ -14,6 +14,7 @@ from ..hardware import Hardware, machine_of
 from ..hlo.parse import as_module
 from .flops import Flops, flops
 from .hlo import collectives
+from .kernels import Recomputed, attention_kernels, recomputed
 from .ledger import Ledger
 from .memory import MemoryReport, memory
 
@@ -26,6 +27,8 @@ class Report:
         memory: bytes it needs.
         collectives: what it sends, and whether that is hidden.
         flops: matrix operations it computes.
+        attention: fused kernels of attention and how often a step runs each.
+        recomputed: what XLA computes again of its own accord.
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
     """
@@ -33,6 +36,8 @@ class Report:
     memory: MemoryReport
     collectives: Ledger
     flops: Flops
+    attention: dict[str, int]
+    recomputed: Recomputed
     num_devices: int
     machine: Hardware | None
 
@@ -50,6 +55,8 @@ class Report:
             "fits": self.fits,
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
             "flops": dataclasses.asdict(self.flops),
+            "attention_kernels": self.attention,
+            "recomputed": dataclasses.asdict(self.recomputed),
             "wire_bytes": ledger.total_wire_bytes(),
             "wire_bytes_by_kind": ledger.by_kind(),
             "wire_bytes_by_axis": ledger.by_axis(),
@@ -78,6 +85,10 @@ class Report:
             table.add_row("on the cheapest branches", f"{self.flops.low / 1e12:,.3f}")
         if self.flops.opaque:
             table.add_row("not counted", ", ".join(self.flops.opaque))
+        for name, count in self.attention.items():
+            table.add_row("fused attention", f"{count} x {name}")
+        if self.recomputed.count:
+            table.add_row("recomputed by XLA itself", str(self.recomputed))
         for axis, total in self.collectives.by_axis().items():
             table.add_row(f"MB sent over {axis}", f"{total / 1e6:,.3f}")
         ledger = self.collectives
@@ -121,6 +132,8 @@ def report(
         memory=memory(compiled),
         collectives=collectives(module, mesh, machine),
         flops=flops(module),
+        attention=attention_kernels(module),
+        recomputed=recomputed(module),
         num_devices=mesh.size,
         machine=machine,
     )

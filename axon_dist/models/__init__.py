@@ -10,6 +10,7 @@ from .attention import ATTENTION_FORMS as ATTENTION_FORMS
 from .attention import auto_attention as auto_attention
 from .attention import cudnn_attention as cudnn_attention
 from .attention import cudnn_obstacle as cudnn_obstacle
+from .attention import describe_attention as describe_attention
 from .attention import einsum_attention as einsum_attention
 from .decoding import Cache as Cache
 from .decoding import Past as Past

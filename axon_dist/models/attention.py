@@ -9,7 +9,7 @@ that a position sees those of its own segment alone; they return `[B, T, H, K]`:
 | `einsum` | everything | B x H x T x T scores | two matrix products and a float32 softmax |
 | `cudnn` | NVIDIA GPUs, bfloat16 or float16 | linear in T | cuDNN's fused flash attention |
 | `flash` | TPUs | linear in T | the Pallas splash attention kernel that ships with JAX |
-| `auto` | everything | that of the form chosen | `cudnn` where it can run, `einsum` elsewhere |
+| `auto` | everything | that of the form chosen | a fused kernel where it can run, or `einsum` |
 
 With segments `cudnn` reads a mask `[B, 1, T, T]`, in two bytes an entry, which is no longer linear
 in T but has no dim of heads; `flash` skips what is masked, and stays linear.
@@ -17,8 +17,9 @@ in T but has no dim of heads; `flash` skips what is masked, and stays linear.
 `auto` decides when the program is lowered, by the platform it is lowered for, so that one traced
 step serves CPU and GPU. It takes `einsum` on a GPU in the cases `cudnn_obstacle` names, float32
 above all: set the compute dtype to bfloat16 to get the fused kernel, or ask for `cudnn`, which
-raises instead. On a TPU it takes `einsum`, because XLA cannot partition a Pallas kernel over
-devices: `flash` has to be asked for, on one device or inside `shard_map`.
+raises instead. On TPUs it takes `flash` inside a `shard_map` over all devices, as a train step runs
+it; XLA cannot partition a Pallas kernel, so that elsewhere, and for lengths that are no multiple of
+128, it takes `einsum`. `describe_attention` says which it is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ import jax.numpy as jnp
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.core.typing import Array
 
-from .flash import flash_attention
+from .flash import flash_attention, flash_obstacle, no_blocks
 
 
 def einsum_attention(
@@ -117,13 +119,74 @@ def cudnn_obstacle(
 def auto_attention(
     query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
 ) -> Array:
-    """Computes attention with cuDNN on CUDA if it can, with `einsum_attention` elsewhere."""
+    """Computes attention with the fused kernel of the platform if it can, else by `einsum`."""
+    if flash_obstacle(query) is None:
+        return flash_attention(query, key, value, causal, segments)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
     einsum = lambda q, k, v, s=None: einsum_attention(q, k, v, causal, s)
     if cudnn_obstacle(*arrays) is not None:
         return einsum(*arrays)
     cudnn = functools.partial(_cudnn, causal=causal)
     return jax.lax.platform_dependent(*arrays, cuda=cudnn, default=einsum)
+
+
+def describe_attention(
+    form: str, platform: str, dtype: Any, shape: tuple[int, int, int], segments: bool = False
+) -> str:
+    """Says in one sentence which attention runs in a train step, and what would fuse it.
+
+    Args:
+        form: a key of `ATTENTION_FORMS`.
+        platform: `"gpu"`, `"tpu"` or `"cpu"`.
+        dtype: what queries, keys and values are computed in.
+        shape: (positions, heads, size of a head).
+        segments: whether batches say which document each token is of.
+
+    Returns:
+        The sentence.
+
+    Example:
+        >>> describe_attention("einsum", "tpu", "bfloat16", (1024, 2, 64))
+        'einsum, whose scores of all pairs lie in memory, as asked for: "auto" takes a fused kernel'
+    """
+    length, heads, size = shape
+    kernel = {"gpu": "cudnn", "tpu": "flash"}.get(platform)
+    if form not in ("auto", kernel):
+        asked = "as asked for" + (': "auto" takes a fused kernel' if kernel else "")
+        return f"{_NAMES[form]}, {asked}"
+    if kernel is None:
+        return f"{_NAMES['einsum']}: there is no fused kernel for {platform.upper()}s"
+    heads_of: Any = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
+    ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    why = (
+        no_blocks(length)
+        if kernel == "flash"
+        else cudnn_obstacle(heads_of, heads_of, heads_of, ids)
+    )
+    if why is not None:
+        said = " ".join(why.split()).rstrip(".")
+        return f"{_NAMES['einsum']}, for {kernel} cannot run: {said}; {_CURES[kernel]}"
+    mask = kernel == "cudnn" and segments
+    more = f", and reads a mask [B, 1, {length}, {length}] that is made of the segments"
+    return _NAMES[kernel] + (more if mask else "")
+
+
+_NAMES = MappingProxyType(
+    {
+        "einsum": "einsum, whose scores of all pairs lie in memory",
+        "cudnn": "the fused kernel of cuDNN",
+        "flash": "the fused kernel for TPUs (splash attention)",
+    }
+)
+
+_CURES = MappingProxyType(
+    {
+        "cudnn": "precision bf16, with heads of a multiple of 8 up to 128 and axon_dist[cuda] "
+        "installed, would fuse it",
+        "flash": "a length that is a multiple of 128 would fuse it",
+    }
+)
+"""What makes a kernel run, by its form."""
 
 
 def _cudnn(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted
 
 
 def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> Weighted:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
+
+    The logits of a large vocabulary never exist all at once: a model that has a method
+    `before_head(tokens)` and returns from it what `linear_cross_entropy` takes besides labels and
+    weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, has its loss computed a chunk of positions
+    at a time. One that returns None there, or has no such method, is asked for its logits.
 
     Args:
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
@@ -38,9 +45,10 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         >>> float(loss.weight), round(float(loss.mean), 4)
         (6.0, 1.3863)
     """
-    tokens = batch["tokens"]
-    counts = _counts(batch)
-    losses = cross_entropy(_predict(model, batch), tokens[:, 1:])
+    labels, counts = batch["tokens"][:, 1:], _counts(batch)
+    if (head := _before_head(model, batch)) is not None:
+        return linear_cross_entropy(labels=labels, weights=counts, **head)
+    losses = cross_entropy(_predict(model, batch), labels)
     return Weighted(jnp.sum(losses * counts), jnp.sum(counts))
 
 
@@ -64,11 +72,12 @@ def next_token_scores(
         >>> round(float(metrics["accuracy"].mean), 4)
         0.6667
     """
-    tokens = batch["tokens"]
-    counts = _counts(batch)
+    labels, counts = batch["tokens"][:, 1:], _counts(batch)
+    if (head := _before_head(model, batch)) is not None:
+        return linear_scores(labels=labels, weights=counts, **head)
     logits = _predict(model, batch)
-    losses = cross_entropy(logits, tokens[:, 1:])
-    hits = is_likeliest(logits, tokens[:, 1:])
+    losses = cross_entropy(logits, labels)
+    hits = is_likeliest(logits, labels)
     weight = jnp.sum(counts)
     return (
         Weighted(jnp.sum(losses * counts), weight),
@@ -139,18 +148,27 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def _predict(model: Callable[..., Array], batch: Mapping[str, Array]) -> Array:
-    """The logits of every next token, each from those before it in its document."""
+def _before_head(model: Any, batch: Mapping[str, Array]) -> Mapping[str, Any] | None:
+    """What `linear_cross_entropy` takes of a model, or None where it is to make its logits."""
+    method = getattr(model, BEFORE_HEAD, None)
+    return None if method is None else _predict(model, batch, method)
+
+
+def _predict(
+    model: Callable[..., Any], batch: Mapping[str, Array], method: Callable[..., Any] | None = None
+) -> Any:
+    """What a model makes of every token and those before it in its document: its logits."""
     tokens, segments = batch["tokens"], batch.get("segments")
+    run = model if method is None else method
     if segments is None:
-        return model(tokens[:, :-1])
+        return run(tokens[:, :-1])
     if not _takes_segments(model):
         raise ConfigError(
             f"the batch has segments, several documents in a row, and {type(model).__name__} takes "
             "none: let it be called as model(tokens, segments=...), and attend within equal "
             "segments alone"
         )
-    return model(tokens[:, :-1], segments=segments[:, :-1])
+    return run(tokens[:, :-1], segments=segments[:, :-1])
 
 
 def _takes_segments(model: Callable[..., Array]) -> bool:

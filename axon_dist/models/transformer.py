@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -95,13 +96,43 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
+        return self.head(self.residual(tokens, segments))
+
+    def residual(self, tokens: Array, segments: Array | None = None) -> Array:
+        """The residual stream behind the last block, `[B, T, D]`; arguments as of a call."""
         more = () if segments is None else (segments, positions_in(segments))
         x = self.embed(tokens, *more[1:])
         if self.config.scan_layers:
-            return self.head(scan_layers(self.blocks, x, *more))
+            return scan_layers(self.blocks, x, *more)
         for block in self.blocks:
             x = block(x, *more)
-        return self.head(x)
+        return x
+
+    def before_head(self, tokens: Array, segments: Array | None = None) -> dict[str, Any] | None:
+        """What a loss takes that never makes all logits: `linear_cross_entropy(labels=..., **it)`.
+
+        Args:
+            tokens: as of a call.
+            segments: likewise.
+
+        Returns:
+            `hidden`, `[B, T, D]`, and `kernel`, `[D, V]`, of which `hidden @ kernel` are the
+            logits, with options of the loss; None where the config wants logits whole, or the head
+            is no plain product, such as one with an adapter beside it.
+        """
+        if not self.config.chunks_logits:
+            return None
+        layer = self.token_embedding if self.config.tied_head else self.lm_head
+        found = _plain_kernel(layer)
+        if found is None:
+            return None
+        x = self.final_norm(self.residual(tokens, segments))
+        dtype = layer.dtype or jnp.promote_types(x.dtype, found.dtype)
+        return {
+            "hidden": x.astype(dtype),
+            "kernel": found.astype(dtype),
+            "logits_dtype": self.config.logits_dtype,
+        }
 
     def start_cache(self, padding: Array, length: int) -> Cache:
         """Makes an empty cache.
@@ -239,6 +270,23 @@ def decode_layers(stacked: Any, x: Array, past: Past, place: Place) -> tuple[Arr
         return nnx.merge(graph, layer[0], copy=True).decode(x, layer[1], place)
 
     return jax.lax.scan(decode_one, x, (leaves, past))
+
+
+def _plain_kernel(layer: Any) -> Array | None:
+    """The kernel `[D, V]` of a head that multiplies by it and does nothing else; or None."""
+    is_table = isinstance(layer, nnx.Embed)
+    weight = layer.embedding if is_table else layer.kernel
+    method, plain = (
+        (type(layer).attend, nnx.Embed.attend)
+        if is_table
+        else (type(layer).__call__, nnx.Linear.__call__)
+    )
+    # A weight that says how it is to be read, as one that its layer gathers, is left to its layer.
+    if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
+        callable(value) for value in weight.get_metadata().values()
+    ):
+        return None
+    return weight[...].T if is_table else weight[...]
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:

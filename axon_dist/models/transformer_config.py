@@ -16,6 +16,12 @@ from .presets import PRESETS
 NORMS = ("rms", "layer")
 """Kinds of normalisation."""
 
+LOGITS = ("auto", "whole", "chunked")
+"""How a loss takes the logits."""
+
+LARGE_VOCABULARY = 16_384
+"""From how many tokens on logits are made in chunks, where the config does not say."""
+
 POSITIONS = ("rotary", "learned")
 """How a model knows the order of its tokens."""
 
@@ -54,6 +60,11 @@ class TransformerConfig:
         activation: of the feed-forward, a key of `ACTIVATIONS`.
         bias: the linear layers of the blocks have biases. That of the keys changes nothing, for
             softmax does not see what is added to all keys; it is there for weights that have it.
+        logits: how a loss takes the logits. `"whole"` makes all of them, `[B, T, V]`; `"chunked"`
+            a chunk of the positions at a time, at the same FLOPs, without ever holding them all;
+            `"auto"` chunks those of vocabularies of 16 384 tokens and more.
+        logits_dtype: of chunked logits. `"bfloat16"` halves the traffic of the loss and **changes
+            its numbers**: logits are rounded to three digits, as a head in bfloat16 rounds its own.
 
     Example:
         >>> config = TransformerConfig.preset("tiny", num_layers=3)
@@ -82,6 +93,8 @@ class TransformerConfig:
     gated: bool = True
     activation: str = "silu"
     bias: bool = False
+    logits: str = "auto"
+    logits_dtype: str = "float32"
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
@@ -95,6 +108,12 @@ class TransformerConfig:
             ConfigError: there is no such preset or no such field.
         """
         return from_preset(cls, PRESETS, name, changes)
+
+    @property
+    def chunks_logits(self) -> bool:
+        """Whether a loss makes the logits a chunk of positions at a time."""
+        is_large = self.vocab_size >= LARGE_VOCABULARY
+        return self.logits == "chunked" or (self.logits == "auto" and is_large)
 
     @property
     def kv_heads(self) -> int:
@@ -131,6 +150,14 @@ class TransformerConfig:
         self._check_name("norm", NORMS, "norm")
         self._check_name("positions", POSITIONS, "kind of positions")
         self._check_name("activation", ACTIVATIONS, "activation")
+        self._check_name("logits", LOGITS, "way to make logits")
+        self._check_name("logits_dtype", ("float32", "bfloat16"), "dtype of logits")
+        if self.logits_dtype != "float32" and not self.chunks_logits:
+            raise ConfigError(
+                f"logits_dtype={self.logits_dtype!r} is for chunked logits, and logits="
+                f"{self.logits!r} makes those of {self.vocab_size} tokens whole: set "
+                "logits='chunked', or leave logits_dtype out."
+            )
 
     def _check_name(self, field: str, known: Iterable[str], what: str) -> None:
         name = getattr(self, field)

@@ -3,6 +3,8 @@
 Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `layer_scan.py`.
 """
 
+from ..core.linear_loss import linear_cross_entropy as linear_cross_entropy
+from ..core.linear_loss import linear_scores as linear_scores
 from ..program import GATHER as GATHER
 from ..program import IsUnit as IsUnit
 from ..program import RematPolicy as RematPolicy
@@ -18,12 +20,13 @@ from .attention import attended as attended
 from .attention import check_attend as check_attend
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
-from .cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .embedding import own_rows as own_rows
+from .layout import Axes as Axes
 from .layout import Layout as Layout
 from .layout import constrain as constrain
+from .layout import manual_axes as manual_axes
 from .linear import ColumnParallelLinear as ColumnParallelLinear
 from .linear import ParallelMLP as ParallelMLP
 from .linear import RowParallelLinear as RowParallelLinear

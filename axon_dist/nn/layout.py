@@ -29,6 +29,7 @@ class Layout:
         batch: the axes that split dim 0, the samples.
         sequence: the axes that split dim 1, the positions, in every layer.
         heads: the axes that split the heads of attention.
+        vocabulary: the axis that splits the tokens that a head tells apart, where they divide.
         may_ring: whether ranks may hand values round a ring, which stages of a pipeline may not.
     """
 
@@ -36,6 +37,7 @@ class Layout:
     batch: Axes = ()
     sequence: Axes = ()
     heads: Axes = ()
+    vocabulary: Axes = ()
     may_ring: bool = True
 
     def constrain(self, x: Array, features: Axes = (), dim: int = -1, sequence: Axes = ()) -> Array:
@@ -68,13 +70,17 @@ class Layout:
         entries[dim] = self._claim(shape, dim, features, "features")
         return PartitionSpec(*entries)
 
-    def mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def mapped(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
+    ) -> Any:
         """`shard_map` of a function over every axis that is not manual yet.
 
         Args:
             function: runs on one rank; may name every axis of the mesh.
             in_specs: a tuple of specs, on the whole mesh.
             out_specs: the specs of the results, on the whole mesh.
+            check_vma: whether JAX types what varies over which axes, where it can; what is never
+                differentiated needs no types.
 
         Returns:
             The mapped function, on arrays as they are where it is called.
@@ -93,7 +99,7 @@ class Layout:
             axis_names=frozenset(mesh.axis_names) - frozenset(manual),
             in_specs=left(in_specs),
             out_specs=left(out_specs),
-            check_vma=not manual,
+            check_vma=check_vma and not manual,
         )
 
     def _claim(self, shape: tuple[int, ...], dim: int, axes: Axes, what: str) -> Axes | None:

@@ -23,6 +23,7 @@ from .gather import only_axes as only_axes
 from .gather import reduce_by as reduce_by
 from .gather import regather_in_backward as regather_in_backward
 from .kernels import map_kernels as map_kernels
+from .losses import LossOverMesh as LossOverMesh
 from .memory import FSDPMemoryStats as FSDPMemoryStats
 from .memory import estimate as estimate
 from .memory import format_bytes as format_bytes

@@ -31,8 +31,9 @@ class OverMesh:
         mesh: names and sizes of its axes, over all devices.
         batch: the axes that split the samples.
         heads: the axes that split the heads.
-        is_opaque: whether the form is one of `OPAQUE`; one of `FUSED` is left alone where no axis
-            is manual.
+        is_opaque: whether the kernel is one that the compiler cannot partition at all, so that
+            every axis has to be manual: a form of `OPAQUE`, and on TPUs `auto`. Others of `FUSED`
+            are left alone where no axis is manual.
     """
 
     mesh: Mesh
@@ -54,17 +55,20 @@ class OverMesh:
         manual = manual_axes()
         batch = tuple(axis for axis in self.batch if axis not in manual)
         heads = tuple(axis for axis in self.heads if axis not in manual)
-        ways = math.prod(self.mesh.shape[axis] for axis in heads)
-        if key.shape[2] % ways:
+        ways = lambda axes: math.prod(self.mesh.shape[axis] for axis in axes)
+        if key.shape[2] % ways(heads):
             heads = ()
+        if self.is_opaque and query.shape[0] % ways(batch):
+            batch = ()
+        left = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
         is_partitioned = not self.is_opaque and not manual
-        if is_partitioned or not (batch or heads):
+        if is_partitioned or not (left if self.is_opaque else batch or heads):
             return call(query, key, value, *more)
         spec = PartitionSpec(batch or None, None, heads or None, None)
         run = jax.shard_map(
             call,
             mesh=None if manual else self.mesh,
-            axis_names=frozenset((*batch, *heads)),
+            axis_names=frozenset(left if self.is_opaque else (*batch, *heads)),
             in_specs=(spec,) * 3 + (PartitionSpec(batch or None),) * len(more),
             out_specs=spec,
             check_vma=False,
@@ -80,8 +84,11 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
         layout: which axes split samples.
     """
     heads = tuple(axis for axis in ("tp",) if axis in layout.mesh.axis_names)
+    # Found of devices that are not here, too.
+    on_tpu = layout.mesh.devices.flat[0].platform == "tpu"
     for _, module in nnx.iter_modules(model):
         form = getattr(module, "form", None)
         if form in (*OPAQUE, *FUSED) and hasattr(module, "attend"):
-            over = OverMesh(layout.mesh, layout.batch, heads, form in OPAQUE)
+            is_opaque = form in OPAQUE or (on_tpu and form == "auto")
+            over = OverMesh(layout.mesh, layout.batch, heads, is_opaque)
             wrap_calls(module, {"attend": over})

@@ -89,8 +89,9 @@ class TensorLayers:
         return False
 
     def extend(self, layout: Layout) -> Layout:
-        """Heads are split, as the features that they are made of."""
-        return dataclasses.replace(layout, heads=(self.policy.axis,))
+        """Heads are split, as the features that they are made of; and so is the vocabulary."""
+        axes = (self.policy.axis,)
+        return dataclasses.replace(layout, heads=axes, vocabulary=axes)
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises unless the plan matches something.

@@ -67,6 +67,18 @@ class Rewriting:
 
         return rewritten
 
+    def beside(self, other: Rewriting | None) -> Rewriting:
+        """Both at once, so that the program is traced once more only once."""
+        if other is None:
+            return self
+
+        def hidden(equation: Any) -> None:
+            for one in (self, other):
+                if any(one.concerns(inner) for inner in inner_programs(equation)):
+                    one.hidden(equation)
+
+        return Rewriting({**self.replace, **other.replace}, hidden)
+
     def concerns(self, jaxpr: Any) -> bool:
         """Whether a program holds an equation that may be replaced, at any depth."""
         return any(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from ..core.linear_loss import LINEAR_CROSS_ENTROPY
 from .sample_indexing import INDEXING
 from .sample_operation import (
     Operation,
@@ -353,6 +354,21 @@ def _attention(op: Operation, values: list[Value]) -> list[Value]:
     return [result if grown(shapes) else total(returned.degree) for shapes in op.outputs]
 
 
+def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
+    """A weighted sum of losses, each of one position."""
+    hidden, kernel, labels, weights, *bias = (not_numbered(value) for value in values)
+    if any(v.is_rows or v.kind is Kind.TOTAL for v in (kernel, *bias)):
+        raise Coupling("has a head that depends on the samples")
+    if hidden.is_rows and hidden.dim == len(op.inputs[0][0]) - 1:
+        raise Coupling("multiplies every sample with every other")
+    each = [as_rows(v, s) for v, s in zip((hidden, labels), op.inputs[::2], strict=False)]
+    losses = nonlinear(op.name, [each[0], kernel, each[1], *bias])
+    result = times(losses, as_rows(weights, op.inputs[3]))
+    if result.is_rows and result.dim is not None:
+        result = total(result.degree)
+    return [result] * len(op.outputs)
+
+
 _RETURNED = 12
 """Of the operands of `dot_product_attention_bwd`, the gradient that comes back."""
 
@@ -413,6 +429,7 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         **dict.fromkeys(("random_seed", "random_wrap"), _make_key),
         **{f"dot_product_attention_{way}_wrapper": _attention
            for way in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")},
+        LINEAR_CROSS_ENTROPY: _linear_loss,
     }
 )  # fmt: skip
 """By the name of the primitive."""

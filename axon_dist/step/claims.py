@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from rich.console import Group
@@ -22,12 +24,26 @@ class Claims:
         grads: about the gradients that reach the optimizer: they lie with its moments.
         opt_state: about the optimizer state.
         frozen: about the frozen parameters, where there are some.
+        programs: what a compiled step must show besides; each raises where it does not.
     """
 
     params: Explanation
     grads: Explanation
     opt_state: Explanation
     frozen: Explanation | None = None
+    programs: tuple[Callable[[jax.stages.Compiled], Any], ...] = ()
+
+    def of_program(self, *checks: Callable[[jax.stages.Compiled], Any]) -> Claims:
+        """These claims, and what a compiled step must show besides.
+
+        Args:
+            checks: functions of the compiled step that raise, such as
+                `functools.partial(axon_dist.inspect.expect_kernels, attention=24, remat=0)`.
+
+        Returns:
+            The claims; `check_compiled` checks them all.
+        """
+        return dataclasses.replace(self, programs=(*self.programs, *checks))
 
     def check(self, state: TrainState, grads: PyTree | None = None) -> None:
         """Raises unless every array is split as claimed.
@@ -47,15 +63,17 @@ class Claims:
             self.grads.check(grads)
 
     def check_compiled(self, compiled: jax.stages.Compiled, state: TrainState) -> None:
-        """Raises unless a compiled step leaves its state split as claimed.
+        """Raises unless a compiled step leaves its state split, and shows besides, as claimed.
 
         Args:
             compiled: from `TrainStep.lower(batch).compile()`.
             state: the shapes of the state.
 
         Raises:
-            ClaimError: as `check`.
+            ClaimError: as `check`, and as what is claimed of the program says.
         """
+        for check in self.programs:
+            check(compiled)
         placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         self.check(jax.tree.map(placed, state, compiled.output_shardings[0]))
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.linear_loss import BEFORE_HEAD
 from ..core.typing import Array, Batch, PyTree
 from ..core.weighted import Weighted
 from ..program import wrap_calls
@@ -90,8 +91,9 @@ def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, We
         for _, module in nnx.iter_modules(model):
             if isinstance(module, nnx.bridge.ToNNX):
                 set_at_rest(module)
-        if told:
-            wrap_calls(model, {"__call__": WithArguments(_names(model), tuple(told.items()))})
+        for method in ("__call__", BEFORE_HEAD):
+            if told and hasattr(model, method):
+                wrap_calls(model, {method: _told(model, method, told)})
         spec.change_layers(model)
 
     forward = global_forward(spec, adapt)
@@ -159,14 +161,22 @@ def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
     return {name: mean_loss(x) for name, x in sums.items()}
 
 
-def _parameters(module: nnx.Module) -> Mapping[str, inspect.Parameter]:
-    found = inspect.signature(type(_called(module)).__call__).parameters
+def _told(module: nnx.Module, method: str, told: Mapping[str, Any]) -> WithArguments:
+    """A method given those of some arguments that it takes; a call takes all, as was checked."""
+    taken = _parameters(module, method)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    kept = tuple((name, x) for name, x in told.items() if takes_any or name in taken)
+    return WithArguments(_names(module, method), kept)
+
+
+def _parameters(module: nnx.Module, method: str = "__call__") -> Mapping[str, inspect.Parameter]:
+    found = inspect.signature(getattr(type(_called(module)), method)).parameters
     return {name: found[name] for name in list(found)[1:]}
 
 
-def _names(module: nnx.Module) -> tuple[str, ...]:
+def _names(module: nnx.Module, method: str = "__call__") -> tuple[str, ...]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = _parameters(module)
+    taken = _parameters(module, method)
     return tuple(name for name, p in taken.items() if p.kind in positional)
 
 

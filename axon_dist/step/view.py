@@ -16,6 +16,7 @@ from ..core.typing import Array, Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
 from ..parallel import (
     Int8Gather,
+    LossOverMesh,
     Strategy,
     TransformerAutoWrapPolicy,
     map_kernels,
@@ -154,9 +155,9 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     Returns:
         A function of the same arguments and results.
     """
-    convolutions = ByRank.rewriting(mesh, strategy.batch_axes)
-    if convolutions is not None:
-        forward = convolutions.of(forward)
+    losses = LossOverMesh.rewriting(layout_of(strategy, mesh))
+    if losses is not None:
+        forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
     return forward if strategy.pipeline is None else whole_slices().of(forward)
 
 

@@ -10,12 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist.core.errors import DivisibilityError
 from axon_dist.inspect import collectives
-from axon_dist.nn import (
-    Layout,
-    VocabParallelEmbedding,
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-)
+from axon_dist.nn import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 from .test_linear import per_rank
 
@@ -83,27 +78,6 @@ def test_cross_entropy_moves_labels_not_logits(make_world):
     assert compiled.memory_analysis().temp_size_in_bytes < positions * vocabulary * 4
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
-def test_linear_cross_entropy_equals_the_dense_loss(make_world, num_chunks):
-    mesh = make_world("fsdp=2,tp=4").mesh
-    hidden = RNG.normal(size=(4, 6, 8)).astype(np.float32)
-    kernel = RNG.normal(size=(8, 24)).astype(np.float32)
-    layout = Layout(mesh, batch=("fsdp",))
-    dense = lambda h, k: optax.softmax_cross_entropy_with_integer_labels(h @ k, TOKENS).sum()
-    split = lambda h, k: linear_cross_entropy(
-        h, k, TOKENS, layout, vocab="tp", num_chunks=num_chunks
-    ).sum()
-    want, grads = jax.value_and_grad(dense, argnums=(0, 1))(hidden, kernel)
-    run = jax.jit(jax.value_and_grad(split, argnums=(0, 1)))
-    got, got_grads = run(hidden, kernel)
-    assert float(got) == pytest.approx(float(want), rel=1e-6)
-    for ours, theirs in zip(got_grads, grads, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    ledger = collectives(run.lower(hidden, kernel).compile(), mesh)
-    kernels = [row for row in ledger.select(axis="fsdp") if row.wire_bytes > kernel.nbytes / 8]
-    assert sum(row.count for row in kernels) == 1
-
-
 def test_errors_name_sizes(make_world):
     world = make_world("fsdp=2,tp=4")
     group = world.group("tp")
@@ -111,7 +85,3 @@ def test_errors_name_sizes(make_world):
         VocabParallelEmbedding(10, 8, group=group, rngs=nnx.Rngs(0))
     with pytest.raises(DivisibilityError, match=r"classes=10 .* tp=4"):
         vocab_parallel_cross_entropy(jnp.zeros((2, 10)), jnp.zeros(2, int), group)
-    with pytest.raises(DivisibilityError, match=r"6 positions per rank .* 4 chunks"):
-        linear_cross_entropy(
-            jnp.zeros((4, 6, 8)), jnp.zeros((8, 24)), TOKENS, Layout(world.mesh), num_chunks=4
-        )

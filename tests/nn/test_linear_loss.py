@@ -1,0 +1,129 @@
+"""The cross-entropy of a linear head against that of its logits, on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axon_dist.core.errors import ConfigError, DTypeError
+from axon_dist.inspect import flops
+from axon_dist.models import cross_entropy
+from axon_dist.nn import linear_cross_entropy, linear_scores
+
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(4, 6, 8)).astype(np.float32)
+KERNEL = RNG.normal(size=(8, 24)).astype(np.float32)
+BIAS = RNG.normal(size=24).astype(np.float32)
+LABELS = RNG.integers(0, 24, size=(4, 6)).astype(np.int32)
+WEIGHTS = RNG.random((4, 6)).astype(np.float32)
+
+
+def dense(hidden, kernel, bias, weights, z_loss=0.0, label_smoothing=0.0, soft_cap=None):
+    """All logits, differentiated by JAX."""
+    x = hidden @ kernel + bias
+    x = x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+    total = jax.nn.logsumexp(x, axis=-1)
+    chosen = jnp.take_along_axis(x, LABELS[..., None], axis=-1)[..., 0]
+    losses = total - (1 - label_smoothing) * chosen - label_smoothing * x.mean(-1)
+    return jnp.sum(weights * (losses + z_loss * total**2)) / jnp.sum(weights)
+
+
+ALL = {"z_loss": 0.1, "label_smoothing": 0.2, "soft_cap": 3.0}
+
+
+@pytest.mark.parametrize(("num_chunks", "options"), [(None, {}), (5, ALL)])
+def test_value_and_gradients_equal_those_of_all_logits(options, num_chunks):
+    given = HIDDEN, KERNEL, BIAS, WEIGHTS
+    ours = lambda h, k, b, w: (
+        linear_cross_entropy(h, k, LABELS, w, bias=b, num_chunks=num_chunks, **options).mean
+    )
+    plain = lambda *given: dense(*given, **options)
+    want, grads = jax.value_and_grad(plain, argnums=(0, 1, 2, 3))(*given)
+    got, found = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2, 3)))(*given)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    for mine, theirs in zip(found, grads, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_the_gradient_is_linear_in_what_comes_back_and_can_be_differentiated():
+    given = HIDDEN, KERNEL, BIAS, WEIGHTS
+    ours = lambda h: linear_cross_entropy(h, KERNEL, LABELS, WEIGHTS, bias=BIAS).mean
+    plain = lambda h: dense(h, *given[1:])
+    back = lambda loss: jax.grad(lambda h: jnp.sum(jax.grad(lambda h: -3 * loss(h))(h) ** 2))
+    one, other = jax.jit(lambda h: (back(ours)(h), back(plain)(h)))(HIDDEN)
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_moves_has_a_gradient_computed():
+    count = lambda argnums: (
+        flops(
+            jax.jit(jax.grad(lambda h, k: linear_cross_entropy(h, k, LABELS).total, argnums))
+            .lower(HIDDEN, KERNEL)
+            .compile()
+        ).high
+    )
+    one = 2 * LABELS.size * KERNEL.size
+    assert count((0, 1)) == 3 * one  # the logits once, and a product for either gradient
+    assert count(0) == 2 * one
+
+
+def test_hits_are_those_of_argmax_and_the_first_of_equals_counts():
+    _, metrics = linear_scores(HIDDEN, KERNEL, LABELS, WEIGHTS, bias=BIAS, num_chunks=2)
+    hits = (HIDDEN @ KERNEL + BIAS).argmax(-1) == LABELS
+    assert 0 < hits.sum() < hits.size
+    np.testing.assert_allclose(metrics["accuracy"].total, (WEIGHTS * hits).sum(), rtol=1e-6)
+    assert float(metrics["accuracy"].weight) == pytest.approx(WEIGHTS.sum())
+    equal = jnp.array([[1.0, 2.0, 2.0, 0.0]])
+    found = [
+        float(linear_scores(jnp.ones((1, 1)), equal, jnp.array([label]))[1]["accuracy"].total)
+        for label in range(4)
+    ]
+    assert found == [0, 1, 0, 0]
+
+
+def test_bfloat16_logits_are_rounded_and_nothing_else():
+    rounded = (HIDDEN @ KERNEL).astype(jnp.bfloat16)
+    want = cross_entropy(rounded, LABELS).sum()
+    got = linear_cross_entropy(HIDDEN, KERNEL, LABELS, logits_dtype="bfloat16")
+    assert got.total.dtype == jnp.float32
+    assert float(got.total) == pytest.approx(float(want), rel=1e-6)
+    assert float(linear_cross_entropy(HIDDEN, KERNEL, LABELS).total) != float(got.total)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_come_in_the_dtype_of_what_they_are_of(dtype):
+    hidden, kernel = HIDDEN.astype(dtype), KERNEL.astype(dtype)
+    ours = lambda h, k: linear_cross_entropy(h, k, LABELS, num_chunks=2).mean
+    found = jax.grad(ours, argnums=(0, 1))(hidden, kernel)
+    plain = lambda h, k: cross_entropy(h @ k, LABELS).mean()
+    wide = jax.grad(plain, argnums=(0, 1))(hidden.astype("float32"), kernel.astype("float32"))
+    for mine, want in zip(found, wide, strict=True):
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(mine.astype("float32"), want, rtol=0.02, atol=2e-3)
+
+
+def test_positions_may_have_any_dims_and_vmap_goes_through():
+    want = linear_cross_entropy(HIDDEN, KERNEL, LABELS, WEIGHTS).total
+    flat = linear_cross_entropy(HIDDEN.reshape(-1, 8), KERNEL, LABELS.ravel(), WEIGHTS.ravel())
+    each = jax.vmap(lambda *x: linear_cross_entropy(x[0], KERNEL, x[1], x[2]).total)
+    assert float(flat.total) == pytest.approx(float(want), rel=1e-6)
+    assert float(each(HIDDEN, LABELS, WEIGHTS).sum()) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_errors_name_shapes_and_options():
+    with pytest.raises(ConfigError, match=r"hidden \[4, 6, 8\], kernel \[24, 8\].*kernel \[D, V\]"):
+        linear_cross_entropy(HIDDEN, KERNEL.T, LABELS)
+    with pytest.raises(ConfigError, match=r"weights \[4\].*one for each position"):
+        linear_cross_entropy(HIDDEN, KERNEL, LABELS, WEIGHTS[:, 0])
+    with pytest.raises(ConfigError, match=r"bias \[8\].*a bias \[V\]"):
+        linear_cross_entropy(HIDDEN, KERNEL, LABELS, bias=BIAS[:8])
+    with pytest.raises(ConfigError, match=r"labels of float32; they must be the integer ids"):
+        linear_cross_entropy(HIDDEN, KERNEL, WEIGHTS)
+    with pytest.raises(ConfigError, match=r"label_smoothing is 1; it must be at least 0 and below"):
+        linear_cross_entropy(HIDDEN, KERNEL, LABELS, label_smoothing=1)
+    with pytest.raises(ConfigError, match="soft_cap is -1; it must be positive"):
+        linear_cross_entropy(HIDDEN, KERNEL, LABELS, soft_cap=-1)
+    with pytest.raises(ConfigError, match="num_chunks is 0; it must be at least 1"):
+        linear_cross_entropy(HIDDEN, KERNEL, LABELS, num_chunks=0)
+    with pytest.raises(DTypeError, match="logits_dtype is 'float16'; logits are 'float32'"):
+        linear_cross_entropy(HIDDEN, KERNEL, LABELS, logits_dtype="float16")
