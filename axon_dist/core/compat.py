@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.interpreters import partial_eval
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.interpreters import batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
@@ -205,6 +206,29 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]
         The smaller jaxpr, and which inputs it still has.
     """
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
+
+
+def new_operation(
+    name: str, run: Callable[..., Any], batch: Callable[..., tuple[Any, int]]
+) -> Primitive:
+    """An operation that programs show as one equation, and that is compiled as what it runs.
+
+    Args:
+        name: of its equations.
+        run: (*arrays, **parameters) -> an array like the first; parameters are hashable.
+        batch: (arrays, their batch dims, **parameters) -> the result and its batch dim, as JAX
+            asks it of `vmap`.
+
+    Returns:
+        The primitive.
+    """
+    operation = Primitive(name)
+    compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
+    operation.def_impl(lambda *xs, **parameters: compiled(tuple(parameters.items()))(*xs))
+    operation.def_abstract_eval(lambda x, *_, **__: x)
+    mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=False))
+    batching.primitive_batchers[operation] = batch
+    return operation
 
 
 def source_line(equation: Any) -> str:
