@@ -308,7 +308,7 @@ class _Orthogonal:
         mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
         return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(self.coefficients))
 
-    def update(self, updates: PyTree, state: MuonState, params: PyTree = None) -> Any:
+    def update(self, updates: PyTree, state: Any, params: PyTree = None) -> Any:
         """The orthogonalised momenta, and the next state."""
         beta, correct = self.beta, optax.tree.bias_correction
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ class Tower(nnx.Module):
             graph, rows = nnx.split(self.blocks)
             step = lambda x, row: (nnx.merge(graph, row, copy=True)(x), None)
             return self.head(jax.lax.scan(step, x, rows)[0])
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             x = block(x)
         return self.head(x)
 
