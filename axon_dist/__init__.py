@@ -57,6 +57,8 @@ from .nn import TensorParallelAttention as TensorParallelAttention
 from .nn import VocabParallelEmbedding as VocabParallelEmbedding
 from .nn import lora as lora
 from .nn import merge_lora as merge_lora
+from .optim import hidden_matrices as hidden_matrices
+from .optim import muon as muon
 from .parallel import DDP as DDP
 from .parallel import FSDP as FSDP
 from .parallel import CPUOffload as CPUOffload

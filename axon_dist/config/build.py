@@ -94,7 +94,7 @@ def build_step(
     factory = functools.partial(model_of, config)
     step = build_train_step(
         factory,
-        optimizer or config.optimizer.build(config.train.steps),
+        optimizer or config.optimizer.build(config.train.steps, factory),
         loss_fn or config.kind.task.loss_fn,
         build_strategy(config.parallel, factory, world),
         world,

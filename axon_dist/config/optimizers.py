@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 import optax
+from flax import nnx
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.optim import hidden_matrices, muon
 
 from .kinds import Fraction, Natural, NonNegative, OneOf, Positive
 from .own import Own
@@ -103,8 +106,14 @@ class Optimizer(abc.ABC):
     learning_rate: Positive = 3e-4
     schedule: Annotated[Schedule, OneOf(SCHEDULES)] = Cosine()
 
-    def build(self, num_steps: int) -> optax.GradientTransformation:
+    def build(
+        self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Returns the optax transformation for a run of some steps.
+
+        Args:
+            num_steps: of the run.
+            make_model: makes the model, for an optimizer that tells its layers apart.
 
         Raises:
             ConfigError: when the schedule does not fit the run.
@@ -203,8 +212,57 @@ class SGD(Optimizer):
         return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Muon for the matrices in the blocks of a model, AdamW for all else (arXiv:2502.16982).
+
+    Args:
+        momentum: decay of the momentum of matrices.
+        nesterov: looks one step ahead along the momentum.
+        ns_steps: iterations of Newton–Schulz.
+        rms: updates of matrices have this root mean square, as those of AdamW have about 0.2, so
+            that one learning rate fits both.
+        weight_decay: the part of every parameter that a step at rate 1 takes away.
+        b1: of AdamW: decay of the mean of the gradients.
+        b2: of AdamW: decay of the mean of their squares.
+    """
+
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_steps: Natural = 5
+    rms: Positive = 0.2
+    weight_decay: NonNegative = 0.1
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+
+    def build(
+        self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
+        """Returns `muon` for the hidden matrices of the model."""
+        rate = self.schedule.build(self.learning_rate, num_steps)
+        return self._muon(rate, None if make_model is None else hidden_matrices(make_model))
+
+    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+        """Returns `muon` for every matrix."""
+        return self._muon(rate, None)
+
+    def _muon(self, rate: optax.Schedule, matrices: object) -> optax.GradientTransformation:
+        return muon(
+            rate,
+            beta=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            consistent_rms=self.rms,
+            weight_decay=self.weight_decay,
+            adam_weight_decay=self.weight_decay,
+            adam_b1=self.b1,
+            adam_b2=self.b2,
+            muon_weight_dimension_numbers=matrices,
+        )
+
+
 OPTIMIZERS: MappingProxyType[str, type[Optimizer]] = MappingProxyType(
-    {"adamw": AdamW, "adam": Adam, "lion": Lion, "sgd": SGD}
+    {"adamw": AdamW, "adam": Adam, "lion": Lion, "muon": Muon, "sgd": SGD}
 )
 
 
@@ -220,8 +278,14 @@ class OwnOptimizer(Own):
     section: ClassVar[str] = "optimizer"
     offered: ClassVar[tuple[str, ...]] = ("num_steps",)
 
-    def build(self, num_steps: int) -> optax.GradientTransformation:
+    def build(
+        self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Calls the factory.
+
+        Args:
+            num_steps: of the run.
+            make_model: makes the model, which such a factory does not see.
 
         Raises:
             ConfigError: when it returns something else.

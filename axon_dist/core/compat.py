@@ -209,6 +209,29 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
+def new_operation(
+    name: str, run: Callable[..., Any], batch: Callable[..., tuple[Any, int]]
+) -> Primitive:
+    """An operation that programs show as one equation, and that is compiled as what it runs.
+
+    Args:
+        name: of its equations.
+        run: (*arrays, **parameters) -> an array like the first; parameters are hashable.
+        batch: (arrays, their batch dims, **parameters) -> the result and its batch dim, as JAX
+            asks it of `vmap`.
+
+    Returns:
+        The primitive.
+    """
+    operation = Primitive(name)
+    compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
+    operation.def_impl(lambda *xs, **parameters: compiled(tuple(parameters.items()))(*xs))
+    operation.def_abstract_eval(lambda x, *_, **__: x)
+    mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=False))
+    batching.primitive_batchers[operation] = batch
+    return operation
+
+
 def source_line(equation: Any) -> str:
     """The line of the user's that made an equation, as `file.py:12`; "" where none is known.
 

@@ -86,6 +86,7 @@ class ColumnParallelLinear(nnx.Module):
         self.in_features, self.out_features = in_features, out_features
         self.gather_output, self.group = gather_output, group
         self.dtype, self.param_dtype = dtype, param_dtype
+        self.dot_general: Any = jax.lax.dot_general
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., in_features]` to `[..., out_features]`."""
@@ -152,6 +153,7 @@ class RowParallelLinear(nnx.Module):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel, self.group = input_is_parallel, group
         self.dtype, self.param_dtype = dtype, param_dtype
+        self.dot_general: Any = jax.lax.dot_general
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
@@ -274,7 +276,8 @@ def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:
 
 def _product(layer: Any, x: Array) -> Array:
     dtype = layer.dtype or layer.param_dtype
-    return x.astype(dtype) @ layer.kernel[...].astype(dtype)
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return layer.dot_general(x.astype(dtype), layer.kernel[...].astype(dtype), dims)
 
 
 def _part(x: Array, axis: str | None) -> Array:

@@ -20,6 +20,7 @@ from .stage import Loss as Loss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire
 from .state import Sums as Sums
+from .storage import FlatStorage as FlatStorage
 from .storage import ModelStorage as ModelStorage
 from .storage import storage_for as storage_for
 from .switch import SwitchStages as SwitchStages

@@ -4,6 +4,10 @@ Imports `core`. Start reading in `policy.py`.
 """
 
 from .clipping import clip_by_global_norm as clip_by_global_norm
+from .fp8 import Fp8Dot as Fp8Dot
+from .fp8 import Fp8Layers as Fp8Layers
+from .fp8 import fp8_layers as fp8_layers
+from .fp8 import fp8_reasons as fp8_reasons
 from .int8 import Int8 as Int8
 from .int8 import Int8Form as Int8Form
 from .int8 import as_values as as_values

@@ -31,9 +31,13 @@ class MixedPrecision:
         reduce: dtype of gradients while they are reduced; None is `compute`.
         buffer: dtype of statistics such as BatchNorm's; None leaves them alone.
         output: dtype of what the model returns to the loss function.
+        products: `"fp8"` computes the dense layers within blocks as `Fp8Dot` does; None leaves them
+            in the compute dtype.
+        skip: regular expressions of the paths of dense layers that stay in the compute dtype.
 
     Raises:
-        ConfigError: for a dtype that is not floating-point.
+        ConfigError: for a dtype that is not floating-point, unknown products, or layers to skip
+            where there are none.
 
     Example:
         >>> MixedPrecision.bf16().compute
@@ -49,17 +53,36 @@ class MixedPrecision:
     reduce: Any = None
     buffer: Any = None
     output: Any = "float32"
+    products: str | None = None
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            dtype = None if value is None else floating_dtype(value, field.name)
-            object.__setattr__(self, field.name, dtype)
+        for name in ("param", "compute", "reduce", "buffer", "output"):
+            value = getattr(self, name)
+            dtype = None if value is None else floating_dtype(value, name)
+            object.__setattr__(self, name, dtype)
+        object.__setattr__(self, "skip", tuple(self.skip))
+        if self.products not in (None, "fp8"):
+            raise ConfigError(f"products is {self.products!r}; it must be 'fp8', or None")
+        if self.skip and self.products is None:
+            raise ConfigError(
+                f"skip={self.skip} names layers that fp8 leaves out, and products is None; say "
+                "products='fp8', or leave skip out"
+            )
 
     @classmethod
     def bf16(cls) -> MixedPrecision:
         """bfloat16 compute and reductions, float32 parameters."""
         return cls(compute="bfloat16")
+
+    @classmethod
+    def fp8(cls, skip: tuple[str, ...] = ()) -> MixedPrecision:
+        """bfloat16, with the dense layers within blocks in fp8.
+
+        Args:
+            skip: regular expressions of the paths of layers that stay in bfloat16.
+        """
+        return cls(compute="bfloat16", products="fp8", skip=skip)
 
     @classmethod
     def fp16(cls) -> MixedPrecision:
@@ -84,6 +107,7 @@ class MixedPrecision:
             "float32": cls(),
             "bf16": cls.bf16(),
             "fp16": cls.fp16(),
+            "fp8": cls.fp8(),
         }
         if choice not in presets:
             names = [name for name in presets if isinstance(name, str)]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ..core.compat import CALLS, REMATS, eval_equation, scan_counts
 from .layer_scan import has_units, is_unit
+from .matrices import matrixwise
 from .sample_rules import ELEMENTWISE
 from .walk import called, interpret
 
@@ -223,6 +224,14 @@ def _length(values: Sequence[Any]) -> int:
     return next(len(x.rows) for x in values if isinstance(x, Stacked))
 
 
+def _matrixwise(equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+    stacked, *more = operands
+    function, lead = equation.params["function"], equation.params["lead"]
+    if lead == 0 or not isinstance(stacked, Stacked):
+        return None
+    return [Stacked([matrixwise(function, row, *more, lead=lead - 1) for row in stacked.rows])]
+
+
 _REDUCTIONS: MappingProxyType[str, tuple[Any, Any]] = MappingProxyType(
     {
         "reduce_sum": (jax.lax.add, lambda x, axes: jax.lax.reduce_sum(x, axes)),
@@ -245,5 +254,6 @@ _RULES: MappingProxyType[str, Run] = MappingProxyType(
         "expand_dims": _reshape,
         "transpose": _transpose,
         "cond": _cond,
+        "matrixwise": _matrixwise,
     }
 )

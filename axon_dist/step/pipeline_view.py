@@ -35,7 +35,7 @@ from ..program.rows import Stacked, by_rows, whole
 from .local_view import sample_rows
 from .objective import GradientFn, GradientResult, Sums, evaluate, weighed_metrics
 from .spec import StepSpec
-from .view import View, paths_of, spelled
+from .view import View, fp8_of, paths_of, spelled
 
 
 def pipeline_gradients(spec: StepSpec) -> GradientFn:
@@ -154,6 +154,7 @@ class StagedPlan:
             frees_weights=False,
             moves_activations=True,
             weights=paths_of(self.spec.parts.weights),
+            fp8=fp8_of(self.strategy, self.spec.parts),
         )
 
     @cached_property

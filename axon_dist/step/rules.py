@@ -56,6 +56,14 @@ def _stage_classes(spec: StepSpec) -> Found:
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
 
+def _matrices(spec: StepSpec) -> Found:
+    # Stages that differ take branches of their own, with their own matrices in them.
+    if spec.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+        return None
+    kind = spec.matrices_within
+    return {"kind": kind, "count": spec.mesh.size} if kind else None
+
+
 def _arrays(spec: StepSpec) -> None:
     """Decides where every array lies."""
     stored, mesh = spec.storage.strategy, spec.mesh
@@ -108,6 +116,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
     Requirement("the optimizer works on stages", lambda spec: spec.next_opt_state),
+    Requirement.row(
+        "matrices can be dealt",
+        UnsupportedError,
+        "the optimizer orthogonalises matrices within {kind!r}, where they cannot be dealt to the "
+        "{count} devices, each of which would do all of it. Take the branch or loop out of the "
+        "optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a branch",
+        _matrices,
+    ),
     Requirement("every array can be laid out", _arrays),
 )
 """What a step must fulfil, whatever its batch; what depends on the batch is traced."""

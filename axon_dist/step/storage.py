@@ -14,7 +14,16 @@ from ..core.errors import UnsupportedError
 from ..core.tree import joined, leaves_with_paths, parted
 from ..core.typing import Path, PyTree
 from ..parallel import PipelinePlan, Strategy
-from ..pipeline import Keys, ModelStorage, OfBlocks, Stacks, Staged, Stages, storage_for
+from ..pipeline import (
+    FlatStorage,
+    Keys,
+    ModelStorage,
+    OfBlocks,
+    Stacks,
+    Staged,
+    Stages,
+    storage_for,
+)
 from ..pipeline.layout import flatten
 from ..precision import narrowed, widened
 from ..program import linen_blocks, linen_named, names_of, stacks_of
@@ -45,6 +54,11 @@ class Storage:
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
+
+    @property
+    def is_by_vectors(self) -> bool:
+        """Whether stages differ, so that ranks hold vectors of whatever leaves are theirs."""
+        return isinstance(self.rows, FlatStorage)
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
         """The stored form of a model's trained and frozen parameters.

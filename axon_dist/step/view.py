@@ -22,7 +22,16 @@ from ..parallel import (
     map_kernels,
     regather_in_backward,
 )
-from ..precision import Int8, Int8Form, MixedPrecision, autocast, cast_floating
+from ..precision import (
+    Fp8Dot,
+    Fp8Layers,
+    Int8,
+    Int8Form,
+    MixedPrecision,
+    autocast,
+    cast_floating,
+    fp8_layers,
+)
 from ..program import (
     GATHER,
     ByRank,
@@ -57,6 +66,7 @@ class View:
             parallelism do.
         weights: the paths of the parameters, trained and frozen.
         int8: how those are kept that come in eight bits, by path.
+        fp8: the layers that compute in fp8; None where there are none.
     """
 
     precision: MixedPrecision | None
@@ -66,6 +76,7 @@ class View:
     moves_activations: bool
     weights: frozenset[Path]
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
+    fp8: Fp8Layers | None = None
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -130,6 +141,8 @@ class View:
                 _widen_statistics(model, self.weights)
             if self.precision is not None and self.precision.is_mixed:
                 autocast(model, self.precision)
+            if self.fp8 is not None:
+                self.fp8(model)
 
         return adapt
 
@@ -195,7 +208,8 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
 
     Raises:
         StrategyConflictError: when wrapping and checkpointing name different classes.
-        UnsupportedError: when the classes named for units or checkpointing do not exist.
+        UnsupportedError: when the classes named for units or checkpointing do not exist, or fp8
+            finds no layer.
     """
     splits = bool(strategy.params.split_axes or strategy.opt_state.split_axes)
     units: frozenset[Path] = frozenset()
@@ -211,7 +225,21 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         moves_activations=bool(strategy.layers),
         weights=paths_of(parts.weights),
         int8=parts.int8,
+        fp8=fp8_of(strategy, parts),
     )
+
+
+def fp8_of(strategy: Strategy, parts: ModelParts) -> Fp8Layers | None:
+    """The layers that compute in fp8 under a strategy, where its precision asks for it.
+
+    Raises:
+        UnsupportedError: when the model has no such layer.
+    """
+    precision = strategy.precision
+    if precision is None or precision.products is None:
+        return None
+    dot = Fp8Dot(tuple(strategy.batch_axes))
+    return Fp8Layers(dot, fp8_layers(parts.abstract, precision.skip))
 
 
 def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:

@@ -15,6 +15,7 @@ from axon_dist.config.optimizers import (
     Cosine,
     Linear,
     Lion,
+    Muon,
 )
 from axon_dist.config.read import read
 from axon_dist.core.errors import ConfigError
@@ -40,6 +41,22 @@ def run(transform):
         ),
         (Adam(b1=0.8, b2=0.9, eps=1e-3), optax.adam(0.01, b1=0.8, b2=0.9, eps=1e-3)),
         (Lion(b1=0.8, b2=0.9, weight_decay=0.3), optax.lion(0.01, 0.8, 0.9, weight_decay=0.3)),
+        (
+            Muon(
+                momentum=0.9, nesterov=False, ns_steps=3, rms=0.3, weight_decay=0.3, b1=0.8, b2=0.9
+            ),
+            optax.contrib.muon(
+                0.01,
+                beta=0.9,
+                nesterov=False,
+                ns_steps=3,
+                consistent_rms=0.3,
+                weight_decay=0.3,
+                adam_weight_decay=0.3,
+                adam_b1=0.8,
+                adam_b2=0.9,
+            ),
+        ),
         (SGD(), optax.sgd(0.01)),
         (SGD(momentum=0.9, nesterov=True), optax.sgd(0.01, 0.9, nesterov=True)),
     ],
@@ -50,7 +67,7 @@ def test_every_option_reaches_optax(ours, theirs):
 
 
 def test_every_row_has_a_case_above():
-    assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, SGD}
+    assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, Muon, SGD}
     assert set(SCHEDULES.values()) == {Constant, Cosine, Linear}
 
 

@@ -16,7 +16,7 @@ LINES = [
     {"hardware"},
     {"mesh", "program"},
     {"sharding", "schedule"},
-    {"collectives", "nn", "precision"},
+    {"collectives", "nn", "optim", "precision"},
     {"parallel", "pipeline", "checkpoint", "data", "models"},
     {"step", "planner", "inspect"},
     {"loop", "weights"},

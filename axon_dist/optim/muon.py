@@ -1,0 +1,398 @@
+"""Muon: momenta of matrices, orthogonalised; AdamW for all else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers, MuonState
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.tree import map_with_path
+from ..core.typing import Array, Path, PyTree
+from ..program import stacks_of
+from ..program.matrices import matrixwise
+
+Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
+"""Of one quintic for all iterations, or of one for each."""
+
+JORDAN: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+"""Steepest at zero (Jordan et al., github.com/KellerJordan/Muon)."""
+
+PRESETS: MappingProxyType[str, Coefficients] = MappingProxyType(
+    {
+        "standard": JORDAN,
+        "dion": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+    }
+)
+
+PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
+
+Dims: TypeAlias = MuonDimensionNumbers
+DimsOf: TypeAlias = "PyTree | Callable[[PyTree], PyTree] | None"
+"""Which leaves are matrices, and which dims of them are rows and columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """Makes all singular values of a matrix about 1, by products with itself.
+
+        A = X X^T,   X <- a X + (b A + c A A) X,   some times
+
+    Args:
+        steps: iterations of one quintic; several quintics are iterated once each.
+        preconditioning: what brings the singular values below 1 first: the Frobenius or the
+            spectral norm, or scales in the first iteration (AOL, Schatten-4).
+        eps: added to the norm.
+        rows: the dims of the array that a vector is multiplied along.
+        columns: those of the result; dims that are neither count matrices.
+
+    Example:
+        >>> x = jnp.diag(jnp.array([4.0, 1.0]))
+        >>> NewtonSchulz()(x, jnp.asarray(JORDAN)).round(1).tolist()
+        [[0.699999988079071, 0.0], [0.0, 1.100000023841858]]
+    """
+
+    steps: int = 5
+    preconditioning: str = "frobenius"
+    eps: float = 1e-8
+    rows: tuple[int, ...] = (0,)
+    columns: tuple[int, ...] = (1,)
+
+    def __call__(self, x: Array, coefficients: Array) -> Array:
+        """Orthogonalises an array.
+
+        Args:
+            x: [m, n], or with more dims as `rows` and `columns` say.
+            coefficients: (a, b, c), or a row of them for each iteration.
+
+        Returns:
+            The result, like `x`.
+        """
+        counting = tuple(d for d in range(x.ndim) if d not in (*self.rows, *self.columns))
+        order = (*counting, *self.rows, *self.columns)
+        size = lambda dims: math.prod(x.shape[d] for d in dims)
+        matrices = x.transpose(order).reshape(-1, size(self.rows), size(self.columns))
+        made = jax.vmap(lambda matrix: self._of_matrix(matrix, coefficients))(matrices)
+        back = sorted(range(x.ndim), key=order.__getitem__)
+        return made.reshape([x.shape[d] for d in order]).transpose(back)
+
+    def _of_matrix(self, x: Array, coefficients: Array) -> Array:
+        if x.shape[0] > x.shape[1]:
+            return self._of_matrix(x.T, coefficients).T
+        rows = coefficients.astype(x.dtype)
+        rows = jnp.broadcast_to(rows, (self.steps, 3)) if rows.ndim == 1 else rows
+        if self.preconditioning == "frobenius":
+            x = x / (jnp.linalg.norm(x) + self.eps)
+        if self.preconditioning == "spectral":
+            x = x / (jnp.linalg.norm(x, ord=2) + self.eps)
+        for number in range(rows.shape[0]):
+            gram = x @ x.T.conj()
+            if number == 0 and self.preconditioning in ("aol", "schatten"):
+                x, gram = self._scaled(x, gram)
+            a, b, c = rows[number]
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    def _scaled(self, x: Array, gram: Array) -> tuple[Array, Array]:
+        """A matrix whose singular values are below 1, read off its Gram matrix."""
+        small = 1e-8
+        if self.preconditioning == "aol":
+            sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+            scale = jax.lax.rsqrt(jnp.maximum(sums, small))
+            return x * scale, gram * scale * scale.T
+        scale = jax.lax.rsqrt(jnp.maximum(jnp.linalg.norm(gram), small))
+        return x * scale, gram * scale**2
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Coefficients | str = JORDAN,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps_root: float = 0.0,
+    adam_weight_decay: float = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: DimsOf = None,
+    consistent_rms: float | None = None,
+) -> optax.GradientTransformation:
+    """Muon, equal to `optax.contrib.muon`, dealt to the devices of a step.
+
+        mu = beta mu + (1 - beta) g,   w -= rate (scale orthogonal(mu) + weight_decay w)
+
+    The arguments, the numbers and the state are those of `optax.contrib.muon`, so that either can
+    go on with a state of the other. In a step, matrices of the same shape are stacked, each device
+    gets some of them whole by one all-to-all, orthogonalises them on its own, and gives them back
+    by another; see `Dealer`. In a pipeline whose stages are equal the stacks are those of each
+    stage; where stages differ, every device of a stage orthogonalises all matrices of the stage.
+
+    Args:
+        learning_rate: of the matrices, and of the rest where that has none of its own.
+        ns_coeffs: of Newton–Schulz: (a, b, c), a row of them for each iteration, or the name of a
+            preset, `"standard"` or `"dion"`.
+        ns_steps: how many iterations, where one quintic is for all.
+        beta: decay of the momentum.
+        eps: added to norms, and for AdamW to the root.
+        weight_decay: the part of a matrix that a step at rate 1 takes away.
+        weight_decay_mask: which matrices decay: a tree of flags, or a function of the parameters.
+        mu_dtype: the dtype of momenta; None is that of the parameters.
+        nesterov: looks one step ahead along the momentum.
+        adaptive: scales by the dual norm (arXiv:2409.20325).
+        preconditioning: as of `NewtonSchulz`.
+        adam_b1: of AdamW, for all else: decay of the mean.
+        adam_b2: decay of the mean of squares.
+        adam_eps_root: added under the root.
+        adam_weight_decay: the part that a step at rate 1 takes away.
+        adam_learning_rate: None takes that of the matrices.
+        muon_weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`, None where a
+            leaf is no matrix, or a function from parameters to such a tree: `hidden_matrices`. None
+            takes every leaf of two dims, embeddings and heads among them, as optax does.
+        consistent_rms: scales updates by `sqrt(max(m, n))` times this (arXiv:2502.16982, 0.2 there)
+            instead of `sqrt(max(1, n / m))`.
+
+    Returns:
+        The optax transformation.
+
+    Raises:
+        ConfigError: for an unknown preset or preconditioning, or coefficients of another shape.
+
+    Example:
+        >>> optimizer, params = muon(0.02), {"w": jnp.eye(2), "b": jnp.zeros(2)}
+        >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+        >>> float(abs(updates["b"]).max())
+        0.0
+
+    Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training,
+    arXiv:2502.16982.
+    """
+    orthogonal = _Orthogonal(
+        _coefficients(ns_coeffs, ns_steps),
+        NewtonSchulz(ns_steps, preconditioning, eps),
+        beta,
+        mu_dtype,
+        nesterov,
+        adaptive,
+        muon_weight_dimension_numbers,
+    )
+    shape_scale = optax.stateless(
+        lambda updates, params: orthogonal.scaled(updates, consistent_rms)
+    )
+    return optax.partition(
+        {
+            "muon": optax.chain(
+                optax.GradientTransformation(orthogonal.init, orthogonal.update),
+                shape_scale,
+                optax.add_decayed_weights(weight_decay, weight_decay_mask),
+                optax.scale_by_learning_rate(learning_rate),
+            ),
+            "adam": optax.adamw(
+                learning_rate if adam_learning_rate is None else adam_learning_rate,
+                b1=adam_b1,
+                b2=adam_b2,
+                eps=eps,
+                eps_root=adam_eps_root,
+                weight_decay=adam_weight_decay,
+                mu_dtype=mu_dtype,
+                nesterov=nesterov,
+            ),
+        },
+        orthogonal.labels,
+    )
+
+
+def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[PyTree], PyTree]:
+    """The matrices within the blocks of a model, for `muon_weight_dimension_numbers`.
+
+    What Muon is for: the kernels of `nnx.Linear`, `nnx.LinearGeneral` and other layers of two dims
+    in modules that the model keeps in lists or stacks by `nnx.vmap`. Embeddings, heads and norms
+    stay with AdamW.
+
+    Args:
+        model: the model, or a function of no arguments that makes it.
+
+    Returns:
+        A function from parameters to a tree like them: `MuonDimensionNumbers`, or None.
+
+    Raises:
+        ConfigError: when no block of the model has such a matrix.
+
+    Example:
+        >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> found = hidden_matrices(model)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        >>> found["layers"][0]["bias"], found["layers"][0]["kernel"].output_axis
+        (None, (1,))
+    """
+    if not isinstance(model, nnx.Module):
+        with nnx.use_eager_sharding(False):
+            model = nnx.eval_shape(model)
+    stacks = tuple(stacks_of(model))
+    modules = {"/".join(map(str, keys)): module for keys, module in nnx.iter_modules(model)}
+
+    def dims_of(path: Path, leaf: Any) -> Dims | None:
+        stack = next((s for s in stacks if path.startswith(f"{s}/") or not s), None)
+        if stack is None and not any(key.isdigit() for key in path.split("/")):
+            return None
+        lead = int(stack is not None)
+        module = modules.get(path.rpartition("/")[0])
+        if not path.endswith("kernel") or leaf.ndim - lead < 2:
+            return None
+        rows = 1
+        if isinstance(module, nnx.LinearGeneral):
+            rows, lead = len(module.in_features), lead + len(module.batch_axis)
+        elif leaf.ndim - lead > 2:
+            return None
+        dims = tuple(range(lead, leaf.ndim))
+        return Dims(dims[:rows], dims[rows:])
+
+    own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    found = map_with_path(dims_of, own)
+    if not any(isinstance(leaf, Dims) for leaf in jax.tree.leaves(found, is_leaf=_is_dims)):
+        raise ConfigError(
+            "no block of the model has a kernel of two dims for Muon: blocks are modules that the "
+            "model keeps in lists or stacks by nnx.vmap. Name the matrices by "
+            "muon_weight_dimension_numbers, or use another optimizer"
+        )
+    return lambda params: map_with_path(dims_of, params)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Orthogonal:
+    """`optax.contrib.scale_by_muon`, its orthogonalisation one operation of the program."""
+
+    coefficients: Any
+    newton_schulz: NewtonSchulz
+    beta: float
+    mu_dtype: Any
+    nesterov: bool
+    adaptive: bool
+    dims: DimsOf
+
+    def __post_init__(self):
+        name = self.newton_schulz.preconditioning
+        if name not in PRECONDITIONINGS:
+            raise ConfigError(
+                f"unknown preconditioning {name!r}.{did_you_mean(name, PRECONDITIONINGS)}"
+            )
+
+    def labels(self, params: PyTree) -> PyTree:
+        """Which leaves are matrices, `"muon"`, and which are not, `"adam"`."""
+        labels = ["adam" if dims is None else "muon" for dims in self._dims_of(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), labels)
+
+    def init(self, params: PyTree) -> MuonState:
+        """The first state."""
+        mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
+        return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(self.coefficients))
+
+    def update(self, updates: PyTree, state: Any, params: PyTree = None) -> Any:
+        """The orthogonalised momenta, and the next state."""
+        beta, correct = self.beta, optax.tree.bias_correction
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        ahead = correct(mu, beta, optax.safe_increment(count) if self.nesterov else count)
+        if self.nesterov:
+            own = correct(updates, beta, count)
+            ahead = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, own)
+        leaves, structure = jax.tree.flatten(ahead)
+        pairs = zip(leaves, self._dims_of(ahead), strict=True)
+        made = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
+        if self.adaptive:
+            dual = lambda x, y: jnp.sum(x.conj() * y) * y
+            made = [dual(x, y) for x, y in zip(leaves, made, strict=True)]
+        mu = optax.tree.cast(mu, self.mu_dtype)
+        return structure.unflatten(made), MuonState(count, mu, state.ns_coeffs)
+
+    def scaled(self, updates: PyTree, rms: float | None) -> PyTree:
+        """Updates scaled by the sizes of their matrices."""
+        leaves, structure = jax.tree.flatten(updates)
+
+        def scale(x: Any, dims: Dims | None) -> Any:
+            rows, columns = _axes(x, dims)
+            m, n = (math.prod(x.shape[d] for d in some) for some in (rows, columns))
+            if rms is None:
+                return x * jnp.sqrt(jnp.maximum(1, n / m))
+            return x * (jnp.sqrt(jnp.maximum(m, n)) * rms)
+
+        pairs = zip(leaves, self._dims_of(updates), strict=True)
+        return structure.unflatten(scale(x, dims) for x, dims in pairs)
+
+    def _orthogonalised(self, x: Array, dims: Dims | None, coefficients: Array) -> Array:
+        rows, columns = _axes(x, dims)
+        lead = 0
+        while lead not in (*rows, *columns):
+            lead += 1
+        within = lambda some: tuple(d - lead for d in some)
+        rows, columns = within(rows), within(columns)
+        is_matrix = (rows, columns) == ((0,), (1,)) and x.ndim == lead + 2
+        if not is_matrix:
+            ns = dataclasses.replace(self.newton_schulz, rows=rows, columns=columns)
+            return matrixwise(ns, x, coefficients, lead=lead)
+        # Tall matrices are iterated on their side: so they share a stack with the broad ones.
+        is_tall = x.shape[-2] > x.shape[-1]
+        turned = (lambda a: jnp.swapaxes(a, -1, -2)) if is_tall else (lambda a: a)
+        return turned(matrixwise(self.newton_schulz, turned(x), coefficients, lead=lead))
+
+    def _dims_of(self, tree: PyTree) -> list[Dims | None]:
+        """The dims of every leaf of a tree like the parameters, or like what a mask left of it."""
+        if self.dims is None:
+            return [Dims() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
+        dims = self.dims(tree) if callable(self.dims) else self.dims
+        found: list[Dims | None] = []
+        note = lambda own, part: found.extend(own for _ in jax.tree.leaves(part))
+        jax.tree.map(note, dims, tree, is_leaf=_is_dims)
+        return found
+
+
+def _is_dims(x: Any) -> bool:
+    return x is None or isinstance(x, (MuonDimensionNumbers, optax.MaskedNode))
+
+
+def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims of rows and of columns, counted from the first."""
+    assert dims is not None, "what is no matrix is masked out"
+    read = lambda axes: tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))
+    rows, columns = read(dims.reduction_axis), read(dims.output_axis)
+    if set(rows) & set(columns) or x.ndim < 2:
+        raise ConfigError(
+            f"muon_weight_dimension_numbers has {dims} for an array of shape {tuple(x.shape)}; "
+            "dims of rows and of columns must be of two or more, and none of them both"
+        )
+    return rows, columns
+
+
+def _coefficients(given: Coefficients | str, steps: int) -> Any:
+    if isinstance(given, str):
+        if given not in PRESETS:
+            raise ConfigError(f"unknown ns_coeffs {given!r}.{did_you_mean(given, PRESETS)}")
+        given = PRESETS[given]
+    shape = np.shape(given)
+    if len(shape) not in (1, 2) or shape[-1] != 3 or (len(shape) == 2 and shape[0] > steps):
+        raise ConfigError(
+            f"ns_coeffs has the shape {shape}; it must be (3,), or (n, 3) with n at most "
+            f"ns_steps={steps}: the coefficients of a quintic, or of one for each iteration"
+        )
+    return given
