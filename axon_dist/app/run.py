@@ -14,6 +14,7 @@ from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
+from axon_dist.core.files import as_path
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -125,7 +126,7 @@ def _take(
     stack.enter_context(locked(directory.path, "run_dir", tell))
     if config.checkpoint.dir is None:
         return
-    folder = Path(config.checkpoint.dir).expanduser()
+    folder = as_path(config.checkpoint.dir, "checkpoint.dir")
     try:
         check_writable(folder)
     except OSError as error:

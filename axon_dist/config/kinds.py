@@ -78,11 +78,23 @@ class Parsed:
     write: Callable[[Any], Any]
 
 
-Count: TypeAlias = Annotated[int, Bound("at least 1", lambda value: value >= 1)]
+MOST = 2**31 - 1
+"""Steps and samples are counted in 32 bits on the devices."""
+
+Count: TypeAlias = Annotated[
+    int, Bound(f"at least 1 and at most {MOST}", lambda value: 1 <= value <= MOST)
+]
 """A number of things of which there must be one."""
 
-Natural: TypeAlias = Annotated[int, Bound("at least 0", lambda value: value >= 0)]
+Natural: TypeAlias = Annotated[
+    int, Bound(f"at least 0 and at most {MOST}", lambda value: 0 <= value <= MOST)
+]
 """A number of things that may be missing."""
+
+Devices: TypeAlias = Annotated[
+    int, Bound("at least 1 and at most 4096", lambda value: 1 <= value <= 4096)
+]
+"""CPU devices that are made up, each with threads of its own."""
 
 Positive: TypeAlias = Annotated[float, Bound("above 0", lambda value: 0 < value < math.inf)]
 """A rate or a size."""

@@ -16,7 +16,7 @@ from axon_dist.precision import GradScaler, MixedPrecision
 from axon_dist.step import Nonfinite
 
 from .data import DATA, OwnData, TextData
-from .kinds import Count, Fraction, Natural, OneOf, Parsed, Positive, Seed
+from .kinds import Count, Devices, Fraction, Natural, OneOf, Parsed, Positive, Seed
 from .loggers import LOGGERS, Logger
 from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
@@ -83,7 +83,7 @@ class DevicesConfig:
         emulate: make up this many CPU devices; None takes the devices that there are.
     """
 
-    emulate: Count | None = None
+    emulate: Devices | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,8 +242,11 @@ class RunConfig:
                 schedule does not fit the run, microbatches do not divide the batch, checkpoints
                 cannot be compared, or there is no such precision, strategy, or option of it.
         """
-        if not self.name or "/" in self.name:
-            raise ConfigError(f"name: got {self.name!r}, which must be usable as a folder's name")
+        if not self.name.isprintable() or "/" in self.name or not 0 < len(self.name) <= 100:
+            raise ConfigError(
+                f"name: got {self.name!r:.120}, which must be usable as a folder's name: 1 to 100 "
+                "letters that can be printed, no slash among them"
+            )
         self._check_task()
         if self.train.global_batch % self.train.accumulate:
             raise ConfigError(

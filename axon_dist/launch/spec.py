@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from ..core.errors import LaunchError
 
@@ -99,10 +100,10 @@ def parse_count(text: str, name: str) -> int:
     Raises:
         LaunchError: naming the variable, when it is not one.
     """
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{name} is {text!r}, which is not an integer; set a number") from None
+    # `int` would take digits of every script, and underscores between them.
+    if not text.isascii() or re.fullmatch(r"\s*[-+]?\d{1,18}\s*", text) is None:
+        raise LaunchError(f"{name} is {text!r:.80}, which is not an integer; set a number")
+    return int(text)
 
 
 def _check_process(process: int, count: int) -> None:

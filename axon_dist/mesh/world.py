@@ -117,7 +117,7 @@ class World:
             initialize(spec, Timeouts.from_env(os.environ), share)
             prepare_emulation(share)
         available = jax.devices("cpu")
-        wanted = len(available) if num_devices is None else num_devices
+        wanted = len(available) if num_devices is None else int(num_devices)
         if len(available) < wanted:
             raise BackendStartedError(
                 f"wanted {wanted} emulated devices, but JAX has started its backend with "
