@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
@@ -92,14 +91,18 @@ Natural: TypeAlias = Annotated[
 """A number of things that may be missing."""
 
 Devices: TypeAlias = Annotated[
-    int, Bound("at least 1 and at most 4096", lambda value: 1 <= value <= 4096)
+    int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
 ]
 """CPU devices that are made up, each with threads of its own."""
 
-Positive: TypeAlias = Annotated[float, Bound("above 0", lambda value: 0 < value < math.inf)]
+Positive: TypeAlias = Annotated[
+    float, Bound("above 0 and at most 3e38", lambda value: 0 < value <= 3e38)
+]
 """A rate or a size."""
 
-NonNegative: TypeAlias = Annotated[float, Bound("at least 0", lambda value: 0 <= value < math.inf)]
+NonNegative: TypeAlias = Annotated[
+    float, Bound("at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
+]
 """A rate that 0 turns off."""
 
 Fraction: TypeAlias = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]

@@ -71,14 +71,16 @@ def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"cannot read {override!r}; write key.path=value, as in train.steps=100")
-    return _replaced(data, key.split("."), _parse(text, repr(override)), override)
+        raise ConfigError(
+            f"cannot read {override!r:.80}; write key.path=value, as in train.steps=100"
+        )
+    return _replaced(data, key.split("."), _parse(text, f"{override!r:.80}"), override)
 
 
 def _replaced(data: Any, keys: Sequence[str], value: Any, override: str) -> dict[str, Any]:
     if not isinstance(data, Mapping | None):
         raise ConfigError(
-            f"cannot apply {override!r}: the key before {keys[0]!r} holds {data!r} and not a "
+            f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and not a "
             "section; replace it as a whole"
         )
     first, *rest = keys

@@ -14,7 +14,7 @@ from .spec import LaunchSpec, parse_count
 
 _FEWEST_THREADS = 16
 _MOST_THREADS = 2**14
-MOST_DEVICES = 4096
+MOST_DEVICES = 1024
 """Emulated devices of a run."""
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
 
