@@ -274,7 +274,7 @@ def check_memory(config: RunConfig, step: TrainStep) -> None:
         raise ConfigError(
             f"the parameters and what the optimizer keeps of them need {each / 1e9:.4g} GB on each "
             f"of {world.size} devices, {need / 1e9:.4g} GB on {where}, which has "
-            f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices: axon plan"
+            f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices"
         )
     arrays = abstract_batch(config).values()
     batch = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)

@@ -80,8 +80,8 @@ def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
 def _replaced(data: Any, keys: Sequence[str], value: Any, override: str) -> dict[str, Any]:
     if not isinstance(data, Mapping | None):
         raise ConfigError(
-            f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and not a "
-            "section; replace it as a whole"
+            f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and "
+            "not a section; replace it as a whole"
         )
     first, *rest = keys
     section = dict(data or {})

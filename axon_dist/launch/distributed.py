@@ -17,7 +17,7 @@ from ..core.compat import SharedStore, backend_started, detect_cluster, process_
 from ..core.errors import BackendStartedError, LaunchError
 from .coordination import Coordinator, check_settings, join
 from .emulation import prepare_emulation
-from .roll_call import Attendee, call_roll
+from .roll_call import TOKEN, Attendee, call_roll
 from .spec import LaunchSpec
 from .watchdog import Watchdog, post_failure
 
@@ -111,7 +111,8 @@ def initialize(
     assert spec.num_processes
     assert spec.process_id is not None
     me = Attendee.here(spec.process_id, spec.num_processes)
-    present = call_roll(spec.coordinator_address, me, timeouts.launch)
+    token = os.environ.get(TOKEN, "")
+    present = call_roll(spec.coordinator_address, me, timeouts.launch, token)
     if devices_per_process is not None:
         prepare_emulation(devices_per_process)
     coordinator = join(spec, timeouts.silence)
