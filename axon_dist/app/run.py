@@ -14,7 +14,7 @@ from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
-from axon_dist.core.files import as_path
+from axon_dist.core.files import as_path, kind_at
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -87,10 +87,10 @@ def train(
         on_main(lambda: _take(config, directory, stack, tell))
         form = PortableForm(run.step)
         state = find_start(run, form, directory, resume, tell)
-        history = _go_on(config, directory, state, tell) if is_main else []
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
+        history = _go_on(config, directory, state, tell) if is_main else []
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if is_main else []
@@ -182,8 +182,12 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
         device_bytes=bytes_per_device(state),
     )
     summary = summarize(run, result)
-    if _is_main(run) and not directory.summary.exists():
-        directory.write_summary(summary)
+    if _is_main(run):
+        # What the run was made from and came to stays as it is, unless it was cut off before.
+        if kind_at(directory.config) is None:
+            directory.write_config(run.config)
+        if kind_at(directory.summary) is None:
+            directory.write_summary(summary)
     return RunResult(result, directory, summary)
 
 

@@ -119,8 +119,10 @@ def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules
 
 def format_of(name: str) -> HubFormat:
     """The row of a name."""
-    if name not in FORMATS:
-        raise ConfigError(f"no format {name!r}.{did_you_mean(name, [NATIVE_NAME, *FORMATS])}")
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ConfigError(
+            f"no format {name!r:.80}.{did_you_mean(str(name), [NATIVE_NAME, *FORMATS])}"
+        )
     return FORMATS[name]
 
 
