@@ -15,7 +15,9 @@ from typing import Any
 import yaml
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes
 
+from ..config.load import read_yaml
 from ..config.schema import RunConfig
 
 AUTO = "auto"
@@ -75,10 +77,10 @@ class RunDirectory:
             Such as `train.steps: 100 -> 200`; nothing where no config lies here yet.
         """
         try:
-            before = dict(_flat(yaml.safe_load(self.config.read_text())))
-        except FileNotFoundError:
-            return []
-        except (yaml.YAMLError, ValueError) as error:
+            if kind_at(self.config) is None:
+                return []
+            before = dict(_flat(read_yaml(self.config)))
+        except ConfigError as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
         after = dict(_flat(config.to_dict()))
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
@@ -94,9 +96,10 @@ class RunDirectory:
         Returns:
             A dict per line, with its `step`.
         """
-        if not self.metrics.exists():
+        if kind_at(self.metrics) is None:
             return []
-        lines = self.metrics.read_text(errors="replace").splitlines(keepends=True)
+        contents = read_bytes(self.metrics, str(self.metrics), most=host_memory() // 8)
+        lines = contents.decode(errors="replace").splitlines(keepends=True)
         rows = [_row(line) for line in lines]
         # A run that was killed leaves half a last line, which is no damage.
         broken = [number for number, row in enumerate(rows[:-1], 1) if row is None]
@@ -133,7 +136,7 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     newest = _newest_run(config.name) if resume == AUTO else None
-    path = Path(config.run_dir or newest or f"runs/{config.name}-{stamp}").expanduser()
+    path = as_path(config.run_dir or newest or f"runs/{config.name}-{stamp}", "run_dir")
     directory = RunDirectory(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -142,6 +145,11 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
                 yaml.safe_dump(config.to_dict(), file, sort_keys=False)
         check_writable(path)
     except FileExistsError as error:
+        if kind_at(path) != "a folder":
+            raise ConfigError(
+                f"run_dir: {str(path)!r} is {kind_at(path) or 'a link to nothing'} and no folder; "
+                "name another"
+            ) from error
         raise ConfigError(
             f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with "
             "it: --resume auto"
@@ -176,9 +184,10 @@ def _row(line: str) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+    step = row.get("step") if isinstance(row, dict) else None
+    is_row = isinstance(step, int) and not isinstance(step, bool)
     return row if is_row else None
 
 

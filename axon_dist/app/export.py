@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from axon_dist.core.files import as_path
 from axon_dist.nn import merge_lora
 from axon_dist.weights import MAX_FILE, find_tensors, save_weights
 from axon_dist.weights.formats import NATIVE_NAME, format_of
@@ -51,6 +52,6 @@ def export_run(
 
 def written_to(path: str | Path) -> Path:
     """What to name to `load_weights` after `save_weights` wrote to a path."""
-    file = Path(path).expanduser()
+    file = as_path(path, "the weights")
     index = file.with_name(file.name + ".index.json")
     return index if index.exists() else file

@@ -20,6 +20,7 @@ from axon_dist.checkpoint import (
     step_name,
 )
 from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.files import as_path, kind_at
 from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
@@ -84,8 +85,8 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: when there is no run in the folder, or a value cannot be.
     """
-    directory = RunDirectory(Path(run).expanduser())
-    if not directory.config.is_file():
+    directory = RunDirectory(as_path(run, "the run"))
+    if kind_at(directory.config) is None:
         raise ConfigError(
             f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
             "folder that axon train has made, such as runs/<name>-<time>"
@@ -104,8 +105,9 @@ def find_checkpoint(run: str | Path, config: RunConfig, step: int | str | None =
     Raises:
         CheckpointError: when there is no such checkpoint; it names those there are.
     """
-    own = RunDirectory(Path(run).expanduser()).checkpoints
-    folder = own if config.checkpoint.dir is None else Path(config.checkpoint.dir).expanduser()
+    own = RunDirectory(as_path(run, "the run")).checkpoints
+    elsewhere = config.checkpoint.dir
+    folder = own if elsewhere is None else as_path(elsewhere, "checkpoint.dir")
     entries = CheckpointManager(folder).entries()
     if not entries:
         raise CheckpointError(

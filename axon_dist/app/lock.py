@@ -9,15 +9,17 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import read_text
 
 LOCK = "run.lock"
 """The file in a folder that says who writes to it."""
 
+_IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -52,13 +54,14 @@ def locked(folder: Path, key: str, tell: Callable[[str], None]) -> Iterator[None
     finally:
         # Removed while it is held, so that the file of another run is never taken away.
         if _is_at(file, path):
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
         os.close(file)
 
 
 def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> int:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _open(path, key)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -66,7 +69,12 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             if error.errno in _NO_LOCKS:
                 tell(f"{key}: the file system of {str(folder)!r} has no locks; see to it that no "
                      "other run writes there")  # fmt: skip
-                return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                return _open(path, key)
+            if error.errno not in _IN_USE:
+                raise ConfigError(
+                    f"{key}: cannot find out whether another run writes to {str(folder)!r}, for "
+                    f"{path.name} cannot be locked: {error.strerror}; name another folder"
+                ) from error
             raise ConfigError(
                 f"{key}: {str(folder)!r} is in use by {_holder(path)}; wait for its end, stop it, "
                 "or name another folder"
@@ -80,6 +88,17 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
     return file
 
 
+def _open(path: Path, key: str) -> int:
+    """Opens the file of the lock, and nothing that somebody has put in its place."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot open {str(path)!r}, which says who writes there: {error.strerror}; "
+            "remove it, or name another folder"
+        ) from error
+
+
 def _myself() -> dict[str, Any]:
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
@@ -87,9 +106,9 @@ def _myself() -> dict[str, Any]:
 
 def _holder(path: Path) -> str:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path, str(path), most=2**12))
         return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"another run, see {str(path)!r}"
 
 

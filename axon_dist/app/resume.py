@@ -14,6 +14,7 @@ from axon_dist.checkpoint import (
     step_of,
 )
 from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.files import as_path
 from axon_dist.core.typing import PyTree
 from axon_dist.step import PortableForm, TrainState
 
@@ -32,7 +33,7 @@ def open_checkpoints(
         tell: takes a sentence when something fails.
     """
     config = run.config.checkpoint
-    folder = directory.checkpoints if config.dir is None else Path(config.dir).expanduser()
+    folder = directory.checkpoints if config.dir is None else as_path(config.dir, "checkpoint.dir")
     return CheckpointManager(
         folder,
         config.retention,
@@ -112,7 +113,7 @@ def find_start(
             tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
             return None
     else:
-        found = _restore_path(Path(resume).expanduser(), form.target, tell)
+        found = _restore_path(as_path(resume, "--resume"), form.target, tell)
     run.loader.restore(_data_state(found))
     state = form.take_up(found.state)
     tell(f"going on after step {int(state.step)} from {str(found.path)!r}")

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
+from axon_dist.core.files import as_path, kind_at
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -86,10 +87,10 @@ def train(
         on_main(lambda: _take(config, directory, stack, tell))
         form = PortableForm(run.step)
         state = find_start(run, form, directory, resume, tell)
-        history = _go_on(config, directory, state, tell) if is_main else []
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
+        history = _go_on(config, directory, state, tell) if is_main else []
         if state is None and config.weights is not None:
             tell(f"weights: from {', '.join(config.weights.files)}")
             state = config.weights.load(run.step)
@@ -128,7 +129,7 @@ def _take(
     stack.enter_context(locked(directory.path, "run_dir", tell))
     if config.checkpoint.dir is None:
         return
-    folder = Path(config.checkpoint.dir).expanduser()
+    folder = as_path(config.checkpoint.dir, "checkpoint.dir")
     try:
         check_writable(folder)
     except OSError as error:
@@ -184,8 +185,12 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
         device_bytes=bytes_per_device(state),
     )
     summary = summarize(run, result)
-    if _is_main(run) and not directory.summary.exists():
-        directory.write_summary(summary)
+    if _is_main(run):
+        # What the run was made from and came to stays as it is, unless it was cut off before.
+        if kind_at(directory.config) is None:
+            directory.write_config(run.config)
+        if kind_at(directory.summary) is None:
+            directory.write_summary(summary)
     return RunResult(result, directory, summary)
 
 

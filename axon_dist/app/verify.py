@@ -22,7 +22,14 @@ from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.step import TrainStep, build_train_step
 
-from ..config.build import build_loader, build_step, build_world, model_of, what_is_trained
+from ..config.build import (
+    build_loader,
+    build_step,
+    build_world,
+    check_memory,
+    model_of,
+    what_is_trained,
+)
 from ..config.schema import RunConfig
 
 LEARNING_RATE = 0.1
@@ -134,6 +141,7 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
             "processes; run it in one, on a mesh of its devices"
         )
     step = build_step(config, world, _optimizer(), COMPARED)
+    check_memory(config, step)
     alone = _one_device(config, world, step.layout.num_microbatches)
     # Accelerators multiply float32 in fewer bits unless they are told not to.
     with jax.default_matmul_precision("highest"):

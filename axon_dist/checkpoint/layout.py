@@ -23,7 +23,7 @@ ARRAYS = "arrays"
 UNFINISHED = ".tmp"
 """The ending of a folder that no reader may look into."""
 
-_STEP_NAME = re.compile(r"step_(\d+)")
+_STEP_NAME = re.compile(r"step_([0-9]{8,18})")
 _SHOWN = 3
 
 
@@ -60,7 +60,7 @@ def step_of(name: str) -> int | None:
         (12, None)
     """
     match = _STEP_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def staging_of(folder: Path) -> Path:

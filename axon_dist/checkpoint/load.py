@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.files import as_path
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .agree import on_main
@@ -15,7 +16,7 @@ from .checksum import leaf_checksums
 from .layout import differences, shortened
 from .leaves import described, from_stored, named_leaves, stored_target
 from .manifest import Manifest, spec_of
-from .seal import check_files, read_manifest
+from .seal import check_files, read_manifest, stray_in
 from .stores import STORES
 
 
@@ -62,7 +63,7 @@ def load_checkpoint(
     """
     if isinstance(parts, str):
         return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
-    folder = Path(path)
+    folder = as_path(path, "the checkpoint", CheckpointError)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))
     manifest = read_manifest(folder)
@@ -97,6 +98,12 @@ def _read(
     try:
         return STORES[manifest.type].restore(folder, stored)
     except Exception as error:
+        stray = stray_in(folder, manifest)
+        if stray is not None:
+            raise DamagedCheckpointError(
+                f"checkpoint {str(folder)!r}: cannot be read, and holds {stray}, which was not "
+                "there when it was written; remove that, or use another one"
+            ) from error
         reason = str(error).strip().splitlines() or [repr(error)]
         raise CheckpointError(
             f"cannot read the values of checkpoint {str(folder)!r}, whose files are as they were "

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.files import as_path, kind_at
 from ..core.typing import PyTree
 from .agree import from_main, is_main, on_main
 from .layout import UNFINISHED, step_name, step_of
@@ -77,7 +78,8 @@ class CheckpointManager:
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
     ):
-        self.folder, self.retention = Path(folder), retention or Retention()
+        self.folder = as_path(folder, "the folder of checkpoints")
+        self.retention = retention or Retention()
         self.type, self.background, self.tell = StateDictType(type), background, tell
         self.failure: str | None = None
         self._pending: PendingSave | None = None
@@ -206,9 +208,15 @@ class CheckpointManager:
         self.tell(str(error))
 
     def _paths(self) -> list[Path]:
-        if not self.folder.is_dir():
+        if kind_at(self.folder) != "a folder":
             return []
-        return [path for path in sorted(self.folder.iterdir()) if step_of(path.name) is not None]
+        try:
+            return [p for p in sorted(self.folder.iterdir()) if step_of(p.name) is not None]
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot look into the folder {str(self.folder)!r}: {error.strerror}; allow this "
+                "program to read it, or name another"
+            ) from error
 
     def _newest_first(self) -> list[Path]:
         """Every checkpoint; one whose manifest cannot be read stands where its step would."""

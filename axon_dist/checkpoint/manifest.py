@@ -14,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from ..core.errors import CheckpointError, ConfigError, did_you_mean
+from ..core.told import is_number, is_whole
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 from .layout import LeafSpec
@@ -90,11 +91,14 @@ class Manifest:
             CheckpointError: when a newer version of this library wrote it.
         """
         data = json.loads(text)
+        if not is_whole(data["format"]):
+            raise TypeError(f"the format is {data['format']!r:.60}")
         if data["format"] > _FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {data['format']}, this version reads formats up to "
                 f"{_FORMAT}; install axon_dist {data['versions'].get('axon_dist')} or newer"
             )
+        _check_parts(data)
         leaves = {
             path: LeafSpec(leaf["dtype"], tuple(leaf["shape"]))
             for path, leaf in data["leaves"].items()
@@ -103,6 +107,26 @@ class Manifest:
         return cls(
             **{**data, "type": StateDictType(data["type"]), "leaves": leaves, "files": files}
         )
+
+
+def _check_parts(data: Mapping[str, Any]) -> None:
+    """Raises `TypeError` unless what a manifest says is of the kinds that a save writes."""
+    sizes = [size for leaf in data["leaves"].values() for size in leaf["shape"]]
+    numbers = [data["serial"], *data["checksums"].values(), *sizes]
+    for record in data["files"].values():
+        numbers += [record["size"], record["crc32"]]
+    odd = [number for number in numbers if not is_whole(number) or number < 0]
+    if odd:
+        raise TypeError(f"it has {odd[0]!r:.60} where a whole number must be")
+    if data["score"] is not None and not is_number(data["score"]):
+        raise TypeError(f"its score is {data['score']!r:.60}")
+    if not all(isinstance(data[name], dict) for name in ("meta", "mesh", "versions", "checksums")):
+        raise TypeError("a part of it is no section")
+    if data["checksums"].keys() != data["leaves"].keys():
+        raise TypeError("leaves and checksums are not of the same arrays")
+    outside = [name for name in data["files"] if name.startswith("/") or ".." in name.split("/")]
+    if outside:
+        raise TypeError(f"it names the file {outside[0]!r:.80}, which is none of its own")
 
 
 def check_meta(meta: Any) -> None:

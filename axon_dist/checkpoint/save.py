@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from ..core.errors import AxonDistError, CheckpointError
+from ..core.files import as_path
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .agree import is_main, on_main
@@ -64,7 +65,9 @@ def save_checkpoint(
         >>> load_checkpoint(path, state)["w"].tolist()
         [0.0, 1.0, 2.0]
     """
-    PendingSave(Path(path), state, type, {} if meta is None else meta).wait()
+    PendingSave(
+        as_path(path, "the checkpoint", CheckpointError), state, type, {} if meta is None else meta
+    ).wait()
 
 
 class PendingSave:

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.files import kind_at, read_bytes
 from .checksum import file_checksum
 from .layout import MANIFEST, MARKER, replaced_of, staging_of
 from .manifest import FileRecord, Manifest
@@ -84,7 +85,13 @@ def read_manifest(folder: str | Path) -> Manifest:
         DamagedCheckpointError: when it is unfinished, or the manifest was changed.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    kind = kind_at(folder)
+    if kind not in (None, "a folder") or (kind is None and os.path.lexists(folder)):
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r} is {kind or 'a link that leads nowhere'} and no folder; "
+            "use another one"
+        )
+    if kind is None:
         raise CheckpointError(f"there is no checkpoint {str(folder)!r}; name a folder of one")
     if not is_checkpoint(folder):
         raise DamagedCheckpointError(
@@ -92,18 +99,24 @@ def read_manifest(folder: str | Path) -> Manifest:
             "checkpoint; use another one"
         )
     try:
-        text, marker = (folder / MANIFEST).read_bytes(), (folder / MARKER).read_bytes()
-    except OSError as error:
-        raise DamagedCheckpointError(
-            f"checkpoint {str(folder)!r}: cannot read {error.filename!r}: {error.strerror}; use "
-            "another one"
-        ) from error
+        text = read_bytes(folder / MANIFEST, MANIFEST, CheckpointError, _MOST_BYTES)
+        marker = read_bytes(folder / MARKER, MARKER, CheckpointError)
+    except CheckpointError as error:
+        raise DamagedCheckpointError(f"checkpoint {str(folder)!r}: {error}") from error
     if marker != _marker_of(text):
         raise DamagedCheckpointError(
             f"checkpoint {str(folder)!r}: {MANIFEST} and {MARKER} do not belong together, one of "
             "them was changed after it was written; use another one"
         )
-    return Manifest.from_json(text.decode())
+    try:
+        return Manifest.from_json(text.decode())
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {str(folder)!r}: {MANIFEST} is not one that a save writes "
+            f"({error!r:.200}); use another one"
+        ) from error
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
@@ -118,6 +131,17 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(
                 f"checkpoint {str(folder)!r}: file {name} {problem}; use another checkpoint"
             )
+
+
+def stray_in(folder: Path, manifest: Manifest) -> str | None:
+    """A file of a checkpoint that was not there when it was sealed, if there is one."""
+    known = {*manifest.files, MANIFEST, MARKER}
+    there = (str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+    return next((name for name in there if name not in known), None)
+
+
+_MOST_BYTES = 2**30
+"""Bytes of a manifest, which has some hundreds for every leaf."""
 
 
 def _sync(path: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from axon_dist.app import DataCheck, check_data
 from axon_dist.config import load_config
 
-from .verb import Verb
+from .verb import Verb, as_int, as_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check"], help="check: load some, and time them")
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    parser.add_argument("--samples", type=int, default=3, help="how many to show (3)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for how long to load (2)")
+    parser.add_argument("--samples", type=as_int, default=3, help="how many to show (3)")
+    parser.add_argument("--seconds", type=as_number, default=2.0, help="for how long to load (2)")
     parser.add_argument("--no-step", action="store_true", help="do not compile and time the step")
 
 

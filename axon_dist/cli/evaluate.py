@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.table import Table
 from axon_dist.app import Evaluation, evaluate
 from axon_dist.collectives import is_main_process
 
-from .verb import Verb, add_run, check_output
+from .verb import Verb, add_run, as_file, as_int, check_output, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a path or glob to measure on in place of the run's validation data; may be repeated",
     )
     parser.add_argument(
-        "--batches", type=int, metavar="N", help="N batches alone; all of the data by default"
+        "--batches", type=as_int, metavar="N", help="N batches alone; all of the data by default"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--json", type=as_file, metavar="FILE", help="write the numbers there too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     tell(f"{found.checkpoint}: {found.strategy} on mesh {found.mesh}")
     Console().print(_table(found))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_output("--json", arguments.json, json.dumps(found.to_dict(), indent=2) + "\n")
     return 0
 
 

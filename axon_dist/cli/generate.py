@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +12,7 @@ from rich.text import Text
 from axon_dist.app import Completion, generate_text
 from axon_dist.collectives import is_main_process
 
-from .verb import Verb, add_run, check_output
+from .verb import Verb, add_run, as_file, as_int, as_number, check_output, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,23 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="what to go on with; may be repeated",
     )
-    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="at most; 100")
+    parser.add_argument("--tokens", type=as_int, default=100, metavar="N", help="at most; 100")
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=as_number,
         default=1.0,
         metavar="T",
         help="0 takes the likeliest token, 1 draws as the model says (1)",
     )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw among the likeliest that add up to P"
+        "--top-k", type=as_int, metavar="K", help="draw among the K likeliest tokens"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument(
+        "--top-p", type=as_number, metavar="P", help="draw among the likeliest that add up to P"
+    )
+    parser.add_argument("--seed", type=as_int, default=0, help="of the draws (0)")
     parser.add_argument(
         "--past-end", action="store_true", help="go on where the model ends the document"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the texts there too")
+    parser.add_argument("--json", type=as_file, metavar="FILE", help="write the texts there too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_text(completion))
     if arguments.json is not None:
         plain = [dataclasses.asdict(completion) for completion in found]
-        arguments.json.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        write_output("--json", arguments.json, json.dumps(plain, indent=2) + "\n")
     return 0
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich.console import Console
 
 from axon_dist.app import examine
 from axon_dist.config import load_config
 
-from .verb import Verb, check_output
+from .verb import Verb, as_file, check_output, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     parser.add_argument("--target", help="compile for this machine, such as h100:8 or v5p:2x2x2")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--json", type=as_file, metavar="FILE", help="write the report there too")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(found.attention, highlight=False)
     console.print(found.report)
     if arguments.json is not None:
-        arguments.json.write_text(found.report.to_json(), encoding="utf-8")
+        write_output("--json", arguments.json, found.report.to_json())
     return 0
 
 

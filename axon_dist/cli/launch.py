@@ -9,22 +9,29 @@ from pathlib import Path
 
 from axon_dist.launch import LaunchPlan, launch
 
-from .verb import Verb
+from .verb import Verb, as_file, as_int, as_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares how many processes, where they meet, and what happens when one fails."""
     add = parser.add_argument
-    add("-n", "--num-processes", type=int, default=1, help="processes on this host")
-    add("--devices-per-process", type=int, help="CPU devices that each process makes up")
-    add("--nnodes", type=int, default=1, help="hosts that run this command")
-    add("--node-rank", type=int, default=0, help="which of them this is, from 0")
+    add("-n", "--num-processes", type=as_int, default=1, help="processes on this host")
+    add("--devices-per-process", type=as_int, help="CPU devices that each process makes up")
+    add("--nnodes", type=as_int, default=1, help="hosts that run this command")
+    add("--node-rank", type=as_int, default=0, help="which of them this is, from 0")
     add("--master-addr", default="localhost", help="the host of rank 0")
-    add("--master-port", type=int, help="a free port there; found by itself on a single host")
-    add("--max-restarts", type=int, default=0, help="starts again after a failure; let CMD resume")
+    add("--master-port", type=as_int, help="a free port there; found by itself on a single host")
+    add(
+        "--max-restarts",
+        type=as_int,
+        default=0,
+        help="starts again after a failure; let CMD resume",
+    )
     add("--elastic", action="store_true", help="restart without the processes that were lost")
-    add("--grace", type=float, default=5.0, help="seconds for the others after one failed")
-    add("--log-dir", type=Path, help="the folder for rank-<r>.log; runs/launch-<time> by default")
+    add("--grace", type=as_number, default=5.0, help="seconds for the others after one failed")
+    add(
+        "--log-dir", type=as_file, help="the folder for rank-<r>.log; runs/launch-<time> by default"
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="what every rank runs")
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from axon_dist import __version__
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
-from axon_dist.launch import leave
+from axon_dist.launch import leave, leave_after
 
 from . import (
     data,
@@ -43,6 +47,8 @@ VERBS: tuple[Verb, ...] = (
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
+_LONGEST = 2000
+"""Letters of a message; the rest of a longer one is what somebody typed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message."""
-        self.exit(_USER_ERROR, f"axon: error: {message}; see {self.prog} --help\n")
+        self.exit(_USER_ERROR, f"axon: error: {one_line(message)}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,20 +66,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows `axon`; None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake of the user, 130 when interrupted for good, or whatever
-        the verb returns.
+        The exit code: 0, 2 for a mistake of the user, 130 when interrupted for good, 1 for what
+        nobody expected, whose traceback goes to a file, or whatever the verb returns.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_verb(arguments)
         parsed = _parse(arguments)
-        return parsed.run(parsed)
+        code = parsed.run(parsed)
+        sys.stdout.flush()
+        return code
     except AxonDistError as error:
-        print(f"axon: error: {error}", file=sys.stderr)
-        return leave(_USER_ERROR, str(error))
+        _say(f"error: {one_line(error)}")
+        return leave(_USER_ERROR, one_line(error))
     except KeyboardInterrupt:
-        print("axon: interrupted", file=sys.stderr)
+        _say("interrupted")
         return leave(_INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        # Nobody reads what is left to say, which the interpreter must not find out again at exit.
+        _silence(sys.stdout)
+        return 0
+    except Exception as error:
+        _say(f"unexpected {type(error).__name__}: {one_line(error)}; {_kept(error)}")
+        return leave_after(error)
+
+
+def one_line(message: object) -> str:
+    """A message for people as one line, cut where it is endless.
+
+    Example:
+        >>> one_line("no such\\n    file")
+        'no such file'
+    """
+    text = " ".join(str(message).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _say(text: str) -> None:
+    """Writes to the standard error, if that can be written to."""
+    with contextlib.suppress(OSError):
+        print(f"axon: {text}", file=sys.stderr, flush=True)
+
+
+def _silence(stream: TextIO) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _kept(error: Exception) -> str:
+    """Writes a traceback into a file, and says where it is."""
+    if isinstance(error, OSError):
+        # A standard output that is full would be found full again at exit.
+        _silence(sys.stdout)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="axon-", suffix=".txt", delete=False, errors="replace"
+        ) as file:
+            file.writelines(traceback.format_exception(error))
+        return f"its traceback is in {file.name}"
+    except OSError:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"at {place.filename}:{place.lineno}"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

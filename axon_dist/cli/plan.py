@@ -24,7 +24,7 @@ from axon_dist.planner import (
     recommend,
 )
 
-from .verb import Verb
+from .verb import Verb, as_int
 
 _DEFAULT_HARDWARE = "h100"
 
@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     parser.add_argument("--target", help="hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4")
     parser.add_argument("--params", help="instead of a config: parameters, such as 7e9 or 7B")
-    parser.add_argument("--devices", type=int, help="instead of a target: how many devices")
+    parser.add_argument("--devices", type=as_int, help="instead of a target: how many devices")
     parser.add_argument("--memory", help="of one device, such as 80GB; the target's by default")
-    parser.add_argument("--batch", type=int, help="with --params: samples of a step")
-    parser.add_argument("--sequence", type=int, help="with --params: tokens of a sample")
+    parser.add_argument("--batch", type=as_int, help="with --params: samples of a step")
+    parser.add_argument("--sequence", type=as_int, help="with --params: tokens of a sample")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="with --params; adam by default")
     parser.add_argument("--precision", help="with --params: float32, bf16 or fp16")
 

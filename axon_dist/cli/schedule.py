@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, ScheduleError
+from axon_dist.core.files import as_path, kind_at, read_text
 from axon_dist.schedule import (
     SCHEDULES,
     Costs,
@@ -27,7 +27,7 @@ from axon_dist.schedule import (
     validate,
 )
 
-from .verb import Verb, check_output
+from .verb import Verb, as_file, as_int, as_number, check_output, write_output
 
 _DEFAULT = PipelineSchedule.ONE_F_ONE_B
 
@@ -36,19 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the schedule, its sizes and where it goes."""
     names = ", ".join(SCHEDULES)
     parser.add_argument("name", nargs="?", help=f"{names}, or a CSV file; {_DEFAULT} by default")
-    parser.add_argument("--stages", type=int, metavar="S", help="ranks along the pipeline")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
-    parser.add_argument("--chunks", type=int, metavar="V", help="stages per rank")
+    parser.add_argument("--stages", type=as_int, metavar="S", help="ranks along the pipeline")
+    parser.add_argument("--microbatches", type=as_int, metavar="M", help="microbatches per step")
+    parser.add_argument("--chunks", type=as_int, metavar="V", help="stages per rank")
     parser.add_argument(
         "--costs",
-        type=float,
+        type=as_number,
         nargs=3,
         metavar=("F", "I", "W"),
         default=(1.0, 1.0, 1.0),
         help="times of forward, input gradient and weight gradient; 1 1 1 by default",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="writes a picture")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="writes the table")
+    parser.add_argument("--svg", type=as_file, metavar="FILE", help="writes a picture")
+    parser.add_argument("--csv", type=as_file, metavar="FILE", help="writes the table")
     parser.add_argument("--compare", action="store_true", help="measures all schedules instead")
 
 
@@ -61,27 +61,39 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         _compare(arguments, costs, console)
         return 0
-    schedule = _schedule(arguments)
-    validate(schedule)
+    schedule = _valid(arguments, console)
     timeline = simulate(schedule, costs)
     width = max(shutil.get_terminal_size().columns, 40)
     sys.stdout.write(draw(schedule, timeline, color=console.is_terminal, width=width) + "\n")
     console.print(_measures(summarize(schedule, costs)))
     if arguments.svg is not None:
-        arguments.svg.write_text(to_svg(schedule, timeline), encoding="utf-8")
+        write_output("--svg", arguments.svg, to_svg(schedule, timeline))
     if arguments.csv is not None:
-        arguments.csv.write_text(schedule.to_csv(), encoding="utf-8")
+        write_output("--csv", arguments.csv, schedule.to_csv())
     return 0
+
+
+def _valid(arguments: argparse.Namespace, console: Console) -> Schedule:
+    """The schedule that is asked for; the grid of one that is wrong is drawn as output."""
+    try:
+        schedule = _schedule(arguments)
+        validate(schedule)
+        return schedule
+    except ScheduleError as error:
+        sentence, _, grid = str(error).partition("\n")
+        if grid:
+            console.print(grid, markup=False)
+        raise ScheduleError(sentence) from error
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     name = _DEFAULT if arguments.name is None else arguments.name
-    path = Path(name)
-    if path.suffix != ".csv":
+    if not name.endswith(".csv"):
         return build_schedule(name, *_sizes(arguments), arguments.chunks)
-    if not path.is_file():
+    path = as_path(name, "the schedule")
+    if kind_at(path) is None:
         raise ConfigError(f"there is no file {str(path)!r}; write one with --csv FILE")
-    table = Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)
+    table = Schedule.from_csv(read_text(path, f"the table {str(path)!r}"), path.stem)
     _check_asked(arguments, table)
     return table
 

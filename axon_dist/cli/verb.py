@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path, kind_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,29 @@ class Verb:
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def as_int(text: str) -> int:
+    """Reads a whole number of an option, in the digits 0 to 9."""
+    if re.fullmatch(r"[-+]?[0-9]{1,18}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number")
+    return int(text)
+
+
+def as_number(text: str) -> float:
+    """Reads a finite number of an option, as in 0.5 or 1e-3."""
+    found = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
+    if found is None or not math.isfinite(float(text)):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or too large for one")
+    return float(text)
+
+
+def as_file(text: str) -> Path:
+    """Reads the path of a file, which need not exist."""
+    try:
+        return as_path(text, "the path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +72,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     """Declares which checkpoint of a run is meant."""
     parser.add_argument(
         "--step",
-        type=lambda text: int(text) if text.isdecimal() else text,
+        type=lambda text: text if text == "best" else as_int(text),
         metavar="N|best",
         help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
     )
@@ -70,7 +96,7 @@ def check_output(option: str, path: str | Path | None) -> None:
     """
     if path is None:
         return
-    file = Path(path)
+    file = as_path(path, option)
     folder = file.parent
     if not folder.is_dir():
         raise ConfigError(
@@ -79,5 +105,21 @@ def check_output(option: str, path: str | Path | None) -> None:
         )
     if file.is_dir():
         raise ConfigError(f"{option} {path}: this is a folder; name a file in it")
+    if (kind := kind_at(file)) not in (None, "a file", "a device"):
+        raise ConfigError(f"{option} {path}: this is {kind} and no file; name another one")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: this cannot be written; name another file")
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Writes the file of an option.
+
+    Raises:
+        ConfigError: when the disk refuses.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {error.strerror}; name another file"
+        ) from error

@@ -10,14 +10,14 @@ from rich.table import Table
 from axon_dist.app import tiny, verify
 from axon_dist.config import load_config
 
-from .verb import Verb
+from .verb import Verb, as_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the config, its overrides and the number of steps."""
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    parser.add_argument("--steps", type=int, help="steps to compare (5; with --here 2)")
+    parser.add_argument("--steps", type=as_int, help="steps to compare (5; with --here 2)")
     parser.add_argument(
         "--here",
         action="store_true",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from ..core.choice import Choice
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, PyTree
 from .pack import pack, unpack
 from .plan import BucketPlan
 
 
-class GradSyncStrategy(enum.StrEnum):
+class GradSyncStrategy(Choice):
     """When the buckets of gradients are reduced."""
 
     SYNCHRONOUS = "synchronous"

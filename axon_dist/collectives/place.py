@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError, GroupError
+from ..core.errors import ConfigError, DTypeError, GroupError
+from ..core.tree import check_32_bits
 from ..core.typing import Array, PyTree
-from ..mesh import ProcessGroup
+from ..mesh import GROUP, ProcessGroup
 
 
 def is_inside(group: ProcessGroup) -> bool:
@@ -61,9 +62,34 @@ def each_leaf(leaf: Callable[..., Array], x: PyTree, group: ProcessGroup, **stat
     Returns:
         A pytree like `x`.
     """
+    GROUP.check("a collective", "group", group)
+    check_arrays(x)
     if is_inside(group):
         return jax.tree.map(lambda value: leaf(jnp.asarray(value), group, **static), x)
     return _stacked(leaf, group, tuple(static.items()))(x)
+
+
+def check_arrays(x: PyTree) -> None:
+    """Raises unless every leaf is an array or a number, as JAX holds them.
+
+    Raises:
+        DTypeError: for anything else, and for integers that JAX would cut to 32 bits.
+    """
+    if x is None:
+        raise DTypeError("a collective got None; give an array, or a pytree of arrays")
+    for leaf in jax.tree.leaves(x):
+        if isinstance(leaf, jax.Array):
+            continue
+        kind = np.asarray(leaf).dtype.kind if isinstance(leaf, _NUMERIC) else "O"
+        # What ml_dtypes has, such as bfloat16, is of kind V.
+        if kind not in "biufcV":
+            raise DTypeError(
+                f"a collective got {leaf!r:.60}, a {type(leaf).__name__}; give arrays of numbers"
+            )
+        check_32_bits("a collective", leaf)
+
+
+_NUMERIC = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,7 +131,12 @@ def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
 
 def check_root(root: int, name: str, group: ProcessGroup) -> None:
     """Raises `GroupError` unless a root is a rank of the group, counted within it."""
-    if not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
+    GROUP.check("a collective", "group", group)
+    if (
+        isinstance(root, bool)
+        or not isinstance(root, (int, np.integer))
+        or not 0 <= root < group.size
+    ):
         raise GroupError(
             f"{name}={root!r} is not a rank of the group {group}, which has {group.size}; ranks "
             f"are counted within the group, 0..{group.size - 1}"

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 
 from ..core.errors import GroupError
 from ..core.reduction import varying
+from ..core.told import WHOLE, Kind, is_whole, told
 from ..core.typing import Array, PyTree
-from ..mesh import ProcessGroup
+from ..mesh import GROUP, ProcessGroup
 from .divide import pad_dim
 from .place import each_leaf, keep_outside, position
 
+PAIRS = Kind(
+    "pairs of ranks, as in [(0, 1), (1, 2)]",
+    lambda perm: (
+        not isinstance(perm, (str, Mapping))
+        and isinstance(perm, Collection)
+        and all(isinstance(p, Sequence) and len(p) == 2 and all(map(is_whole, p)) for p in perm)
+    ),
+    GroupError,
+)
+"""What `send_recv` is told."""
 
+
+@told(group=GROUP, perm=PAIRS)
 def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -> PyTree:
     """Sends values along pairs (source, destination); who is sent nothing gets zeros.
 
@@ -39,6 +52,7 @@ def send_recv(x: PyTree, group: ProcessGroup, perm: Sequence[tuple[int, int]]) -
     return each_leaf(_send, x, group, pairs=pairs)
 
 
+@told(group=GROUP, offset=WHOLE)
 def shift(x: PyTree, group: ProcessGroup, offset: int = 1, wrap: bool = True) -> PyTree:
     """Sends every value `offset` ranks further: rank r gets that of rank r - offset.
 

@@ -12,11 +12,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import GroupError
+from ..core.told import told
 from ..core.typing import Array
-from ..mesh import ProcessGroup, process_index
+from ..mesh import GROUP, ProcessGroup, process_index
 from .place import is_inside, position
 
 
+@told(group=GROUP)
 def rank(group: ProcessGroup) -> Array:
     """Returns this rank's place within its group.
 
@@ -41,6 +43,7 @@ def rank(group: ProcessGroup) -> Array:
     return jnp.asarray(places)
 
 
+@told(group=GROUP)
 def world_size(group: ProcessGroup) -> int:
     """Returns how many ranks take part in a collective of the group, as a Python number."""
     return group.size
@@ -58,6 +61,7 @@ def is_main_process() -> bool:
     return process_index() == 0
 
 
+@told(group=GROUP)
 def barrier(group: ProcessGroup) -> None:
     """Waits until every device of the group's mesh, and so every process, has come here.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.choice import Choice
 from ..core.errors import ConfigError, DTypeError, GroupError, did_you_mean
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
@@ -17,7 +17,7 @@ from .place import each_leaf, keep_outside, members_or, position
 from .primitive import all_sum
 
 
-class ReduceOp(enum.StrEnum):
+class ReduceOp(Choice):
     """How the values of several ranks become one."""
 
     SUM = "sum"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader
 from axon_dist.launch import Timeouts
@@ -259,10 +262,54 @@ def build_run(config: RunConfig) -> Run:
         logger.check()
     world = build_world(config)
     step = build_step(config, world)
+    check_memory(config, step)
     loader = build_loader(config, world, step.strategy.batch_axes)
     agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
     step.check(abstract_batch(config))
     return Run(config, world, step, loader)
+
+
+def check_memory(config: RunConfig, step: TrainStep) -> None:
+    """Checks that the state and a batch can be there at all, before either is.
+
+    A run needs more than these, which `axon inspect` reads from the compiled program.
+
+    Raises:
+        ConfigError: when the state alone is larger than the memory of the devices, or a batch than
+            that of the host.
+    """
+    world = step.world
+    each = _bytes_per_device(step)
+    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    if world.is_cpu:
+        need, there, where = each * len(here), host_memory(), "this host"
+    else:
+        need, where = each, f"a {here[0].device_kind}"
+        there = (here[0].memory_stats() or {}).get("bytes_limit", need)
+    if need > there:
+        raise ConfigError(
+            f"the parameters and what the optimizer keeps of them need {each / 1e9:.4g} GB on each "
+            f"of {world.size} devices, {need / 1e9:.4g} GB on {where}, which has "
+            f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices"
+        )
+    arrays = abstract_batch(config).values()
+    batch = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
+    batch //= world.num_batch_shares(step.strategy.batch_axes)
+    if batch > host_memory():
+        raise ConfigError(
+            f"train.global_batch: got {config.train.global_batch} samples, of which this process "
+            f"loads {batch / 1e9:.4g} GB at once; it has {host_memory() / 1e9:.4g} GB of memory. "
+            "Lower it"
+        )
+
+
+def _bytes_per_device(step: TrainStep) -> int:
+    leaves = jax.tree.leaves(step.abstract_state)
+    places = jax.tree.leaves(step.state_shardings)
+    return sum(
+        math.prod(place.shard_shape(leaf.shape)) * getattr(leaf.dtype, "itemsize", 8)
+        for leaf, place in zip(leaves, places, strict=True)
+    )
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:

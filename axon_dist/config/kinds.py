@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeAlias
 
@@ -78,16 +77,32 @@ class Parsed:
     write: Callable[[Any], Any]
 
 
-Count: TypeAlias = Annotated[int, Bound("at least 1", lambda value: value >= 1)]
+MOST = 2**31 - 1
+"""Steps and samples are counted in 32 bits on the devices."""
+
+Count: TypeAlias = Annotated[
+    int, Bound(f"at least 1 and at most {MOST}", lambda value: 1 <= value <= MOST)
+]
 """A number of things of which there must be one."""
 
-Natural: TypeAlias = Annotated[int, Bound("at least 0", lambda value: value >= 0)]
+Natural: TypeAlias = Annotated[
+    int, Bound(f"at least 0 and at most {MOST}", lambda value: 0 <= value <= MOST)
+]
 """A number of things that may be missing."""
 
-Positive: TypeAlias = Annotated[float, Bound("above 0", lambda value: 0 < value < math.inf)]
+Devices: TypeAlias = Annotated[
+    int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
+]
+"""CPU devices that are made up, each with threads of its own."""
+
+Positive: TypeAlias = Annotated[
+    float, Bound("above 0 and at most 3e38", lambda value: 0 < value <= 3e38)
+]
 """A rate or a size."""
 
-NonNegative: TypeAlias = Annotated[float, Bound("at least 0", lambda value: 0 <= value < math.inf)]
+NonNegative: TypeAlias = Annotated[
+    float, Bound("at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
+]
 """A rate that 0 turns off."""
 
 Fraction: TypeAlias = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]

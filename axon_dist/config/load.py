@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path, read_text
 
 from .schema import RunConfig
 
@@ -42,16 +43,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: when the file cannot be read, is no YAML, holds something else, or says
             a key twice.
     """
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text"
-        raise ConfigError(f"cannot read the config {str(path)!r}: {reason}") from error
-    data = _parse(text, f"the config {str(path)!r}")
+    what = f"the config {str(path)!r}"
+    data = _parse(read_text(as_path(path, "the config"), what, most=_MOST_BYTES), what)
     if not isinstance(data, dict | None):
-        raise ConfigError(
-            f"the config {str(path)!r} holds {data!r}; it must be a section of keys and values"
-        )
+        raise ConfigError(f"{what} holds {data!r:.200}; it must be a section of keys and values")
     return {key: value for key, value in (data or {}).items() if not _holds_anchors(key)}
 
 
@@ -76,21 +71,29 @@ def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"cannot read {override!r}; write key.path=value, as in train.steps=100")
-    return _replaced(data, key.split("."), _parse(text, repr(override)), override)
+        raise ConfigError(
+            f"cannot read {override!r:.80}; write key.path=value, as in train.steps=100"
+        )
+    return _replaced(data, key.split("."), _parse(text, f"{override!r:.80}"), override)
 
 
 def _replaced(data: Any, keys: Sequence[str], value: Any, override: str) -> dict[str, Any]:
     if not isinstance(data, Mapping | None):
         raise ConfigError(
-            f"cannot apply {override!r}: the key before {keys[0]!r} holds {data!r} and not a "
-            "section; replace it as a whole"
+            f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and "
+            "not a section; replace it as a whole"
         )
     first, *rest = keys
     section = dict(data or {})
     section[first] = _replaced(section.get(first), rest, value, override) if rest else value
     return section
 
+
+_MOST_BYTES = 2**18
+"""A config has some thousands; a large one takes a parser in Python too long to be one."""
+
+_MOST_VALUES = 100_000
+"""A config has some hundreds; aliases of aliases can make billions of a few lines."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`."""
@@ -111,21 +114,99 @@ class _StrictLoader(yaml.SafeLoader):
         super().flatten_mapping(node)
 
     def _check_keys(self, nodes: list[yaml.Node]) -> None:
-        seen = []
+        seen = set()
         for node in nodes:
             key = self.construct_object(node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", node.start_mark
-                )
-            seen.append(key)
+            if not isinstance(key, Hashable):
+                problem = f"the key {key!r:.80} is no text"
+            elif key in seen:
+                problem = f"the key {key!r:.80} stands twice"
+            else:
+                seen.add(key)
+                continue
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _StrictLoader)
+        loader = _StrictLoader(text)
+        root = loader.get_single_node()
+        _check_size(root, where)
+        data = None if root is None else loader.construct_document(root)
+        _check_plain(data, where)
+        return data
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or error
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         raise ConfigError(f"{where} is not YAML{line}: {problem}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{where} has values within values, too deep to be read; a config has a handful of "
+            "levels"
+        ) from error
+    except ConfigError:
+        raise
+    except (ValueError, OverflowError, TypeError) as error:
+        # PyYAML lets through what Python says of dates that are none, and of endless numbers.
+        raise ConfigError(f"{where} has a value that cannot be read: {error}") from error
+
+
+def _check_size(root: yaml.Node | None, where: str) -> None:
+    """Counts values as often as aliases repeat them, before any is made.
+
+    Raises:
+        ConfigError: when there are too many, or one is inside itself.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            # What is asked for while it is counted is inside itself.
+            sizes[id(node)] = _MOST_VALUES + 1
+            sizes[id(node)] = 1 + sum(map(size, _inside(node)))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > _MOST_VALUES:
+        raise ConfigError(
+            f"{where} comes to more than {_MOST_VALUES} values, or has one inside itself, once its "
+            "aliases (*name) are written out; write fewer"
+        )
+
+
+def _inside(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _check_plain(data: Any, where: str) -> None:
+    """Raises `ConfigError` unless data are what JSON holds too, in numbers of 64 bits."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise ConfigError(
+                    f"{where} has the key {str(key)!r:.80}, a {type(key).__name__}; keys are "
+                    "texts: correct it, or put it in quotes"
+                )
+            _check_plain(key, where)
+            _check_plain(value, where)
+    elif isinstance(data, list):
+        for value in data:
+            _check_plain(value, where)
+    elif isinstance(data, int) and not -(2**63) <= data < 2**63:
+        raise ConfigError(
+            f"{where} has a whole number of {data.bit_length()} bits; numbers have at most 64"
+        )
+    elif isinstance(data, str) and not data.isascii():
+        try:
+            data.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where} has a text that is none, {data!r:.80}: half a character; correct it"
+            ) from error
+    elif not isinstance(data, (str, int, float, bool, type(None))):
+        raise ConfigError(
+            f"{where} has a {type(data).__name__}, {data!s:.80}, where only texts, numbers, true, "
+            "false, null, lists and sections can be; put a text in quotes"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from .kinds import Bound, OneOf, Parsed
 from .own import Own
 
 _T = TypeVar("_T")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -199,8 +201,9 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, Any], path: str) -> O
 
 
 def _pick(table: Mapping[str, Any], name: Any, path: str) -> Any:
-    if name not in table:
-        raise ConfigError(f"{path}: there is no {name!r}.{did_you_mean(name, table)}")
+    # Only a text can be a name; a list is not even looked up.
+    if not isinstance(name, (str, int)) or name not in table:
+        raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")
     return table[name]
 
 
@@ -259,9 +262,11 @@ def _as_float(value: Any) -> Any:
     """Takes integers, and the spelling `1e-3`, which YAML 1.1 does not count as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         return value
+    if isinstance(value, str) and _NUMBER.fullmatch(value) is None:
+        return value
     try:
         return float(value)
-    except ValueError:
+    except OverflowError:
         return value
 
 

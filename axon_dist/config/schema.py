@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeAlias
 
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path
 from axon_dist.mesh import MeshSpec
 from axon_dist.models import TransformerConfig
 from axon_dist.nn import ActivationCheckpointing
@@ -16,7 +17,7 @@ from axon_dist.precision import GradScaler, MixedPrecision
 from axon_dist.step import Nonfinite
 
 from .data import DATA, OwnData, TextData
-from .kinds import Count, Fraction, Natural, OneOf, Parsed, Positive, Seed
+from .kinds import Count, Devices, Fraction, Natural, OneOf, Parsed, Positive, Seed
 from .loggers import LOGGERS, Logger
 from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
@@ -26,6 +27,9 @@ from .strategies import read_strategies
 
 StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Options by strategy name."""
+
+
+_MOST_SAMPLES = 2**27
 
 
 def mesh_spec(value: Any) -> MeshSpec:
@@ -84,7 +88,7 @@ class DevicesConfig:
         emulate: make up this many CPU devices; None takes the devices that there are.
     """
 
-    emulate: Count | None = None
+    emulate: Devices | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,14 +253,21 @@ class RunConfig:
                 schedule does not fit the run, microbatches do not divide the batch, checkpoints
                 cannot be compared, or there is no such precision, strategy, or option of it.
         """
-        if not self.name or "/" in self.name:
-            raise ConfigError(f"name: got {self.name!r}, which must be usable as a folder's name")
+        if not self.name.isprintable() or "/" in self.name or not 0 < len(self.name) <= 100:
+            raise ConfigError(
+                f"name: got {self.name!r:.120}, which must be usable as a folder's name: 1 to 100 "
+                "letters that can be printed, no slash among them"
+            )
+        for key, path in (("run_dir", self.run_dir), ("checkpoint.dir", self.checkpoint.dir)):
+            if path is not None:
+                as_path(path, key)
         self._check_task()
         if self.train.global_batch % self.train.accumulate:
             raise ConfigError(
                 f"train.accumulate: got {self.train.accumulate} microbatches, which must divide "
                 f"train.global_batch={self.train.global_batch}"
             )
+        self._check_validation()
         self._check_best()
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
@@ -277,6 +288,15 @@ class RunConfig:
             raise ConfigError(
                 f"train.peak_flops: got {self.train.peak_flops}, but utilization counts 6 FLOPs "
                 f"per parameter and token, which {task.item} do not have; leave it out"
+            )
+
+    def _check_validation(self) -> None:
+        train = self.train
+        if train.eval_batches * train.global_batch > _MOST_SAMPLES:
+            raise ConfigError(
+                f"train.eval_batches: got {train.eval_batches} batches of "
+                f"{train.global_batch} samples; a validation has at most {_MOST_SAMPLES} samples: "
+                "lower it, or train.global_batch"
             )
 
     def _check_best(self) -> None:

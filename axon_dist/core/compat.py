@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -209,29 +208,6 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
-def new_operation(
-    name: str, run: Callable[..., Any], batch: Callable[..., tuple[Any, int]]
-) -> Primitive:
-    """An operation that programs show as one equation, and that is compiled as what it runs.
-
-    Args:
-        name: of its equations.
-        run: (*arrays, **parameters) -> an array like the first; parameters are hashable.
-        batch: (arrays, their batch dims, **parameters) -> the result and its batch dim, as JAX
-            asks it of `vmap`.
-
-    Returns:
-        The primitive.
-    """
-    operation = Primitive(name)
-    compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
-    operation.def_impl(lambda *xs, **parameters: compiled(tuple(parameters.items()))(*xs))
-    operation.def_abstract_eval(lambda x, *_, **__: x)
-    mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=False))
-    batching.primitive_batchers[operation] = batch
-    return operation
-
-
 def source_line(equation: Any) -> str:
     """The line of the user's that made an equation, as `file.py:12`; "" where none is known.
 
@@ -243,74 +219,52 @@ def source_line(equation: Any) -> str:
     return f"{os.path.basename(found[0].file_name)}:{found[0].start_line}" if found else ""
 
 
-def opaque(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is one equation of a jaxpr, with a name that policies can see.
+def new_operation(
+    name: str,
+    run: Callable[..., tuple[Any, ...]],
+    batched: Callable[..., Any] | None = None,
+    moved: Callable[..., Any] | None = None,
+) -> Primitive:
+    """An operation that programs show as one equation, and that is compiled as what it runs.
 
-    Unlike a `jit`, of which `jax.checkpoint` asks about each equation inside. It has no derivative.
-
-    Args:
-        name: of the equation.
-        function: of arrays and keyword arguments that compare, elementwise in the shape of the
-            first array, to which the others can be broadcast from as many dims.
-
-    Returns:
-        The function.
-    """
-    primitive = Primitive(name)
-    keywords = inspect.getfullargspec(function).kwonlyargs
-    primitive.def_impl(jax.jit(function, static_argnames=keywords))
-
-    def abstract(*avals: Any, **params: Any) -> Any:
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        dtype = jax.eval_shape(functools.partial(function, **params), *shapes).dtype
-        return avals[0].update(dtype=dtype, weak_type=False)
-
-    def batched(values: Any, dims: Any, **params: Any) -> Any:
-        front = lambda x, dim: x[None] if dim is None else jax.numpy.moveaxis(x, dim, 0)
-        moved = [front(x, dim) for x, dim in zip(values, dims, strict=True)]
-        size = max(x.shape[0] for x in moved)
-        first = jax.numpy.broadcast_to(moved[0], (size, *moved[0].shape[1:]))
-        return primitive.bind(first, *moved[1:], **params), 0
-
-    primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
-    return lambda *arrays, **params: primitive.bind(*arrays, **params)
-
-
-def new_operation(name: str, compute: Callable[..., Any], moved: Callable[..., Any]) -> Any:
-    """A primitive: an operation that a program shows as one equation, with its parameters.
+    Unlike a `jit`, of which `jax.checkpoint` asks about each equation inside.
 
     Args:
-        name: of the equation.
-        compute: (*arrays, **parameters) -> a tuple of float32 scalars, in JAX.
+        name: of its equations.
+        run: (*arrays, **parameters) -> a tuple of arrays; parameters are hashable.
+        batched: (arrays, their batch dims, **parameters) -> (results, their batch dims), as JAX
+            asks it of `vmap`; None maps what it runs.
         moved: (arrays, tangents, **parameters) -> (results, their tangents), as `jax.custom_jvp`
-            has it; the tangent of what does not move is None.
+            has it, the tangent of what does not move None; None for what has no derivative.
 
     Returns:
-        The primitive, to be bound to arrays and hashable parameters.
+        The primitive; bound to arrays, it gives a list.
     """
     operation = Primitive(name)
     operation.multiple_results = True
+    compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
 
-    def shapes(*avals: Any, **params: Any) -> list[Any]:
+    def shapes(*avals: Any, **parameters: Any) -> list[Any]:
         likes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        results = jax.eval_shape(lambda *xs: compute(*xs, **params), *likes)
-        return [avals[0].update(shape=(), dtype=x.dtype, weak_type=False) for x in results]
+        results = jax.eval_shape(functools.partial(run, **parameters), *likes)
+        return [avals[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in results]
 
-    def derived(arrays: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
-        results, of_results = moved(arrays, moves, **params)
-        return list(results), list(of_results)
-
-    def batched(arrays: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        results = jax.vmap(lambda *xs: compute(*xs, **params), in_axes=tuple(dims))(*arrays)
+    def mapped(arrays: Sequence[Any], dims: Sequence[Any], **parameters: Any) -> Any:
+        one = functools.partial(run, **parameters)
+        axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
+        results = jax.vmap(one, in_axes=axes)(*arrays)
         return list(results), [0] * len(results)
 
-    run = jax.jit(lambda arrays, params: compute(*arrays, **dict(params)), static_argnums=1)
-    operation.def_impl(lambda *arrays, **params: list(run(arrays, tuple(params.items()))))
+    operation.def_impl(lambda *xs, **named: list(compiled(tuple(named.items()))(*xs)))
     operation.def_abstract_eval(shapes)
-    ad.primitive_jvps[operation] = derived
-    batching.primitive_batchers[operation] = batched
-    mlir.register_lowering(operation, mlir.lower_fun(compute, multiple_results=True))
+    batching.primitive_batchers[operation] = mapped if batched is None else batched
+    mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=True))
+    if moved is not None:
+
+        def derived(arrays: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> Any:
+            moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
+            results, of_results = moved(arrays, moves, **parameters)
+            return list(results), list(of_results)
+
+        ad.primitive_jvps[operation] = derived
     return operation

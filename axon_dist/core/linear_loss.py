@@ -210,7 +210,7 @@ def _bound(
     weights = jnp.asarray(weights, jnp.float32)
     _check(hidden, kernel, labels, weights, bias)
     more = () if bias is None else (bias,)
-    total, hits = _OPERATION.bind(hidden, kernel, labels, weights, *more, how=how)
+    total, hits = _operation().bind(hidden, kernel, labels, weights, *more, how=how)
     return total, hits, jnp.sum(weights)
 
 
@@ -422,4 +422,6 @@ def _moved(operands: Sequence[Array], tangents: Sequence[Any], how: HeadLoss) ->
     return derivative(functools.partial(find, how), Operands(*operands), Operands(*tangents))
 
 
-_OPERATION = new_operation(LINEAR_CROSS_ENTROPY, _here, _moved)
+@functools.cache
+def _operation() -> Any:
+    return new_operation(LINEAR_CROSS_ENTROPY, _here, moved=_moved)

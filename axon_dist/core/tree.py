@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import numpy as np
 
+from .errors import DTypeError
 from .typing import Path, PyTree
 
 
@@ -100,3 +102,33 @@ def num_bytes(tree: PyTree) -> int:
         200
     """
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def check_32_bits(what: str, leaf: Any) -> None:
+    """Raises where JAX would cut the integers of a numpy array to 32 bits.
+
+    Args:
+        what: holds the array; it opens the message.
+        leaf: any; arrays of JAX have been cut already, or need not be.
+
+    Raises:
+        DTypeError: naming the number.
+
+    Example:
+        >>> check_32_bits("leaf x", np.array([2**40]))
+        Traceback (most recent call last):
+        axon_dist.core.errors.DTypeError: leaf x has the number 1099511627776, which needs more than
+        the 32 bits that JAX keeps of int64; make it smaller, or set jax_enable_x64
+    """
+    if isinstance(leaf, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    array = np.asarray(leaf)
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
+        return
+    limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+    for number in (int(array.min()), int(array.max())):
+        if not limits.min <= number <= limits.max:
+            raise DTypeError(
+                f"{what} has the number {number}, which needs more than the 32 bits that JAX keeps "
+                f"of {array.dtype}; make it smaller, or set jax_enable_x64"
+            )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path, host_memory, kind_at
 
 _NOT_PROSE = frozenset(
     {"test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data", "ensurepip"}
@@ -42,9 +44,14 @@ class TextFile:
 
     def read(self) -> bytes:
         """The bytes that count."""
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.size)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                return file.read(self.size)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read: {error.strerror}; take it out of data.files"
+            ) from error
 
 
 def find_files(patterns: Sequence[str]) -> tuple[TextFile, ...]:
@@ -210,23 +217,56 @@ _MOST = 0.8
 
 
 def _place(name: str) -> float:
-    digest = hashlib.sha256(name.encode()).digest()
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _match(pattern: str) -> list[TextFile]:
-    expanded = Path(pattern).expanduser()
+    expanded = as_path(pattern, "data.files")
     base = _fixed_folder(expanded)
+    if base == Path("/") and "**" in expanded.parts:
+        raise ConfigError(
+            f"data.files: {pattern!r} would look through the whole machine: name a folder, as in "
+            "'/data/texts/**/*.txt'."
+        )
     paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]
     matches = [
-        TextFile(path.relative_to(base).as_posix(), path) for path in paths if path.is_file()
+        TextFile(path.relative_to(base).as_posix(), path)
+        for path in paths
+        if kind_at(path) == "a file"
     ]
     if not matches:
+        kinds = {kind for path in paths if (kind := kind_at(path)) is not None}
+        there = f" but {', '.join(sorted(kinds))}" if kinds else ""
         raise ConfigError(
-            f"data.files: {pattern!r} matches no file (looked from {Path.cwd()}): correct "
+            f"data.files: {pattern!r} matches no file{there} (looked from {Path.cwd()}): correct "
             "the path; a folder needs a glob such as 'folder/**/*.txt'."
         )
+    if closed := [file.path for file in matches if not os.access(file.path, os.R_OK)]:
+        raise ConfigError(
+            f"data.files: {closed[0]} may not be read by this user: change its permissions, or "
+            "take it out."
+        )
     return matches
+
+
+def check_fits(files: Iterable[TextFile], factor: int = 1) -> None:
+    """Checks that files can be in memory as a whole.
+
+    Args:
+        files: which are going to be read.
+        factor: bytes of memory for each of theirs.
+
+    Raises:
+        ConfigError: when they are larger than the memory of this host.
+    """
+    size, memory = factor * sum(file.size for file in files), host_memory()
+    if size > memory:
+        raise ConfigError(
+            f"data.files: the files need {size / 1e9:.4g} GB in memory, and this host has "
+            f"{memory / 1e9:.4g} GB: give fewer, or tokens in files, data.kind=tokens, which stay "
+            "on the disk."
+        )
 
 
 def _fixed_folder(pattern: Path) -> Path:

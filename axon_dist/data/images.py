@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import host_memory
 
-from .files import check_disjoint, find_files
+from .files import check_disjoint, check_fits, find_files
 from .sampling import checksum, drawn, held_fraction, random_of
 
+_MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
 PATTERN = 8
 """Height and width of the pattern that a synthetic class shows."""
 
@@ -77,8 +78,11 @@ class SyntheticImages:
         Raises:
             ConfigError: a value is out of range.
         """
-        if self.num_images < 2:
-            raise ConfigError(f"data.num_images={self.num_images} must be at least 2; raise it.")
+        if not 2 <= self.num_images <= _MOST_IMAGES:
+            raise ConfigError(
+                f"data.num_images={self.num_images} must be at least 2 and at most {_MOST_IMAGES}; "
+                "change it."
+            )
         held_fraction(self.validation_fraction)
         _check_size(self.image_size)
 
@@ -219,7 +223,9 @@ def _made_up(source: SyntheticImages, shape: tuple[int, int, int], num_classes: 
 
 
 def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int) -> ArrayImages:
-    parts = [_read_file(file.path, shape) for file in find_files(patterns)]
+    files = find_files(patterns)
+    check_fits(files)
+    parts = [_read_file(file.path, shape) for file in files]
     whole = ArrayImages(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
     outside = (whole.labels < 0) | (whole.labels >= num_classes)
     if outside.any():
@@ -233,14 +239,24 @@ def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int
 def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
+            _check_unpacked(arrays)
             images, labels = arrays["images"], arrays["labels"]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib raise a dozen kinds for bytes that lie
         raise ConfigError(
             f"{path} is not an .npz file with the arrays images and labels ({error}): write it "
             "with np.savez(path, images=..., labels=...)."
         ) from error
     _check_arrays(path, images, labels, shape)
     return images, labels
+
+
+def _check_unpacked(arrays: Any) -> None:
+    """A few packed bytes can stand for more than any memory holds."""
+    size, memory = sum(item.file_size for item in arrays.zip.infolist()), host_memory()
+    if size > memory:
+        raise ValueError(f"it unpacks to {size} bytes, and this host has {memory}")
 
 
 def _check_arrays(
@@ -260,8 +276,10 @@ def _check_arrays(
 
 
 def _check_size(image_size: int) -> None:
-    if image_size < 1:
-        raise ConfigError(f"data.image_size={image_size} must be at least 1; set it so.")
+    if not 1 <= image_size <= _MOST_PIXELS:
+        raise ConfigError(
+            f"data.image_size={image_size} must be at least 1 and at most {_MOST_PIXELS}; set it."
+        )
 
 
 def _describe(

@@ -61,7 +61,7 @@ class JsonLines:
         file, start, stop, _ = self._lines[number].tolist()
         try:
             record = json.loads(self._bytes[file][start:stop].tobytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self.place(number)} is no JSON ({error}): correct or remove it"
             ) from error

@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import is_whole
 
 from .images import Images, ImageSet
 from .samples import LocalBatch, Samples
@@ -284,6 +285,11 @@ def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
 
 
 def _check_state(state: Mapping[str, int], here: Mapping[str, int]) -> None:
+    is_state = isinstance(state, Mapping) and all(map(is_whole, state.values()))
+    if not is_state:
+        raise ConfigError(
+            f"the data state {state!r:.80} is no dict of whole numbers: give what state() returned."
+        )
     # States of before version 0.2 do not say what the samples contain.
     here = {name: value for name, value in here.items() if name in state or name != "contents"}
     missing = [name for name in here if name not in state]

@@ -63,7 +63,9 @@ class ParquetRows:
                         f"and data.response.{did_you_mean(missing, names)}"
                     )
                 self._tables.append(parquet.read_table(file.path, columns=list(columns)))
-            except (OSError, pyarrow.ArrowException) as error:
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever bytes that lie make of a reader in C++
                 raise ConfigError(
                     f"{file.path} is not a parquet file that pyarrow {pyarrow.__version__} reads "
                     f"({error}): write it anew, or take it out of data.files."

@@ -15,6 +15,7 @@ from .files import (
     FEW,
     TextFile,
     check_disjoint,
+    check_fits,
     find_files,
     says_little,
     split_bytes,
@@ -107,6 +108,7 @@ def load_text(source: TextSource) -> Text:
     """
     source.validate()
     train, validation = (_fit(side, source.max_bytes) for side in _sides(source))
+    check_fits((*train, *validation))
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else byte_tokenizer()
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"

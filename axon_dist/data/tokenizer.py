@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path, kind_at, read_text
 
 from .chat import Pieces
 
@@ -83,19 +84,29 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
             f"data.tokenizer={path!r} needs the tokenizers library, which is not installed: "
             "pip install 'axon_dist[tokenizers]', or leave it out to train on bytes."
         ) from error
-    if not Path(path).is_file():
+    file = as_path(path, "data.tokenizer")
+    if kind_at(file) != "a file":
         raise ConfigError(
             f"data.tokenizer={path!r} is not a file (looked from {Path.cwd()}): give the path of a "
             "tokenizer.json, or leave it out to train on bytes."
         )
     try:
-        model = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises bare Exception for whatever is wrong
+        text = read_text(file, f"data.tokenizer={path!r}", most=_MOST_BYTES)
+        model = tokenizers.Tokenizer.from_str(text)
+    except ConfigError:
+        raise
+    except BaseException as error:
+        # A panic of the library, which is written in Rust, is no Exception.
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise _unreadable(path, tokenizers, error) from error
+    vocabulary = model.get_vocab()
+    if not vocabulary:
         raise ConfigError(
-            f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
-            f"{tokenizers.__version__} reads ({error}): save it with Tokenizer.save."
-        ) from error
-    vocab_size = max(model.get_vocab().values(), default=0) + 1
+            f"data.tokenizer={path!r} has an empty vocabulary: train it, or leave it out to train "
+            "on bytes."
+        )
+    vocab_size = max(vocabulary.values()) + 1
     dtype = np.min_scalar_type(vocab_size - 1)
     known = min(model.get_vocab(with_added_tokens=False), key=len, default="")
     added = _end(model.token_to_id, end_token, path)
@@ -136,6 +147,17 @@ def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
     parts.append((np.zeros(1, np.uint8), pieces[-1][1]))
     is_learned = [np.full(len(part), learned) for part, learned in parts]
     return np.concatenate([part for part, _ in parts]), np.concatenate(is_learned)
+
+
+_MOST_BYTES = 2**28
+"""Bytes of a tokenizer.json."""
+
+
+def _unreadable(path: str, tokenizers: Any, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"data.tokenizer={path!r} is not a tokenizer.json that tokenizers "
+        f"{tokenizers.__version__} reads ({error}): save it with Tokenizer.save."
+    )
 
 
 def _behind(encoded: Any) -> list[int]:

@@ -181,10 +181,14 @@ def _map(path: Path, dtype: str) -> np.ndarray:
 def _map_npy(path: Path) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # numpy raises a dozen kinds for headers that lie
         raise ConfigError(
             f"{path} is not an .npy file ({error}): write it with np.save, or name raw tokens .bin"
         ) from error
+    if not isinstance(tokens, np.ndarray):
+        raise ConfigError(
+            f"{path} is an archive, .npz, and must be one array: write it with np.save"
+        )
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
         raise ConfigError(
             f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "

@@ -10,6 +10,7 @@ from .distributed import STEP_TIMEOUT as STEP_TIMEOUT
 from .distributed import Timeouts as Timeouts
 from .distributed import initialize as initialize
 from .distributed import leave as leave
+from .distributed import leave_after as leave_after
 from .environment import from_env as from_env
 from .local import INTERRUPTED as INTERRUPTED
 from .local import LaunchPlan as LaunchPlan

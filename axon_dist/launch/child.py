@@ -16,6 +16,8 @@ _CHUNK_BYTES = 2**16
 _NOISE = b"[Gloo] Rank "
 _TAIL_BYTES = 2**14
 _OURS = "axon: "
+_ABORTS = (b"coordination service", b"distributed service")
+_LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
 
 
 @dataclasses.dataclass
@@ -63,7 +65,8 @@ class Child:
         """How it ended, in words, with the last that it said."""
         code = self.process.poll()
         if code is not None and code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-code).name}"
+            lost = f": {_LOST}" if code == -signal.SIGABRT and _has_lost_service(self.log) else ""
+            return f"rank {self.rank} was killed by {signal.Signals(-code).name}{lost}"
         words = last_words(self.log)
         return f"rank {self.rank} exited with code {code}{f': {words}' if words else ''}"
 
@@ -100,6 +103,15 @@ def last_words(log: Path) -> str:
         ours = [line for line in lines if line.startswith(_OURS)]
         return (ours or lines or [""])[-1].removeprefix(_OURS)
     return ""
+
+
+def _has_lost_service(log: Path) -> bool:
+    """Whether JAX has ended a process because the service of the run was gone."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        tail = file.read()
+        return any(words in tail for words in _ABORTS)
+    return False
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:

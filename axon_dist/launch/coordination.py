@@ -10,7 +10,7 @@ import jax
 from ..core.compat import join_service
 from ..core.errors import LaunchError
 from . import coordinator
-from .spec import LaunchSpec, split_address
+from .spec import LaunchSpec, bind_address
 
 _CONNECT_SECONDS = 60
 _SHUTDOWN_SECONDS = 120
@@ -38,7 +38,7 @@ class Coordinator:
     """The process that runs the coordination service; process 0 owns it.
 
     Args:
-        port: where it listens.
+        address: `host:port` where processes look for it.
         num_processes: how many processes take part.
         silence: seconds after which the watchdog of a process counts another one as lost.
 
@@ -46,11 +46,13 @@ class Coordinator:
         LaunchError: when it does not start.
     """
 
-    def __init__(self, port: int, num_processes: int, silence: float):
+    def __init__(self, address: str, num_processes: int, silence: float):
         linger = int(silence) + _LINGER_SECONDS
-        numbers = (port, num_processes, _heartbeat(silence), _SHUTDOWN_SECONDS, linger)
+        host, port = bind_address(address)
+        where = f"[{host or '::'}]:{port}" if ":" in host or not host else f"{host}:{port}"
+        numbers = (num_processes, _heartbeat(silence), _SHUTDOWN_SECONDS, linger)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", coordinator.__file__, *map(str, numbers)],
+            [sys.executable, "-P", coordinator.__file__, where, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # It outlives this process, so it must not hold on to its output.
@@ -86,9 +88,10 @@ def join(spec: LaunchSpec, silence: float) -> Coordinator | None:
     assert spec.num_processes is not None
     # JAX's notice of preemption would swallow SIGTERM, which means "save and stop" here.
     jax.config.update("jax_enable_preemption_service", False)
-    port = split_address(spec.coordinator_address)[1]
     is_main = spec.process_id == 0
-    service = Coordinator(port, spec.num_processes, silence) if is_main else None
+    service = (
+        Coordinator(spec.coordinator_address, spec.num_processes, silence) if is_main else None
+    )
     join_service(
         spec.coordinator_address,
         spec.num_processes,

@@ -2,7 +2,7 @@
 
 JAX runs it inside process 0, so it dies with that process, and the others abort without learning
 whom they lost. Here it outlives process 0 for as long as they need to find out. It is run by its
-path (`python -P coordinator.py PORT PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports `jaxlib`
+path (`python -P coordinator.py ADDRESS PROCESSES HEARTBEAT SHUTDOWN LINGER`) and imports `jaxlib`
 alone, so it starts at once. It says `ready`, reads its standard input until process 0 is gone, and
 ends: at once if that said `bye`, `LINGER` seconds later if not.
 """
@@ -15,11 +15,11 @@ import time
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def main(port: int, count: int, heartbeat: int, shutdown: int, linger: float) -> None:
+def main(address: str, count: int, heartbeat: int, shutdown: int, linger: float) -> None:
     """Serves until process 0 is gone.
 
     Args:
-        port: to listen on.
+        address: `host:port` to listen on.
         count: how many processes take part.
         heartbeat: seconds without one after which the service gives a process up.
         shutdown: seconds that processes wait for each other in the end.
@@ -30,7 +30,7 @@ def main(port: int, count: int, heartbeat: int, shutdown: int, linger: float) ->
         signal.signal(number, signal.SIG_IGN)
     # Held by its name: it serves as long as it is referenced.
     service = _jax.get_distributed_runtime_service(
-        f"[::]:{port}", count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown
+        address, count, heartbeat_timeout=heartbeat, shutdown_timeout=shutdown
     )
     assert service is not None
     print("ready", flush=True)
@@ -40,4 +40,4 @@ def main(port: int, count: int, heartbeat: int, shutdown: int, linger: float) ->
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 import types
@@ -18,13 +17,14 @@ from ..core.compat import SharedStore, backend_started, detect_cluster, process_
 from ..core.errors import BackendStartedError, LaunchError
 from .coordination import Coordinator, check_settings, join
 from .emulation import prepare_emulation
-from .roll_call import Attendee, call_roll
+from .roll_call import TOKEN, Attendee, call_roll
 from .spec import LaunchSpec
 from .watchdog import Watchdog, post_failure
 
 LAUNCH_TIMEOUT, SILENCE_TIMEOUT = "AXON_LAUNCH_TIMEOUT", "AXON_SILENCE_TIMEOUT"
 STEP_TIMEOUT = "AXON_STEP_TIMEOUT"
 
+_MOST_SECONDS = 30 * 24 * 3600
 _PEER_WORDS = ("Gloo", "NCCL")
 
 
@@ -52,8 +52,11 @@ class Timeouts:
         """Raises `LaunchError` unless all are positive."""
         names = (LAUNCH_TIMEOUT, SILENCE_TIMEOUT, STEP_TIMEOUT)
         for name, seconds in zip(names, dataclasses.astuple(self), strict=True):
-            if not seconds > 0:
-                raise LaunchError(f"{name}={seconds:g} must be more than 0 seconds; raise it")
+            if not 0 < seconds <= _MOST_SECONDS:
+                raise LaunchError(
+                    f"{name}={seconds:g} must be more than 0 seconds and at most {_MOST_SECONDS}, "
+                    "a month; change it"
+                )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Timeouts:
@@ -108,14 +111,15 @@ def initialize(
     assert spec.num_processes
     assert spec.process_id is not None
     me = Attendee.here(spec.process_id, spec.num_processes)
-    present = call_roll(spec.coordinator_address, me, timeouts.launch)
+    token = os.environ.get(TOKEN, "")
+    present = call_roll(spec.coordinator_address, me, timeouts.launch, token)
     if devices_per_process is not None:
         prepare_emulation(devices_per_process)
     coordinator = join(spec, timeouts.silence)
     watchdog = Watchdog(me.process, present, SharedStore(), timeouts.silence)
     watchdog.start()
     atexit.register(_part, watchdog, coordinator)
-    sys.excepthook = functools.partial(_leave_on_exception, watchdog)
+    sys.excepthook = _OnException(watchdog)
 
 
 def complete(spec: LaunchSpec, timeouts: Timeouts) -> LaunchSpec:
@@ -158,6 +162,14 @@ def leave(code: int, reason: str) -> int:
     _end_at_once(code, reason)
 
 
+def leave_after(error: BaseException) -> int:
+    """As `leave` with code 1, after an exception that somebody else has told the user of."""
+    hook = sys.excepthook
+    if isinstance(hook, _OnException):
+        hook.leave(error)
+    return leave(1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
 def _part(watchdog: Watchdog, coordinator: Coordinator | None) -> None:
     """Runs at an ordinary exit, before JAX waits for the others and takes the store away."""
     watchdog.stop()
@@ -165,19 +177,24 @@ def _part(watchdog: Watchdog, coordinator: Coordinator | None) -> None:
         coordinator.dismiss()
 
 
-def _leave_on_exception(
-    watchdog: Watchdog,
-    kind: type[BaseException],
-    error: BaseException,
-    trace: types.TracebackType | None,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _OnException:
     """The `sys.excepthook` of one process of several."""
-    sys.__excepthook__(kind, error, trace)
-    if any(word in str(error) for word in _PEER_WORDS):
-        # A symptom: a collective broke because its peer is gone. The watchdog knows which it was.
-        watchdog.wait_for_verdict()
-    first_line = (str(error).splitlines() or [""])[0]
-    _end_at_once(1, f"{kind.__name__}: {first_line}")
+
+    watchdog: Watchdog
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        sys.__excepthook__(kind, error, trace)
+        self.leave(error)
+
+    def leave(self, error: BaseException) -> NoReturn:
+        if any(word in str(error) for word in _PEER_WORDS):
+            # A symptom: a collective broke because its peer is gone. The watchdog knows which.
+            self.watchdog.wait_for_verdict()
+        first_line = (str(error).splitlines() or [""])[0]
+        _end_at_once(1, f"{type(error).__name__}: {first_line}")
 
 
 def _end_at_once(code: int, reason: str) -> NoReturn:
@@ -192,4 +209,6 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     try:
         return float(env.get(name, default))
     except ValueError:
-        raise LaunchError(f"{name} is {env[name]!r}, which is not a number of seconds") from None
+        raise LaunchError(
+            f"{name} is {env[name]!r:.80}, which is not a number of seconds; set one, or nothing"
+        ) from None

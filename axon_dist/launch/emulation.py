@@ -6,12 +6,16 @@ import os
 from collections.abc import Mapping
 
 import jax
+import numpy as np
 
 from ..core.compat import backend_started, rendezvous_flags
 from ..core.errors import LaunchError, MeshError
 from .spec import LaunchSpec, parse_count
 
 _FEWEST_THREADS = 16
+_MOST_THREADS = 2**14
+MOST_DEVICES = 1024
+"""Emulated devices of a run."""
 _VARIABLE = "JAX_NUM_CPU_DEVICES"
 
 
@@ -41,8 +45,18 @@ def share_of(num_devices: int, spec: LaunchSpec, stated: int | None = None) -> i
         >>> share_of(8, LaunchSpec(num_processes=4, process_id=1))
         2
     """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, (int, np.integer)):
+        raise MeshError(
+            f"cannot emulate {num_devices!r:.80} devices, a {type(num_devices).__name__}; give a "
+            "number, as in World.emulate(8)"
+        )
     if num_devices < 1:
         raise MeshError(f"cannot emulate {num_devices} devices; ask for at least one")
+    if num_devices > MOST_DEVICES:
+        raise MeshError(
+            f"cannot emulate {num_devices} devices, each with threads of its own; ask for at most "
+            f"{MOST_DEVICES}"
+        )
     count = spec.num_processes
     if count is None:
         raise LaunchError(
@@ -72,7 +86,8 @@ def prepare_emulation(num_devices: int) -> None:
     if backend_started():
         return
     fewest = _FEWEST_THREADS if jax.distributed.is_initialized() else 2 * num_devices
-    threads = max(fewest, 2 * num_devices, int(os.environ.get("NPROC") or 0), os.cpu_count() or 1)
+    stated = parse_count(os.environ.get("NPROC") or "0", "NPROC")
+    threads = max(fewest, 2 * num_devices, min(stated, _MOST_THREADS), os.cpu_count() or 1)
     os.environ["NPROC"] = str(threads)
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [flag for flag in rendezvous_flags() if flag.split("=")[0] not in flags]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from ..core.errors import LaunchError
 from .child import Child, start_child
+from .roll_call import TOKEN
 from .spec import DEFAULT_PORT, parse_port
 from .watchdog import EXIT_PEER_LOST
 
@@ -109,6 +111,9 @@ def rank_environments(
 ) -> list[dict[str, str]]:
     """The environments of the ranks on this host: those of torchrun, and the number of devices.
 
+    The ranks of a single host share a token that nobody else knows; those of several do where
+    `AXON_RUN_TOKEN` gives all launchers the same.
+
     Args:
         plan: the command, and how many processes of how many hosts run it.
         base: the environment of the launcher.
@@ -127,6 +132,8 @@ def rank_environments(
         "WORLD_SIZE": str(plan.nnodes * num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
+    if plan.nnodes == 1 and not shared.get(TOKEN):
+        shared[TOKEN] = secrets.token_hex(32)
     if plan.devices_per_process is not None:
         shared["JAX_NUM_CPU_DEVICES"] = str(plan.devices_per_process)
     first = plan.node_rank * num_processes
@@ -186,7 +193,7 @@ def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
 def free_port() -> int:
     """A port of this host that nothing listens on."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 

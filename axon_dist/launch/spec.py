@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+import socket
 
 from ..core.errors import LaunchError
 
@@ -81,6 +84,30 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), parse_port(port, "the coordinator's port")
 
 
+def bind_address(address: str) -> tuple[str, int]:
+    """Where process 0 listens: at the address where it is looked for, if that is one of this host.
+
+    Args:
+        address: `host:port`.
+
+    Returns:
+        Host and port to listen at; no host for all addresses, where the name leads to another
+        machine that hands connections on, as a service of Kubernetes does.
+
+    Example:
+        >>> bind_address("localhost:29500")[0] in ("127.0.0.1", "::1")
+        True
+    """
+    host, port = split_address(address)
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                # Any free port will do to learn whether the address is one of this host.
+                probe.bind((where[0], 0))
+                return str(where[0]), port
+    return "", port
+
+
 def parse_port(text: str, name: str) -> int:
     """Reads a TCP port.
 
@@ -99,10 +126,10 @@ def parse_count(text: str, name: str) -> int:
     Raises:
         LaunchError: naming the variable, when it is not one.
     """
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{name} is {text!r}, which is not an integer; set a number") from None
+    # `int` would take digits of every script, and underscores between them.
+    if not text.isascii() or re.fullmatch(r"\s*[-+]?\d{1,18}\s*", text) is None:
+        raise LaunchError(f"{name} is {text!r:.80}, which is not an integer; set a number")
+    return int(text)
 
 
 def _check_process(process: int, count: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 
-from axon_dist.core.errors import ConfigError, NonfiniteError
+from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError
 from axon_dist.core.tree import num_params
 from axon_dist.core.typing import Batch
 from axon_dist.mesh import agree, watch_steps
@@ -21,6 +21,7 @@ from axon_dist.precision import all_finite
 from ..step.nonfinite import FLAG, Loss, Nonfinite
 from ..step.state import TrainState
 from ..step.step import TrainStep
+from .arguments import BATCHES, KINDS
 from .cadence import LoopOptions
 from .meters import bytes_per_device, model_flops_utilization
 from .metrics import MetricWriter
@@ -29,6 +30,10 @@ from .record import Curve, Record
 from .stop import INTERRUPTIONS, StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
+_END_SECONDS = 30.0
+"""So much later than the others a process may come to the end of its data."""
+_END = object()
+"""What follows the last batch; no data can hold it."""
 FINISHED = "finished"
 """The reason of a run that got to its last step."""
 NONFINITE = "nonfinite"
@@ -183,6 +188,8 @@ class Trainer:
             NonfiniteError: when a loss or gradient is not finite, and the step was not built to
                 skip it or go back.
         """
+        for name, kind in KINDS.items():
+            kind.check("a Trainer", name, getattr(self, name))
         self.options.validate()
         self._check_policy()
         # A process that takes fewer steps would leave the others waiting for it.
@@ -278,10 +285,25 @@ class Trainer:
 
     def _first_batch(self) -> tuple[Iterator[Batch], Batch]:
         batches = iter(self.batches)
-        first = next(batches, None)
-        if first is None:
+        first = next(batches, _END)
+        if first is _END:
             raise ConfigError("there is no batch to train on; give the trainer at least one")
         return batches, first
+
+    def _end_together(self, taken: int) -> None:
+        """Raises where the data of this process ended, and that of the others did not.
+
+        They wait for it in the next step for good, and cannot be asked.
+        """
+        world = self.step.world
+        try:
+            agree(world, f"end of data after step {taken}", {}, _END_SECONDS)
+        except LaunchError:
+            raise ConfigError(
+                f"the batches of process {world.process_index} ended after step {taken} of "
+                f"{self.options.num_steps}, and the other processes have more; give every process "
+                "equally many"
+            ) from None
 
     def _first_step(
         self, state: TrainState, batches: Iterator[Batch], first: Batch, record: Record
@@ -317,8 +339,9 @@ class Trainer:
                 return state, None
             if stops.between_steps(record.latest):
                 return state, None
-            batch = next(batches, None)
-            if batch is None:
+            batch = next(batches, _END)
+            if batch is _END:
+                self._end_together(record.taken)
                 return state, "out of data"
             record.sign()
             state, metrics = self.step(state, batch, metrics.get(FLAG))
@@ -372,7 +395,9 @@ class Trainer:
         is_first = not record.has_validated
         sums: dict[str, list[float]] = {}
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
-            batches = (record.sign() or batch for batch in self.validation())
+            given = self.validation()
+            BATCHES.check("a Trainer", "validation()", given)
+            batches = (record.sign() or batch for batch in given)
             averages = self.step.options.ema is not None
             found = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
             for metrics in delayed(found, _LAG):

@@ -21,6 +21,8 @@ from .agreement import checksums as checksums
 from .agreement import digest as digest
 from .agreement import from_main as from_main
 from .group import ProcessGroup as ProcessGroup
+from .kinds import GROUP as GROUP
+from .kinds import WORLD as WORLD
 from .roster import rank_table as rank_table
 from .roster import self_test as self_test
 from .spec import AXIS_ORDER as AXIS_ORDER

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core.errors import GroupError, did_you_mean
+from ..core.told import is_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,11 @@ class ProcessGroup:
 
     def validate(self) -> None:
         """Raises `GroupError` unless the axes exist and the ranks are distinct and in range."""
+        if not isinstance(self.mesh, (Mesh, AbstractMesh)) or not isinstance(self.axes, tuple):
+            raise GroupError(
+                f"got mesh={self.mesh!r:.60} and axes={self.axes!r:.60} for a group; take groups "
+                'from their world: world.group("dp")'
+            )
         for axis in self.axes:
             if axis not in self.mesh.axis_names:
                 raise GroupError(
@@ -95,10 +101,14 @@ class ProcessGroup:
 
     def contains(self, rank: int) -> bool:
         """Tells whether a global rank takes part; in a group by axes every rank does."""
+        if not is_whole(rank):
+            raise GroupError(f"got rank {rank!r:.60}, a {type(rank).__name__}; give a whole number")
         return any(rank in group for group in self.partition())
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         """The global ranks that a rank talks to, itself included."""
+        if not is_whole(rank):
+            raise GroupError(f"got rank {rank!r:.60}, a {type(rank).__name__}; give a whole number")
         for group in self.partition():
             if rank in group:
                 return group
@@ -150,6 +160,10 @@ class ProcessGroup:
 
 
 def _check_members(members: tuple[int, ...], world_size: int) -> None:
+    if not isinstance(members, (tuple, list)) or not all(map(is_whole, members)):
+        raise GroupError(
+            f"got the ranks {members!r:.80}; give whole numbers, as in world.new_group([0, 2])"
+        )
     if not members:
         raise GroupError("got an empty list of ranks; a group needs at least one")
     if len(set(members)) < len(members):

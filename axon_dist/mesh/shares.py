@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,17 @@ def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
             "mesh axes, or change their sizes"
         )
     return {process: parts.index(part) for process, part in owned.items()}
+
+
+def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
+    """Raises `MeshError` unless axes are a list of axes of a mesh."""
+    is_list = isinstance(axes, Iterable) and not isinstance(axes, (str, Mapping))
+    odd = [axis for axis in axes if axis not in mesh.axis_names] if is_list else [axes]
+    if odd:
+        raise MeshError(
+            f"got {odd[0]!r:.80} for batch axes; give a list of axes of the mesh, such as "
+            f"{list(mesh.axis_names)}"
+        )
 
 
 def _rows_of_devices(mesh: Mesh, axes: Sequence[str]) -> np.ndarray[Any, Any]:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
+import numpy as np
+
 from ..core.errors import MeshError, did_you_mean
 
 AXIS_ORDER = ("pp", "dp", "fsdp", "cp", "ep", "tp")
@@ -58,8 +60,10 @@ class MeshSpec:
             raise MeshError("got a mesh without axes; name at least one, such as dp=-1")
         names = [name for name, _ in self.axes]
         for name, size in self.axes:
-            if name not in AXIS_ORDER:
-                raise MeshError(f"unknown mesh axis {name!r}.{did_you_mean(name, AXIS_ORDER)}")
+            if not isinstance(name, str) or name not in AXIS_ORDER:
+                raise MeshError(
+                    f"unknown mesh axis {name!r:.80}.{did_you_mean(str(name), AXIS_ORDER)}"
+                )
             if names.count(name) > 1:
                 raise MeshError(f"mesh axis {name!r} is named twice in {names}; name it once")
             if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1:
@@ -83,6 +87,13 @@ class MeshSpec:
         Raises:
             MeshError: when the sizes do not multiply to the number of devices.
         """
+        if isinstance(num_devices, bool) or not isinstance(num_devices, (int, np.integer)):
+            raise MeshError(
+                f"got {num_devices!r:.60}, a {type(num_devices).__name__}, for the number of "
+                "devices; give a whole number"
+            )
+        if num_devices < 1:
+            raise MeshError(f"got {num_devices} devices; a mesh needs at least one")
         known = math.prod(size for _, size in self.axes if size != -1)
         inferred = any(size == -1 for _, size in self.axes)
         if (inferred and num_devices % known) or (not inferred and known != num_devices):
@@ -143,7 +154,14 @@ def _axis_items(axes: AxesLike) -> tuple[tuple[str, int], ...]:
         return axes.axes
     if isinstance(axes, str):
         return tuple(_parse_axis(part, axes) for part in axes.split(",") if part.strip())
-    return tuple(axes.items() if isinstance(axes, Mapping) else axes)
+    pairs = axes.items() if isinstance(axes, Mapping) else axes
+    try:
+        return tuple((name, size) for name, size in pairs)
+    except (TypeError, ValueError):
+        raise MeshError(
+            f"got {axes!r:.80}, a {type(axes).__name__}, for the axes of a mesh; write 'dp=4,tp=2' "
+            "or {'dp': 4, 'tp': 2}"
+        ) from None
 
 
 def _parse_axis(part: str, text: str) -> tuple[str, int]:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ..core.compat import SharedStore
-from ..launch.distributed import Timeouts
+from ..launch.distributed import STEP_TIMEOUT, Timeouts
 from ..launch.roll_call import Attendee
 from ..launch.watchdog import Silences, Store, post_verdict
 from .world import World
 
 _STEPS = "axon/watch/step/"
+_MEASURED, _LEAST = 5, 300.0
+"""From so many signs on the watch follows them, and gives so many seconds at least."""
 _SHORTEST, _LONGEST = 0.2, 5.0
 
 
@@ -31,10 +34,14 @@ class StepWatch:
         me: this process.
         store: what all processes share.
         timeout: seconds in which some process has to get ahead.
+        follows: whether the timeout is that of the first steps alone, and then follows the time
+            that steps, validations and saves have taken.
     """
 
-    def __init__(self, me: Attendee, store: Store, timeout: float):
-        self.me, self.store, self.timeout = me, store, timeout
+    def __init__(self, me: Attendee, store: Store, timeout: float, follows: bool = False):
+        self.me, self.store, self.timeout, self.follows = me, store, timeout, follows
+        self._last = self._began = time.monotonic()
+        self._first = self._longest = 0.0
         self.period = min(max(timeout / 20, _SHORTEST), _LONGEST)
         self._silences = Silences(range(me.num_processes))
         self._stopped = threading.Event()
@@ -42,7 +49,23 @@ class StepWatch:
 
     def __call__(self, step: int) -> None:
         """Takes a sign of the loop; all processes give the same signs in the same order."""
-        self._step, self._signs = step, self._signs + 1
+        now = time.monotonic()
+        if self._signs:
+            self._longest = max(self._longest, now - self._last)
+        else:
+            self._first = now - self._began
+        self._last, self._step, self._signs = now, step, self._signs + 1
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the processes have now.
+
+        Twice as long as until the first sign, for a validation is compiled too, and 20 times as
+        long as any sign took after that.
+        """
+        if not self.follows or self._signs < _MEASURED:
+            return self.timeout
+        return max(_LEAST, 2 * self._first, 20 * self._longest)
 
     def run(self) -> None:
         """Tells and judges until it is stopped; the body of a thread."""
@@ -64,8 +87,9 @@ class StepWatch:
             told = {int(name): text for name, text in self.store.items(_STEPS).items()}
             self._silences.hear(told)
             self._silences.tick(self.period)
-            if len(self._silences.longer_than(self.timeout)) == self.me.num_processes:
-                post_verdict(self.store, find_culprit(told, self.timeout))
+            limit = self.limit
+            if len(self._silences.longer_than(limit)) == self.me.num_processes:
+                post_verdict(self.store, find_culprit(told, limit))
 
 
 def find_culprit(told: Mapping[int, str], timeout: float) -> str:
@@ -100,7 +124,8 @@ def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
     """Watches that all processes of a world get ahead, as long as the context lasts.
 
     `AXON_STEP_TIMEOUT` says within how many seconds; a process that compiles or saves gives no
-    sign, so it must be longer than these take. Every process ends when one hangs, and each says
+    sign, so it must be longer than these take. Where it is not set the watch begins with 1800 and
+    follows what steps take. Every process ends when one hangs, and each says
     where its main thread was.
 
     Args:
@@ -118,7 +143,8 @@ def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
         yield lambda step: None
         return
     me = Attendee.here(world.process_index, world.num_processes)
-    watch = StepWatch(me, SharedStore(), Timeouts.from_env(os.environ).step)
+    timeout, follows = Timeouts.from_env(os.environ).step, STEP_TIMEOUT not in os.environ
+    watch = StepWatch(me, SharedStore(), timeout, follows)
     threading.Thread(target=watch.run, name="axon-step-watch", daemon=True).start()
     try:
         yield watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -20,7 +20,7 @@ from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import prepare_emulation, share_of, stated_share
 from ..launch.environment import from_env
 from .group import ProcessGroup
-from .shares import batch_shares
+from .shares import batch_shares, check_axes
 from .spec import AxesLike, MeshSpec
 
 
@@ -54,6 +54,13 @@ class World:
     mesh: Mesh
     backend: Backend
 
+    def __post_init__(self):
+        if not isinstance(self.mesh, Mesh):
+            raise MeshError(
+                f"got a {type(self.mesh).__name__} for the mesh of a world; make the world by "
+                "World.init(...) or World.emulate(8)"
+            )
+
     @classmethod
     def init(cls, axes: AxesLike = "dp=-1", devices: Sequence[Any] | None = None) -> World:
         """Arranges the devices of every process into a mesh.
@@ -79,7 +86,7 @@ class World:
         if devices is None:
             share = stated_share(os.environ)
             initialize(from_env(os.environ), Timeouts.from_env(os.environ), share)
-        chosen = list(jax.devices() if devices is None else devices)
+        chosen = list(jax.devices() if devices is None else _as_devices(devices))
         if not chosen:
             raise MeshError("got an empty list of devices; a world needs at least one")
         spec = MeshSpec(axes).resolve(len(chosen))
@@ -117,7 +124,7 @@ class World:
             initialize(spec, Timeouts.from_env(os.environ), share)
             prepare_emulation(share)
         available = jax.devices("cpu")
-        wanted = len(available) if num_devices is None else num_devices
+        wanted = len(available) if num_devices is None else int(num_devices)
         if len(available) < wanted:
             raise BackendStartedError(
                 f"wanted {wanted} emulated devices, but JAX has started its backend with "
@@ -169,6 +176,12 @@ class World:
         Raises:
             GroupError: for an empty list, a rank twice, or a rank that does not exist.
         """
+        if isinstance(ranks, (str, Mapping)) or not isinstance(ranks, Iterable):
+            raise GroupError(
+                f"got ranks={ranks!r:.80}, a {type(ranks).__name__}; give a list of ranks, such as "
+                "[0, 2]"
+            )
+        ranks = list(ranks)
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
                 raise GroupError(f"rank {rank!r} is not an integer; ranks are 0..{self.size - 1}")
@@ -213,6 +226,7 @@ class World:
             >>> World.emulate(4).share_of_batch(["dp"])
             (0, 1)
         """
+        check_axes(self.mesh, axes)
         shares = batch_shares(self.mesh, axes)
         if self.process_index not in shares:
             raise MeshError(
@@ -250,6 +264,19 @@ class World:
             "process": self.process_index,
             "mesh": str(self.spec),
         }
+
+
+def _as_devices(devices: Any) -> list[Any]:
+    if isinstance(devices, (str, Mapping)) or not isinstance(devices, Iterable):
+        devices = [devices]
+    found = list(devices)
+    odd = [device for device in found if not isinstance(device, jax.Device)]
+    if odd and not all(hasattr(device, "platform") for device in odd):
+        raise MeshError(
+            f"got {odd[0]!r:.80}, a {type(odd[0]).__name__}, among the devices; give devices of "
+            "JAX, such as list(world.mesh.devices.flat), or none for all"
+        )
+    return found
 
 
 def process_index() -> int:

@@ -12,6 +12,9 @@ from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 
 _T = TypeVar("_T")
 
+_MOST_SIZE, _MOST_LAYERS = 2**31 - 1, 10_000
+_MOST_FLOAT = 3.4e38
+
 
 def from_preset(
     cls: type[_T], presets: Mapping[str, Mapping[str, Any]], name: str, changes: Mapping[str, Any]
@@ -39,17 +42,26 @@ def from_preset(
 
 
 def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
-    """Raises `ConfigError` unless every one of some fields or properties is 1 or more."""
+    """Raises `ConfigError` unless every one of some fields or properties is 1 or more.
+
+    Arrays count their elements in 32 bits along a dim; and each layer is a part of the program.
+    """
     for field in fields:
-        if getattr(config, field) < 1:
-            raise ConfigError(f"{field}={getattr(config, field)} must be at least 1; set it so.")
+        value, most = getattr(config, field), _MOST_LAYERS if field == "num_layers" else _MOST_SIZE
+        if value < 1:
+            raise ConfigError(f"{field}={value} must be at least 1; set it so.")
+        if value > most:
+            raise ConfigError(f"{field}={value} must be at most {most}; lower it.")
 
 
 def check_above_zero(config: Any, fields: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless every one of some fields is above 0."""
     for field in fields:
-        if getattr(config, field) <= 0:
-            raise ConfigError(f"{field}={getattr(config, field)} must be above 0; set it so.")
+        if not 0 < getattr(config, field) < _MOST_FLOAT:
+            raise ConfigError(
+                f"{field}={getattr(config, field)} must be above 0, and a number that float32 "
+                "holds; set it so."
+            )
 
 
 def check_rate(config: Any, field: str) -> None:

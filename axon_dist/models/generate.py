@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.core.told import MODULE, WHOLE, Kind, told
 from axon_dist.core.typing import Array
 
 from .sampling import Sampling, draw
@@ -54,6 +55,13 @@ class Generated:
         return [tokens[:length] for tokens, length in pairs]
 
 
+_PROMPTS = Kind(
+    "a list of prompts, each a list of token ids, as in [[1, 2], [3]]",
+    lambda x: hasattr(x, "__len__") and not isinstance(x, (str, bytes, Mapping, type)),
+)
+
+
+@told(model=MODULE, num_tokens=WHOLE, seed=WHOLE, end=WHOLE.or_none(), prompts=_PROMPTS)
 def generate(
     model: nnx.Module,
     prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError
+from ..core.told import MODULE, Kind, told
 from ..core.typing import Array, Path
 
 
@@ -44,6 +45,10 @@ ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
 
+_RNGS = Kind("an nnx.Rngs, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
+
+
+@told(model=MODULE, rngs=_RNGS)
 def lora(
     model: nnx.Module,
     rank: int,
@@ -112,6 +117,7 @@ def lora(
     return adapted
 
 
+@told(model=MODULE)
 def merge_lora(model: nnx.Module) -> nnx.Module:
     """The plain model that a model with adapters computes: their products added to the kernels.
 

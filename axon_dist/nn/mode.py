@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import enum
+from ..core.choice import Choice
 
 
-class ParallelMode(enum.StrEnum):
+class ParallelMode(Choice):
     """How a layer takes part in tensor parallelism."""
 
     COLUMN = "column"

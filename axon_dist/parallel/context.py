@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ..core.choice import Choice
 from ..core.errors import ConfigError, DivisibilityError, UnsupportedError, did_you_mean
 from ..core.typing import Array
 from ..nn import Layout, attended, check_attend, mixes, ring_attention, ulysses_attention
@@ -17,7 +17,7 @@ from ..program import wrap_calls
 from .strategy import Strategy
 
 
-class ContextMode(enum.StrEnum):
+class ContextMode(Choice):
     """How attention sees positions that other ranks hold."""
 
     RING = "ring"

@@ -9,10 +9,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import GradSyncStrategy, broadcast, sync_gradients
-from ..core.errors import GroupError, StrategyConflictError
+from ..core.errors import StrategyConflictError
+from ..core.told import MODULE
 from ..core.typing import PyTree
 from ..mesh import ProcessGroup, from_main
-from .strategy import Reduction, Strategy, axes_of
+from .strategy import Reduction, Strategy, axes_of, require_axes
 
 
 def ddp(
@@ -97,11 +98,8 @@ class DistributedDataParallel:
         reduce_dtype: Any = None,
         broadcast_buffers: bool = True,
     ):
-        if group.members is not None:
-            raise GroupError(
-                f"DDP got the {group}; a training step needs a group by mesh axes, such as "
-                'world.group("dp")'
-            )
+        MODULE.check("DDP", "module", module)
+        require_axes(group, "DDP")
         self.module, self.group = module, group
         self.sync, self.bucket_capacity = GradSyncStrategy(sync), bucket_capacity
         self.reduce_dtype, self.broadcast_buffers = reduce_dtype, broadcast_buffers

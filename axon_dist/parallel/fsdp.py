@@ -13,7 +13,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sync_gradients
+from ..core.choice import Choice
 from ..core.errors import ConfigError, did_you_mean
+from ..core.told import MODEL
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from ..nn import ActivationCheckpointing
@@ -21,12 +23,12 @@ from ..precision import MixedPrecision, clip_by_global_norm
 from ..sharding import shardings
 from .memory import FSDPMemoryStats, estimate, measure
 from .offload import CPUOffload
-from .strategy import Reduction, Strategy, axes_of
+from .strategy import Reduction, Strategy, axes_of, require_axes
 from .wrap import AutoWrapPolicy, TransformerAutoWrapPolicy
-from .zero import MIN_ELEMENTS, ZeROStage, require_axes, zero
+from .zero import MIN_ELEMENTS, ZeROStage, zero
 
 
-class ShardingStrategy(enum.StrEnum):
+class ShardingStrategy(Choice):
     """What FSDP splits, in PyTorch's words; FULL_SHARD is the default."""
 
     NO_SHARD = "no_shard"
@@ -159,6 +161,7 @@ class FullyShardedDataParallel:
         min_elements: int = MIN_ELEMENTS,
         reduction: Reduction | None = None,
     ):
+        MODEL.check("FSDP", "module", module)
         require_axes(group, "FSDP")
         self.module, self.group, self.is_training = module, group, True
         self.sharding_strategy = _member(ShardingStrategy, sharding_strategy)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-
+from ..core.choice import Choice
 from ..core.errors import UnsupportedError
 from ..mesh import World
 
@@ -11,7 +10,7 @@ HOST = "pinned_host"
 """The memory kind of the host that devices can copy from and to."""
 
 
-class CPUOffload(enum.StrEnum):
+class CPUOffload(Choice):
     """Which arrays of the training state live in host memory between steps.
 
     Gradients do not outlive a step, so there is nothing of them to offload.

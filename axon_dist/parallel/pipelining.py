@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from pathlib import Path as FilePath
 from typing import Any
 
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.files import as_path, kind_at, read_text
 from ..nn import POLICIES, ActivationCheckpointing
 from ..schedule import SCHEDULES, PipelineSchedule, Schedule, build_schedule, validate
 from ..schedule.action import check_sizes
@@ -318,12 +318,12 @@ def _given(schedule: str | Schedule) -> Schedule | None:
     """A table that somebody brings, as it is or in a CSV file; None for a name."""
     if isinstance(schedule, Schedule):
         return schedule
-    path = FilePath(str(schedule))
-    if path.suffix != ".csv":
+    if not str(schedule).endswith(".csv"):
         return None
-    if not path.is_file():
+    path = as_path(str(schedule), "schedule")
+    if kind_at(path) is None:
         raise ConfigError(
             f"there is no file {str(path)!r}; give the path of a table, which Schedule.to_csv() "
             "writes, or the name of a schedule"
         )
-    return Schedule.from_csv(path.read_text(encoding="utf-8"), path.stem)
+    return Schedule.from_csv(read_text(path, f"the table {str(path)!r}"), path.stem)

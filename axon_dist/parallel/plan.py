@@ -134,6 +134,11 @@ class Plan:
             if plan not in PRESETS:
                 raise ConfigError(f"no plan is called {plan!r}.{did_you_mean(plan, PRESETS)}")
             plan = PRESETS[plan]
+        if not isinstance(plan, Mapping):
+            raise ConfigError(
+                f"got a {type(plan).__name__} for a plan; give a dict from pattern to mode, "
+                "such as {'up$': 'column'}, or the name of a preset"
+            )
         return cls(tuple(Rule(pattern, mode) for pattern, mode in plan.items()))
 
     @property

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from flax import nnx
 
 from ..collectives import GradSyncStrategy
-from ..core.errors import ConfigError, StrategyConflictError, did_you_mean
+from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
 from ..core.requirement import check_all
+from ..core.told import TEXTS
 from ..core.typing import Path
-from ..mesh import World
+from ..mesh import GROUP, ProcessGroup, World
 from ..nn import ActivationCheckpointing, Layout
 from ..precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
@@ -222,7 +223,19 @@ def axes_of(axes: str | Sequence[str]) -> tuple[str, ...]:
         >>> axes_of("dp"), axes_of(["dp", "fsdp"])
         (('dp',), ('dp', 'fsdp'))
     """
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    found = (axes,) if isinstance(axes, str) else axes
+    TEXTS.check("a strategy", "axes", found)
+    return tuple(found)
+
+
+def require_axes(group: ProcessGroup, who: str) -> None:
+    """Raises `GroupError` for anything but a group by mesh axes, which a list of ranks is not."""
+    GROUP.check(who, "group", group)
+    if group.members is not None:
+        raise GroupError(
+            f"{who} got the {group}; a training step needs a group by mesh axes, such as "
+            'world.group("dp")'
+        )
 
 
 def compose(*strategies: Strategy | HasStrategy) -> Strategy:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import UnsupportedError
+from ..core.told import MODEL
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path
 from ..nn import ParallelMode, mixes, softmax_attention
@@ -111,6 +112,7 @@ def suggest_plan(
 
 def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]:
     """The structure of a model, and the shapes of its parameters and of all else."""
+    MODEL.check("suggest_plan", "model", model)
     make = model if not isinstance(model, nnx.Module) else lambda: model
     structure = []
 

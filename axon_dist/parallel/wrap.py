@@ -8,6 +8,7 @@ import math
 from flax import nnx
 
 from ..core.errors import ConfigError
+from ..core.told import is_whole
 from ..core.typing import Path
 from ..nn import block_paths
 from ..program import linen_modules
@@ -30,6 +31,12 @@ class TransformerAutoWrapPolicy:
     classes: tuple[str, ...]
 
     def __init__(self, *classes: type | str):
+        for name in classes:
+            if not isinstance(name, (str, type)):
+                raise ConfigError(
+                    f"TransformerAutoWrapPolicy got a {type(name).__name__}; give classes of "
+                    "blocks, or their names"
+                )
         names = tuple(name if isinstance(name, str) else name.__name__ for name in classes)
         object.__setattr__(self, "classes", names)
 
@@ -54,7 +61,7 @@ class SizeBasedAutoWrapPolicy:
     min_params: int = 100_000_000
 
     def __post_init__(self):
-        if self.min_params < 1:
+        if not is_whole(self.min_params) or self.min_params < 1:
             raise ConfigError(f"min_params is {self.min_params}; it must be at least 1 parameter")
 
     def units(self, model: nnx.Module) -> frozenset[Path]:

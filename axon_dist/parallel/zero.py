@@ -9,10 +9,12 @@ from typing import Any
 
 import optax
 
-from ..core.errors import ConfigError, GroupError
+from ..core.choice import unknown
+from ..core.errors import ConfigError
+from ..core.told import OPTIMIZER
 from ..mesh import ProcessGroup
 from ..sharding import LargestDim, Replicate
-from .strategy import Reduction, Strategy, axes_of
+from .strategy import Reduction, Strategy, axes_of, require_axes
 
 MIN_ELEMENTS = 1024
 """Leaves with fewer elements stay whole by default."""
@@ -25,6 +27,10 @@ class ZeROStage(enum.IntEnum):
     STAGE1 = 1
     STAGE2 = 2
     STAGE3 = 3
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise unknown(cls, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +161,7 @@ class ZeROOptimizer:
         min_elements: int = MIN_ELEMENTS,
     ):
         require_axes(group, "ZeROOptimizer")
+        OPTIMIZER.check("ZeROOptimizer", "transformation", transformation)
         self.transformation, self.group = transformation, group
         self.strategy = zero(stage, group.axes, min_elements=min_elements)
 
@@ -165,12 +172,3 @@ class ZeROOptimizer:
     def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """The updates of the transformation."""
         return self.transformation.update(grads, state, params)
-
-
-def require_axes(group: ProcessGroup, who: str) -> None:
-    """Raises `GroupError` for a group by a list of ranks, which no mesh axis describes."""
-    if group.members is not None:
-        raise GroupError(
-            f"{who} got the {group}; a training step needs a group by mesh axes, such as "
-            'world.group("dp")'
-        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..core.compat import opaque
+from ..core.compat import new_operation
 from ..core.tree import map_with_path
 from ..core.typing import Array, Path, PyTree, Shape
 
@@ -65,7 +66,8 @@ class Int8Form:
         compiler orders things.
         """
         own = jnp.dtype(self.dtype)
-        return _widened(numbers, scale, own=own, dtype=own if dtype is None else jnp.dtype(dtype))
+        dtype = own if dtype is None else jnp.dtype(dtype)
+        return _operation().bind(numbers, scale, own=own, dtype=dtype)[0]
 
 
 @jax.tree_util.register_dataclass
@@ -145,9 +147,19 @@ def _mapped(function: Any, weights: PyTree, forms: Mapping[Path, Int8Form]) -> P
     return walk(weights, "") if forms else weights
 
 
-def _widen(numbers: Array, scale: Array, *, own: Any, dtype: Any) -> Array:
-    return (numbers.astype(jnp.float32) * scale.astype(jnp.float32)).astype(own).astype(dtype)
+def _widen(numbers: Array, scale: Array, *, own: Any, dtype: Any) -> tuple[Array]:
+    wide = numbers.astype(jnp.float32) * scale.astype(jnp.float32)
+    return (wide.astype(own).astype(dtype),)
 
 
-# One equation, so that a rematerialisation policy can say of it that the weight is not kept.
-_widened = opaque(WIDEN, _widen)
+def _batched(arrays: Sequence[Array], dims: Sequence[Any], **dtypes: Any) -> Any:
+    pairs = zip(arrays, dims, strict=True)
+    numbers, scale = (jnp.moveaxis(x, d, 0) if isinstance(d, int) else x[None] for x, d in pairs)
+    numbers = jnp.broadcast_to(numbers, (max(len(numbers), len(scale)), *numbers.shape[1:]))
+    return _operation().bind(numbers, scale, **dtypes), [0]
+
+
+@functools.cache
+def _operation() -> Any:
+    # One equation, so that a rematerialisation policy can say of it that the weight is not kept.
+    return new_operation(WIDEN, _widen, _batched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.told import MODULE, Kind, told
 from ..core.typing import Array, PyTree
 from ..program import wrap_calls
 
@@ -109,7 +111,7 @@ class MixedPrecision:
             "fp16": cls.fp16(),
             "fp8": cls.fp8(),
         }
-        if choice not in presets:
+        if not isinstance(choice, Hashable) or choice not in presets:
             names = [name for name in presets if isinstance(name, str)]
             raise ConfigError(f"unknown precision {choice!r}.{did_you_mean(str(choice), names)}")
         return presets[choice]
@@ -159,6 +161,12 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
 
+_POLICY = Kind(
+    "a MixedPrecision, such as MixedPrecision.bf16()", lambda x: isinstance(x, MixedPrecision)
+)
+
+
+@told(model=MODULE, policy=_POLICY)
 def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
     """Makes a model compute in the policy's dtype, in place.
 

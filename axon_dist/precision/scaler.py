@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import ConfigError
+from ..core.told import NUMBER
 from ..core.typing import Array, PyTree
 
 
@@ -66,6 +67,8 @@ class GradScaler:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless every number makes the scale move the right way."""
+        for field in dataclasses.fields(self):
+            NUMBER.check("GradScaler", field.name, getattr(self, field.name))
         checks = {
             "init_scale must be at least min_scale": self.init_scale >= self.min_scale,
             "min_scale must be positive": self.min_scale > 0,

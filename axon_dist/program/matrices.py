@@ -67,7 +67,7 @@ def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int
         >>> matrixwise(normalized, jnp.full((3, 2, 2), 5.0), lead=1)[0].tolist()
         [[0.5, 0.5], [0.5, 0.5]]
     """
-    return _operation().bind(x, *more, function=function, lead=lead)
+    return _operation().bind(x, *more, function=function, lead=lead)[0]
 
 
 def is_matrixwise(equation: Any) -> bool:
@@ -162,21 +162,22 @@ class _Single:
     eqns: list[Any]
 
 
-def _run(x: Array, *more: Array, function: Callable[..., Array], lead: int) -> Array:
+def _run(x: Array, *more: Array, function: Callable[..., Array], lead: int) -> tuple[Array]:
     for _ in range(lead):
         function = jax.vmap(function, in_axes=(0, *(None for _ in more)))
-    return function(x, *more)
+    return (function(x, *more),)
 
 
 def _batched(
     arrays: Sequence[Array], dims: Sequence[Any], function: Hashable, lead: int
-) -> tuple[Array, int]:
+) -> tuple[Sequence[Array], Sequence[int]]:
     (x, *more), (dim, *others) = arrays, dims
     if any(isinstance(other, int) for other in others):
         run = functools.partial(_run, function=function, lead=lead)  # type: ignore[arg-type]
         axes = [at if isinstance(at, int) else None for at in dims]
-        return jax.vmap(run, in_axes=axes)(x, *more), 0
-    return _operation().bind(jnp.moveaxis(x, dim, 0), *more, function=function, lead=lead + 1), 0
+        return jax.vmap(run, in_axes=axes)(x, *more), [0]
+    x = jnp.moveaxis(x, dim, 0)
+    return _operation().bind(x, *more, function=function, lead=lead + 1), [0]
 
 
 @functools.cache

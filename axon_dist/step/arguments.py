@@ -35,22 +35,48 @@ def check_arguments(optimizer: Any, loss_fn: Any, world: Any, remat: Any = None)
             "optimizer is an nnx.Optimizer, which keeps a state of its own; give the optax "
             "transformation it was made of, the step keeps its state in TrainState.opt_state"
         )
+    if inspect.isclass(optimizer):
+        raise ConfigError(
+            f"optimizer is the class {optimizer.__name__}; give an optax transformation, such as "
+            "optax.adamw(1e-3)"
+        )
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}; give an optax transformation, such as "
             "optax.adamw(1e-3)"
+        )
+    if inspect.isclass(loss_fn):
+        raise ConfigError(
+            f"loss_fn is the class {loss_fn.__name__}; give a function loss_fn(model, batch), or "
+            "an instance that can be called so"
         )
     if not callable(loss_fn):
         raise ConfigError(
             f"loss_fn is a {type(loss_fn).__name__}; give a function loss_fn(model, batch) that "
             "returns a scalar mean or Weighted(total, weight)"
         )
+    _check_arity(loss_fn)
     if not isinstance(world, World):
         raise ConfigError(
             f"world is a {type(world).__name__}; give a World, made by World.init(...) or "
             "World.emulate(8)"
         )
     check_kind("remat", remat, ActivationCheckpointing, "such as ActivationCheckpointing()")
+
+
+def _check_arity(loss_fn: Any) -> None:
+    """Raises unless a loss can be called as `loss_fn(model, batch)`, or with a `step` besides."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # A callable that Python knows no signature of.
+        return
+    try:
+        signature.bind(None, None, **({"step": None} if is_told_step(loss_fn) else {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"loss_fn takes {signature}, and is called as loss_fn(model, batch): {error}; let it "
+            "take these two, and bind the others with functools.partial"
+        ) from error
 
 
 def is_told_step(loss_fn: Any) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError
 from ..core.shared import Shared
-from ..core.tree import leaves_with_paths, parted, path_str
+from ..core.tree import check_32_bits, leaves_with_paths, parted, path_str
 from ..core.typing import Batch, PyTree
 from .local_view import batch_spec
 from .padding import Padding
@@ -168,6 +168,7 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
         >>> apart({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
         {'scale': array(3., dtype=float32)}
     """
+    checked_leaves(batch)
     found = [
         keys
         for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -191,6 +192,43 @@ def _canonical(value: Any) -> Any:
         return value
     found = np.asarray(value)
     return found.astype(jax.dtypes.canonicalize_dtype(found.dtype))
+
+
+def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
+    """The leaves of a batch by path.
+
+    Raises:
+        ConfigError: when it is no pytree of arrays.
+        DTypeError: when a leaf holds integers that JAX would cut to 32 bits.
+    """
+    try:
+        leaves = leaves_with_paths(batch)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the keys of the batch are of several kinds, which have no order: {error}; name its "
+            'arrays by texts, as in {"x": ..., "y": ...}'
+        ) from error
+    if not leaves:
+        what = "None" if batch is None else f"an empty {type(batch).__name__}"
+        raise ConfigError(f"the batch is {what}; give arrays, as in " + '{"x": ..., "y": ...}')
+    for path, leaf in leaves:
+        if isinstance(leaf, Shared):
+            continue
+        dtype = getattr(leaf, "dtype", None)
+        where = f"leaf {path!r} of the batch" if path else "the batch"
+        if dtype is None and not isinstance(leaf, (int, float, complex, bool)):
+            raise ConfigError(
+                f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
+                "one batch of them, not what makes batches"
+            )
+        if isinstance(leaf, np.ndarray):
+            if leaf.dtype.kind in "OSUMm":
+                raise ConfigError(
+                    f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
+                    "token ids"
+                )
+            check_32_bits(where, leaf)
+    return leaves
 
 
 def samples_of(batch: Batch) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping
 
+from ..core.choice import Choice
 from ..core.errors import ConfigError, did_you_mean
 
 FLAG = "nonfinite"
 """The metric in which a guarded step says that it changed nothing."""
 
 
-class Nonfinite(enum.StrEnum):
+class Nonfinite(Choice):
     """What a run does when a loss or a gradient is not finite.
 
     A step built with one of them leaves parameters and moments as they were, decided on the

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from ..core.errors import ConfigError
+from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
 
 
@@ -55,6 +57,50 @@ def averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> None:
+    """Raises unless a state is one that a step could have made.
+
+    Args:
+        state: any.
+        shapes: what the states of the step look like.
+        places: where their arrays lie.
+
+    Raises:
+        ConfigError: naming the first array that is missing, left over, of another shape or dtype,
+            or on another layout of devices.
+    """
+    wanted, given = dict(leaves_with_paths(shapes)), dict(leaves_with_paths(state))
+    where = dict(leaves_with_paths(places))
+    for path in [*wanted, *(path for path in given if path not in wanted)]:
+        problem = _problem(given.get(path), wanted.get(path), where.get(path))
+        if problem is not None:
+            raise ConfigError(
+                f"this state is not one of this step: {path} {problem}; give the state that this "
+                "step's init() or call returned, or restore one of another model or strategy onto "
+                "it: load_checkpoint(path, target_of(step.abstract_state, step.state_shardings))"
+            )
+
+
+def _problem(given: Any, wanted: Any, where: Any) -> str | None:
+    """What is wrong with one array of a state, if anything."""
+    if given is None or wanted is None:
+        return "is missing" if given is None else "is more than it has"
+    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+        return f"is a {type(given).__name__} and no array"
+    if given.shape != wanted.shape or given.dtype != wanted.dtype:
+        return f"is {given.dtype}{list(given.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
+    if not isinstance(given, jax.Array) or isinstance(given, Tracer) or not given.committed:
+        return None
+    place = where.with_memory_kind(given.sharding.memory_kind)
+    if not given.sharding.is_equivalent_to(place, given.ndim):
+        return f"lies as {given.sharding} and must lie as {where}"
+    return None
+
+
 def check_usable(state: TrainState) -> None:
     """Raises unless the arrays of a state are still there.
 
@@ -64,6 +110,12 @@ def check_usable(state: TrainState) -> None:
     Raises:
         ConfigError: when an earlier step has used the state up.
     """
+    if not isinstance(state, TrainState):
+        what = f"the class {state.__name__}" if inspect.isclass(state) else _named(state)
+        raise ConfigError(
+            f"got {what} for a state; give a TrainState, that of step.init() or of the step "
+            "before: state, metrics = step(state, batch)"
+        )
     is_placed = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
     if is_placed and state.step.is_deleted():
         raise ConfigError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
 from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
-from .state import TrainState, averaged, check_usable
+from .state import TrainState, averaged, check_fits, check_usable
 from .state_form import StateForm
 from .take import one_step, unscaled_gradients
 
@@ -49,6 +50,7 @@ class TrainStep(MadeOfSpec):
     def __init__(self, spec: StepSpec, form: StateForm):
         super().__init__(spec)
         self._form, self._agreed = form, set[str]()
+        self._own: Callable[[], TrainState | None] = lambda: None
         self.layout = BatchLayout.of(spec)
         self.abstract_state, self.state_shardings = form.shapes, form.places
         self.claims, self.near = form.claims, form.near
@@ -93,6 +95,13 @@ class TrainStep(MadeOfSpec):
         """
         return self._form.born(weights or {})
 
+    def _check(self, state: TrainState) -> None:
+        """Whether a state is one of this step; its own last one is not looked at again."""
+        check_usable(state)
+        if self._own() is not state:
+            check_fits(state, self.abstract_state, self.state_shardings)
+            self._own = weakref.ref(state)
+
     @property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
         """The model's arrays but those of random streams: shape, dtype and sharding by path."""
@@ -108,7 +117,7 @@ class TrainStep(MadeOfSpec):
         Returns:
             The arrays; those of a pipeline are put together from its rows.
         """
-        check_usable(state)
+        self._check(state)
         return self._form.weights(averaged(state) if ema else state)
 
     def lower_init(self) -> jax.stages.Lowered:
@@ -142,11 +151,12 @@ class TrainStep(MadeOfSpec):
             DivisibilityError: when the batch cannot be cut evenly.
             ConfigError: when an earlier step has used the state up.
         """
-        check_usable(state)
+        self._check(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         held = self._held(held)
         self._agree_on_program(state, placed, held)
         state, metrics = self._step(state, placed, held)
+        self._own = weakref.ref(state)
         self._in_flight.add(metrics["loss"])
         return state, metrics
 
@@ -198,7 +208,7 @@ class TrainStep(MadeOfSpec):
             A tree like the parameters, laid out as a step has them: each part where the moments
             lie that it updates; and the metrics.
         """
-        check_usable(state)
+        self._check(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         return self._differentiate(state, placed)
 
@@ -218,7 +228,7 @@ class TrainStep(MadeOfSpec):
         Returns:
             `loss` and the metrics of the loss function, scalars on the devices.
         """
-        check_usable(state)
+        self._check(state)
         state = averaged(state) if ema else state
         layout = dataclasses.replace(self.layout, num_microbatches=1)
         return self._evaluate(state, layout.place(batch))
@@ -238,7 +248,7 @@ class TrainStep(MadeOfSpec):
 
     def merge(self, state: TrainState, *, ema: bool = False) -> nnx.Module:
         """The model with the values of a state, or with the moving average of its parameters."""
-        check_usable(state)
+        self._check(state)
         state = averaged(state) if ema else state
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import CheckpointError
+from axon_dist.core.files import as_path, kind_at, read_text
 
 ENDING = ".safetensors"
 INDEX = ".index.json"
 """What follows the name of a file that was cut into several, to say which tensor is where."""
+
+MOST_INDEX = 2**28
+"""Bytes of an index, which has a line for every tensor."""
 
 Files = str | Path | Sequence[str | Path]
 
@@ -31,11 +35,15 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
         CheckpointError: when there is none, one cannot be read, or two have the same name.
     """
     if isinstance(files, str | Path):
-        path = Path(files).expanduser()
+        path = as_path(files, "the weights", CheckpointError)
         return _of_folder(path) if path.is_dir() else _of_file(path)
+    if not isinstance(files, Sequence) or not files:
+        raise CheckpointError(
+            f"got {files!r:.80} for the files of weights; give a path, or a list of them"
+        )
     found: dict[str, TensorEntry] = {}
     for path in files:
-        for name, entry in _of_file(Path(path).expanduser()).items():
+        for name, entry in _of_file(as_path(path, "the weights", CheckpointError)).items():
             if name in found:
                 raise CheckpointError(
                     f"{name} is in {str(found[name].path)!r} and in {str(path)!r}; name files that "
@@ -65,9 +73,12 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
 
 def _of_index(path: Path) -> dict[str, TensorEntry]:
     try:
-        places: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        text = read_text(path, f"the index {str(path)!r}", CheckpointError, MOST_INDEX)
+        places: dict[str, str] = json.loads(text)["weight_map"]
         files = sorted(set(places.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if odd := [file for file in files if "/" in file or kind_at(path.parent / file) is None]:
+            raise KeyError(f"it names {odd[0]!r:.80}, and no such file lies beside it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"cannot read {str(path)!r} as the index of safetensors files: {error}; name the files "
             "themselves"

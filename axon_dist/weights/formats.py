@@ -12,6 +12,7 @@ from typing import Any
 from flax import nnx
 
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
+from axon_dist.core.files import as_path, read_text
 from axon_dist.models import Transformer, TransformerConfig
 
 from . import gpt2, llama
@@ -71,12 +72,14 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
         >>> hub_config(path.parent).positions
         'learned'
     """
-    path = Path(path).expanduser()
+    path = as_path(path, "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(
+            read_text(file, f"{str(file)!r} as the config of a model", CheckpointError)
+        )
         kind = data["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"cannot read {str(file)!r} as the config of a model: {error!r}; name the folder of a "
             f"snapshot with its {CONFIG_FILE}"
@@ -116,8 +119,10 @@ def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules
 
 def format_of(name: str) -> HubFormat:
     """The row of a name."""
-    if name not in FORMATS:
-        raise ConfigError(f"no format {name!r}.{did_you_mean(name, [NATIVE_NAME, *FORMATS])}")
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ConfigError(
+            f"no format {name!r:.80}.{did_you_mean(str(name), [NATIVE_NAME, *FORMATS])}"
+        )
     return FORMATS[name]
 
 

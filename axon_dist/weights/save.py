@@ -14,6 +14,7 @@ from flax import nnx
 
 from axon_dist.checkpoint import is_main, on_main, plan_order, write_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError, DTypeError
+from axon_dist.core.files import as_path, read_bytes
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import Array, Path
 from axon_dist.step import TrainState, TrainStep
@@ -70,7 +71,7 @@ def save_weights(
     table = rules_for(rules, structure)
     table.validate()
     tensors = outgoing(weights, table, _float_dtype(dtype))
-    folder, stem = _place(FilePath(path).expanduser())
+    folder, stem = _place(as_path(path, "the weights"))
     files = _files(tensors, stem, max_file)
     config = _hub_config(rules, structure, dtype)
     on_main(lambda: _check_free(folder, stem, files, config))
@@ -155,11 +156,15 @@ def _check_free(
             "for a part of these; remove them, or name another place"
         )
     there = folder / CONFIG_FILE
-    if config is not None and there.exists() and there.read_text() != _json(config):
+    if config is not None and there.exists() and _differs(there, config):
         raise ConfigError(
             f"{str(there)!r} is there, and is not the config of these weights; remove it, or name "
             "another folder"
         )
+
+
+def _differs(there: FilePath, config: Mapping[str, Any]) -> bool:
+    return read_bytes(there, f"the config {str(there)!r}") != _json(config).encode()
 
 
 def _write(

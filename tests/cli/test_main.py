@@ -90,10 +90,28 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
     assert capsys.readouterr().err == "axon: interrupted\n"
 
 
-def test_a_bug_is_a_traceback(monkeypatch):
+def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("axon_dist.cli.train.load_config", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        main(["train", "x.yaml"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["train", "x.yaml"]) == 1
+    out, err = capsys.readouterr()
+    (file,) = tmp_path.iterdir()
+    assert out == ""
+    assert err == (
+        f"axon: unexpected ZeroDivisionError: division by zero; its traceback is in {file}\n"
+    )
+    text = file.read_text()
+    assert "in run" in text
+    assert text.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_a_bug_is_one_line_where_no_file_can_be_written(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("axon_dist.cli.train.load_config", lambda *_: 1 / 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert main(["train", "x.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("axon: unexpected ZeroDivisionError: division by zero; at ")
+    assert err.count("\n") == 1
 
 
 def test_errors_keep_their_kind_for_callers():

@@ -1,13 +1,17 @@
+import contextlib
 import dataclasses
+import pathlib
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from axon_dist.core.errors import LaunchError
+from axon_dist.launch.coordination import Coordinator
 from axon_dist.launch.local import free_port
-from axon_dist.launch.roll_call import Attendee, call_roll
+from axon_dist.launch.roll_call import Attendee, call_roll, listen
 
 LATE_OPTAX = {**Attendee.here(0, 1).versions, "optax": "0.0"}
 
@@ -90,3 +94,150 @@ def test_strangers_on_the_port_are_ignored():
                 stranger.sendall(words)
         joined = pool.submit(call_roll, f"localhost:{port}", Attendee.here(1, 2), 10.0)
         assert host.result() == joined.result() == tuple(attendees(2))
+
+
+@contextlib.contextmanager
+def hosted(count=2, timeout=20.0, token=""):
+    """Process 0, waiting; its address and what becomes of it."""
+    address = f"localhost:{free_port()}"
+    with ThreadPoolExecutor(1) as pool:
+        yield address, pool.submit(call_roll, address, Attendee.here(0, count), timeout, token)
+
+
+def knock(address):
+    """A connection to process 0, once it listens."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+NOISE = {
+    "silent": b"",
+    "nested": b"[" * 10_000 + b"\n",
+    "endless": b"x" * 100_000,
+    "no text": bytes(range(256)) + b"\n",
+    "no object": b"7\n",
+    "odd fields": b'{"attendee": {"process": true}, "nonce": [], "proof": {}}\n',
+    "no proof": b'{"attendee": {}, "nonce": "a", "proof": "\xc3\xa9"}\n',
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_strangers_keep_nobody_waiting(noise):
+    with hosted() as (address, host), contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stranger = stack.enter_context(knock(address))
+            with contextlib.suppress(OSError):
+                stranger.sendall(noise)
+        started = time.monotonic()
+        joined = call_roll(address, Attendee.here(1, 2), 10.0)
+        assert joined == host.result() == tuple(attendees(2))
+        assert time.monotonic() - started < 4
+
+
+def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
+    monkeypatch.setattr("axon_dist.launch.roll_call._STRANGERS", 3)
+    monkeypatch.setattr("axon_dist.launch.roll_call._HELLO_SECONDS", 1.0)
+    with hosted() as (address, host), contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(knock(address)) for _ in range(12)]
+        # Those let in hear a number, the others nothing.
+        heard = [connection.recv(1000) for connection in silent]
+        assert sum(not text for text in heard) >= 12 - 5
+        assert call_roll(address, Attendee.here(1, 2), 10.0) == host.result()
+
+
+def test_a_byte_now_and_then_is_no_way_to_stay(monkeypatch):
+    monkeypatch.setattr("axon_dist.launch.roll_call._HELLO_SECONDS", 0.6)
+    with hosted(timeout=4.0) as (address, host), knock(address) as dripping:
+        started = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - started < 4:
+                dripping.sendall(b"{")
+                time.sleep(0.1)
+        assert time.monotonic() - started < 3
+        with pytest.raises(LaunchError, match="processes 1 of 2 did not report within 4 s"):
+            host.result()
+
+
+def test_process_0_that_drips_is_none(monkeypatch):
+    monkeypatch.setattr("axon_dist.launch.roll_call._HELLO_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stop = threading.Event()
+
+        def drip():
+            while not stop.is_set():
+                with contextlib.suppress(OSError), server.accept()[0] as connection:
+                    while not stop.wait(0.1):
+                        connection.sendall(b" ")
+
+        thread = threading.Thread(target=drip, daemon=True)
+        server.settimeout(0.2)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(LaunchError, match="process 1 found no process 0"):
+            call_roll(f"localhost:{server.getsockname()[1]}", Attendee.here(1, 2), 1.0)
+        assert time.monotonic() - started < 5
+        stop.set()
+        thread.join(5)
+
+
+def test_who_has_another_token_is_refused_and_named_to_both():
+    with hosted(timeout=2.0, token="secret-one") as (address, host):
+        with pytest.raises(LaunchError, match="has another AXON_RUN_TOKEN than process 1") as mine:
+            call_roll(address, Attendee.here(1, 2), 5.0, "secret-two")
+        with pytest.raises(LaunchError, match="1 that came had another AXON_RUN_TOKEN") as theirs:
+            host.result()
+    assert "secret-" not in f"{mine.value} {theirs.value}"
+
+
+def test_a_process_0_with_another_token_is_not_believed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def lie():
+            with server.accept()[0] as connection:
+                connection.sendall(b'{"nonce": "1"}\n')
+                assert b"secret-one" not in connection.recv(10_000)
+                connection.sendall(b'{"said": {"mistake": null, "present": []}, "proof": "1"}\n')
+
+        threading.Thread(target=lie, daemon=True).start()
+        with pytest.raises(LaunchError, match="what answers there has another AXON_RUN_TOKEN"):
+            call_roll(
+                f"localhost:{server.getsockname()[1]}", Attendee.here(1, 2), 0.2, "secret-one"
+            )
+
+
+def test_with_one_token_all_learn_of_all():
+    with hosted(token="both") as (address, host):
+        assert call_roll(address, Attendee.here(1, 2), 10.0, "both") == host.result()
+
+
+def test_it_listens_where_it_is_looked_for_alone():
+    with listen(f"localhost:{free_port()}") as server:
+        assert server.getsockname()[0] in ("127.0.0.1", "::1")
+    # An address that leads to another machine, which hands connections on.
+    with listen(f"192.0.2.1:{free_port()}") as server:
+        assert server.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_the_service_of_a_local_run_is_on_this_host_alone():
+    port = free_port()
+    service = Coordinator(f"localhost:{port}", 1, 1.0)
+    try:
+        places = [
+            line.split()[1]
+            for table in ("/proc/net/tcp", "/proc/net/tcp6")
+            for line in pathlib.Path(table).read_text().splitlines()[1:]
+            if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+        ]
+        # 127.0.0.1, ::1, and 127.0.0.1 as gRPC spells it.
+        loopback = {"0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F"}
+        assert {place.split(":")[0] for place in places} <= loopback
+        assert places
+    finally:
+        service._process.kill()
+        service._process.communicate()

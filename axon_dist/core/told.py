@@ -1,0 +1,134 @@
+"""`told`: what a public function is given, compared by kind before it is used; a row per kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from flax import nnx
+
+from .errors import AxonDistError, ConfigError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an argument can be.
+
+    Args:
+        advice: what to give, to follow "give".
+        holds: whether a value is of the kind.
+        error: what is raised where it is not.
+    """
+
+    advice: str
+    holds: Callable[[Any], bool]
+    error: type[AxonDistError] = ConfigError
+
+    def check(self, who: str, name: str, value: Any) -> None:
+        """Raises the error of the kind unless a value is of it.
+
+        Example:
+            >>> WHOLE.check("shift", "offset", 2.5)
+            Traceback (most recent call last):
+            axon_dist.core.errors.ConfigError: shift got offset=2.5, a float; give a whole number
+        """
+        if not self.holds(value):
+            raise self.error(f"{who} got {name}={_brief(value)}; give {self.advice}")
+
+    def or_none(self) -> Kind:
+        """The kind, or None."""
+        return Kind(f"{self.advice}, or None", lambda x: x is None or self.holds(x), self.error)
+
+
+def told(who: str | None = None, /, **kinds: Kind) -> Callable[[_Function], _Function]:
+    """Has a function compare some of its arguments, by name, before it runs.
+
+    Args:
+        who: the name in messages; None takes that of the function.
+        **kinds: what the arguments of these names can be.
+
+    Example:
+        >>> @told(number=WHOLE)
+        ... def half(number):
+        ...     return number // 2
+        >>> half("8")
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: half got number='8', a str; give a whole number
+    """
+
+    def wrap(function: _Function) -> _Function:
+        names = tuple(inspect.signature(function).parameters)
+        name_of = who or function.__name__
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                if name in kinds:
+                    kinds[name].check(name_of, name, value)
+            return function(*args, **kwargs)
+
+        return cast(_Function, checked)
+
+    return wrap
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; true and false are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number of Python or numpy."""
+    return is_whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
+
+
+def is_module(value: Any) -> bool:
+    """Whether a value is a module, or a function that makes one; a wrapper of one is neither."""
+    return isinstance(value, nnx.Module) or (callable(value) and not hasattr(value, "strategy"))
+
+
+def _brief(value: Any) -> str:
+    """A value and its type in a few words; what prints over many lines is its type alone."""
+    kind = f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
+    is_plain = value is None or isinstance(value, (str, int, float, tuple, list, dict))
+    if value is None:
+        return "None"
+    return f"{value!r:.60}, {kind}" if is_plain else kind
+
+
+WHOLE = Kind("a whole number", is_whole)
+COUNT = Kind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
+NUMBER = Kind("a number", is_number)
+TEXT = Kind("a text", lambda x: isinstance(x, str))
+TEXTS = Kind(
+    "a list of texts",
+    lambda x: (
+        not isinstance(x, (str, Mapping))
+        and isinstance(x, Iterable)
+        and all(isinstance(one, str) for one in x)
+    ),
+)
+PATH = Kind("a path, as a text", lambda x: isinstance(x, (str, os.PathLike)))
+MODULE = Kind(
+    "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))",
+    lambda x: isinstance(x, nnx.Module),
+)
+MODEL = Kind(
+    "an nnx.Module, or a function of no arguments that makes one; not a wrapper of one", is_module
+)
+OPTIMIZER = Kind(
+    "an optax transformation, such as optax.adamw(1e-3)",
+    lambda x: (
+        all(callable(getattr(x, name, None)) for name in ("init", "update"))
+        and not isinstance(x, nnx.Optimizer)
+    ),
+)
+FUNCTION = Kind("a function", callable)
