@@ -51,5 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-VERB = Verb("export", "Write the weights of a run as safetensors.", add_arguments, run)
+VERB = Verb(
+    "export",
+    "Write the weights of a run as safetensors.",
+    add_arguments,
+    run,
+    examples=(
+        "axon export runs/a model.safetensors",
+        "axon export runs/a out --format hf-llama --dtype bfloat16",
+    ),
+)
 """The row of the table of verbs."""

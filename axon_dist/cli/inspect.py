@@ -35,4 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-VERB = Verb("inspect", "Show memory, collectives and FLOPs of a config's step.", add_arguments, run)
+VERB = Verb(
+    "inspect",
+    "Show memory, collectives and FLOPs of a config's step.",
+    add_arguments,
+    run,
+    examples=(
+        "axon inspect configs/fsdp8.yaml",
+        "axon inspect configs/fsdp8.yaml --target h100:8 --json report.json",
+    ),
+)

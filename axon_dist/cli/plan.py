@@ -178,5 +178,12 @@ def _count(number: float) -> str:
 
 
 VERB = Verb(
-    "plan", "Rank meshes and strategies for machines that are not here.", add_arguments, run
+    "plan",
+    "Rank meshes and strategies for machines that are not here.",
+    add_arguments,
+    run,
+    examples=(
+        "axon plan --params 7B --devices 8 --memory 80GB",
+        "axon plan configs/fsdp8.yaml --target h100:8",
+    ),
 )

@@ -52,4 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if done.result.is_interrupted else 0
 
 
-VERB = Verb("train", "Train the model that a config describes.", add_arguments, run)
+VERB = Verb(
+    "train",
+    "Train the model that a config describes.",
+    add_arguments,
+    run,
+    examples=(
+        "axon train configs/quickstart.yaml",
+        "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
+        "axon train configs/quickstart.yaml --resume auto",
+        "axon train configs/quickstart.yaml --dry-run",
+    ),
+)

@@ -21,9 +21,19 @@ class Schedule(abc.ABC):
 
     Args:
         warmup_steps: steps of linear growth from 0 to the peak.
+        warmup_fraction: the same as a share of the steps of the run; one of the two may be given.
     """
 
     warmup_steps: Natural = 0
+    warmup_fraction: Fraction = 0.0
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a warmup that is said in both ways."""
+        if self.warmup_steps and self.warmup_fraction:
+            raise ConfigError(
+                f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
+                "which both say how long the warmup is; leave one of them out"
+            )
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
         """Returns `learning_rate(step)` for a run of some steps, warmup included.
@@ -31,16 +41,17 @@ class Schedule(abc.ABC):
         Raises:
             ConfigError: when the warmup is as long as the run.
         """
-        if self.warmup_steps >= num_steps:
+        steps = self.warmup_steps or round(self.warmup_fraction * num_steps)
+        if steps >= num_steps:
+            key = "warmup_steps" if self.warmup_steps else "warmup_fraction"
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} leaves nothing of a run of {num_steps} steps; "
-                "it must be smaller: lower optimizer.schedule.warmup_steps or raise train.steps"
+                f"{key}={getattr(self, key)} leaves nothing of a run of {num_steps} steps; "
+                f"it must be smaller: lower optimizer.schedule.{key} or raise train.steps"
             )
-        after = self.after_warmup(peak, num_steps - self.warmup_steps)
-        if not self.warmup_steps:
+        after = self.after_warmup(peak, num_steps - steps)
+        if not steps:
             return after
-        warmup = optax.linear_schedule(0.0, peak, self.warmup_steps)
-        return optax.join_schedules([warmup, after], [self.warmup_steps])
+        return optax.join_schedules([optax.linear_schedule(0.0, peak, steps), after], [steps])
 
     @abc.abstractmethod
     def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:

@@ -187,7 +187,9 @@ class RunConfig:
     name: str = "run"
     seed: Seed = 0
     run_dir: str | None = None
-    mesh: Annotated[MeshSpec, Parsed(mesh_spec, lambda spec: spec.shape)] = MeshSpec(dp=-1)
+    mesh: Annotated[
+        MeshSpec, Parsed(mesh_spec, lambda spec: spec.shape, "dp=4,tp=2 or {dp: 4, tp: 2}")
+    ] = MeshSpec(dp=-1)
     devices: DevicesConfig = DevicesConfig()
     model: Annotated[
         Any,
@@ -203,9 +205,12 @@ class RunConfig:
     optimizer: Annotated[
         Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, own={"factory": OwnOptimizer})
     ] = AdamW()
-    parallel: Annotated[StrategyOptions, Parsed(strategy_options, _plain_options)] = (
-        dataclasses.field(default_factory=lambda: strategy_options("ddp"))
-    )
+    parallel: Annotated[
+        StrategyOptions,
+        Parsed(
+            strategy_options, _plain_options, "a strategy, a list of them, or {strategy: {option: x}}"
+        ),
+    ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
     trainable: tuple[str, ...] = ()
