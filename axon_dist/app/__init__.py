@@ -8,6 +8,8 @@ from .data import check_data as check_data
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
+from .dry_run import DryRun as DryRun
+from .dry_run import dry_run as dry_run
 from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
 from .examine import Examination as Examination

@@ -25,6 +25,7 @@ from .progress import Status as Status
 from .progress import byte_size as byte_size
 from .progress import clock_time as clock_time
 from .progress import duration as duration
+from .progress import plural as plural
 from .progress import si as si
 from .stop import StopConsensus as StopConsensus
 from .stop import StopRequest as StopRequest

@@ -184,6 +184,18 @@ def si(value: float) -> str:
     return f"{value:.3g}T"
 
 
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """A number and what is counted.
+
+    Example:
+        >>> plural(1, "step"), plural(0, "step"), plural(3, "microbatch")
+        ('1 step', '0 steps', '3 microbatches')
+    """
+    if count == 1:
+        return f"{count} {one}"
+    return f"{count} {many or one + ('es' if one.endswith(('ch', 's', 'x')) else 's')}"
+
+
 def byte_size(value: float) -> str:
     """A number of bytes, in powers of 1000.
 
