@@ -20,6 +20,7 @@ from .generate import generate_text as generate_text
 from .load import load_model as load_model
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
+from .page import report_page as report_page
 from .run import RunResult as RunResult
 from .run import train as train
 from .verify import Verification as Verification

@@ -51,6 +51,8 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "items_per_second": result.items_per_second,
         "compile_seconds": result.compile_seconds,
         "train_seconds": result.train_seconds,
+        "seconds": dict(result.seconds),
+        "step_percentiles": {str(p): x for p, x in result.step_percentiles.items()},
         "skipped_steps": result.skipped_steps,
         "rollbacks": result.rollbacks,
         "parameters": num_params(run.step.parts.weights),

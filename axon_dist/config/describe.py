@@ -1,4 +1,4 @@
-"""What every key of a config is: its type, default and meaning, read from the code that obeys it."""
+"""What every key of a config is: type, default and meaning, read from the code that obeys it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from .own import Own
 from .read import write
 from .schema import RunConfig
 
-_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "name of a dtype"}
+_WORDS = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Any: "name of a dtype",
+}
 
 
 @dataclasses.dataclass(frozen=True)

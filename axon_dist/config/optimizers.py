@@ -7,6 +7,8 @@ import dataclasses
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from axon_dist.core.errors import ConfigError
@@ -125,6 +127,16 @@ class Optimizer(abc.ABC):
             ()
         """
         return self.transform(self.schedule.build(self.learning_rate, num_steps))
+
+    def rates(self, num_steps: int) -> np.ndarray:
+        """The learning rate of every step of a run, `[num_steps]`.
+
+        Example:
+            >>> SGD(learning_rate=1.0, schedule=Linear(warmup_fraction=0.5)).rates(4).tolist()
+            [0.0, 0.5, 1.0, 0.5]
+        """
+        rate = self.schedule.build(self.learning_rate, num_steps)
+        return np.asarray(jnp.broadcast_to(rate(jnp.arange(num_steps)), (num_steps,)))
 
     @abc.abstractmethod
     def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -249,3 +261,6 @@ class OwnOptimizer(Own):
                 "an optax.GradientTransformation; return one"
             )
         return made
+
+    def rates(self, num_steps: int) -> None:
+        """Nothing is known of its learning rate."""

@@ -15,7 +15,9 @@ from .meters import profile as profile
 from .meters import time_step as time_step
 from .metrics import JsonlWriter as JsonlWriter
 from .metrics import MetricWriter as MetricWriter
+from .metrics import MlflowWriter as MlflowWriter
 from .metrics import TensorBoardWriter as TensorBoardWriter
+from .metrics import TrackioWriter as TrackioWriter
 from .metrics import WandbWriter as WandbWriter
 from .plots import plot_losses as plot_losses
 from .progress import PlainProgress as PlainProgress
