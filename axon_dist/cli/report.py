@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 VERB = Verb(
     "report",
-    "Draw a run as one HTML page: curves, time, memory, collectives.",
+    "Draw a run as one HTML page.",
     add_arguments,
     run,
     examples=("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),

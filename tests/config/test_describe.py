@@ -15,7 +15,7 @@ def test_every_key_has_a_meaning_and_a_type():
 
 
 def test_what_is_called_a_dtype_is_one():
-    dtypes = {key.path.rpartition(".")[2] for key in KEYS if key.type == "a dtype"}
+    dtypes = {key.path.rpartition(".")[2] for key in KEYS if key.type == "name of a dtype"}
     assert dtypes == {"param", "compute", "reduce", "buffer", "output", "dtype", "reduce_dtype"}
 
 
@@ -58,4 +58,6 @@ def test_a_section_a_key_and_a_mistake(capsys):
 def test_as_text_and_as_tables():
     found = describe("train")
     assert to_text(found).count("train.steps") == 1
-    assert "| `train.steps` | integer, at least 1 | `1000` | optimizer steps. |" in to_markdown(found)
+    assert "| `train.steps` | integer, at least 1 | `1000` | optimizer steps. |" in to_markdown(
+        found
+    )
