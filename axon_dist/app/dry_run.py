@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from axon_dist.core.tree import num_bytes
-from axon_dist.loop import byte_size, plural, si
+from axon_dist.core.words import byte_size, plural, si
 
 from ..config.build import build_run
 from ..config.schema import RunConfig

@@ -11,8 +11,8 @@ from jax.errors import JaxRuntimeError
 
 from axon_dist.core.errors import AxonDistError, OutOfMemoryError
 from axon_dist.core.tree import num_bytes, num_params
+from axon_dist.core.words import byte_size
 from axon_dist.hardware import hardware, machine_of
-from axon_dist.loop import byte_size
 from axon_dist.models import TransformerConfig
 from axon_dist.planner import TransformerShape, recommend
 

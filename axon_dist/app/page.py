@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from axon_dist.loop import byte_size, clock_time, duration, plural
+from axon_dist.core.words import byte_size, clock_time, duration, plural
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
 from .charts import bars, lines

@@ -8,7 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from axon_dist.core.tree import num_params
-from axon_dist.loop import TrainResult, byte_size, clock_time, si
+from axon_dist.core.words import byte_size, clock_time, plural, si
+from axon_dist.loop import TrainResult
 from axon_dist.mesh import rank_table
 
 from ..config.build import Run
@@ -27,7 +28,7 @@ def opening_lines(run: Run) -> list[str]:
         f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
         f"data: {run.loader.description}",
-        f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
+        f"{plural(train.steps, 'step')} of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
     ]
 
 
@@ -72,7 +73,7 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
     since = f" since step {summary['first_step']}" if summary["first_step"] else ""
     unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
     rows = {
-        "ended": f"{summary['ended']} after {summary['steps']} steps",
+        "ended": f"{summary['ended']} after {plural(summary['steps'], 'step')}",
         "training loss": _loss(summary["train_loss"], unit),
         "validation loss": _loss(summary["validation_loss"], unit),
         **{

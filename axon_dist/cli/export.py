@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 
 from axon_dist.app import export_run
+from axon_dist.core.words import plural
 from axon_dist.planner import parse_bytes
 from axon_dist.weights import FORMATS, MAX_FILE
 
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_file=max_file,
     )
-    told = f"{count} tensors ({arguments.format}) in {arguments.out}"
+    told = f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.out}"
     Console().print(told, soft_wrap=True, highlight=False, markup=False)
     return 0
 

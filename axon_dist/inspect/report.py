@@ -10,6 +10,7 @@ import jax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..core.words import byte_size, si
 from ..hardware import Hardware, machine_of
 from ..hlo.parse import as_module
 from .flops import Flops, flops
@@ -28,6 +29,7 @@ class Report:
         flops: matrix operations it computes.
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
+        is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
     """
 
     memory: MemoryReport
@@ -35,6 +37,7 @@ class Report:
     flops: Flops
     num_devices: int
     machine: Hardware | None
+    is_cpu: bool = False
 
     @property
     def fits(self) -> bool | None:
@@ -64,24 +67,25 @@ class Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.memory.table()
-        yield self.collectives.table()
+        yield self.collectives.table(exposure=not self.is_cpu)
         yield self._summary()
         yield from self.collectives.lint()
 
     def _summary(self) -> Table:
         table = Table(title=f"one step on each of {self.num_devices} devices", show_header=False)
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
-        table.add_row("matrix TFLOP", f"{self.flops.high / 1e12:,.3f}{more}")
+        table.add_row("matrix FLOPs", f"{si(self.flops.high)}{more}")
         if self.flops.low != self.flops.high:
-            table.add_row("on the cheapest branches", f"{self.flops.low / 1e12:,.3f}")
+            table.add_row("on the cheapest branches", si(self.flops.low))
         if self.flops.opaque:
             table.add_row("not counted", ", ".join(self.flops.opaque))
         for axis, total in self.collectives.by_axis().items():
-            table.add_row(f"MB sent over {axis}", f"{total / 1e6:,.3f}")
-        table.add_row("MB exposed", f"{self.collectives.exposed_bytes() / 1e6:,.3f}")
-        table.add_row("peak GiB", f"{self.memory.peak / 2**30:,.3f}")
+            table.add_row(f"sent over {axis}", byte_size(total))
+        if not self.is_cpu:
+            table.add_row("exposed", byte_size(self.collectives.exposed_bytes()))
+        table.add_row("peak memory", byte_size(self.memory.peak))
         if self.machine:
-            capacity = f"{self.machine.memory_bytes / 2**30:,.1f} GiB of {self.machine.name}"
+            capacity = f"{byte_size(self.machine.memory_bytes)} of {self.machine.name}"
             table.add_row("fits" if self.fits else "does NOT fit", capacity)
         return table
 
@@ -116,4 +120,5 @@ def report(
         flops=flops(module),
         num_devices=mesh.size,
         machine=machine,
+        is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 
 from axon_dist.core.typing import Array
+from axon_dist.core.words import plural
 
 from ..step.nonfinite import FLAG, Loss, is_lost
 from .clock import DATA, DEVICES, LOST, STEP, TimeSheet
@@ -264,7 +265,7 @@ class Record:
         """Notes the steps skipped since the last record; whether there were any."""
         skipped, self._skipped = self._skipped, []
         if skipped:
-            count = f"{len(skipped)} steps skipped, {self.skipped_steps} so far"
+            count = f"{plural(len(skipped), 'step')} skipped, {self.skipped_steps} so far"
             self.progress.note(f"{count}; {skipped[0]}")
         return bool(skipped)
 
@@ -282,6 +283,7 @@ class Record:
             num_steps=self.num_steps,
             loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
             validation_loss=self.validation_curve[-1][1] if self.validation_curve else None,
+            validation_step=self.validation_curve[-1][0] if self.validation_curve else None,
             items_per_second=speed.get(self._rate),
             item=self.item,
             step_seconds=seconds,
