@@ -22,13 +22,14 @@ def opening_lines(run: Run) -> list[str]:
     parts = run.step.parts
     trained = f" ({si(num_params(parts.params))} trained)" if parts.frozen else ""
     parameters = f"{si(num_params(parts.weights))} parameters{trained}"
+    batch = run.config.kind.task.batch(train.global_batch, run.config.data)
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
         *table,
         f"{run.config.name}: {parameters}, {run.step.strategy.name} on mesh {spec} of "
         f"{run.world.size} {run.world.backend} {kind} devices",
         f"data: {run.loader.description}",
-        f"{plural(train.steps, 'step')} of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
+        f"{plural(train.steps, 'step')} of {batch}",
     ]
 
 

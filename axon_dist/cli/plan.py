@@ -122,8 +122,8 @@ def _show(found: Recommendation, console: Console) -> None:
     console.print(reason, style="bold" if found.fits else "bold red")
     if found.faster is not None:
         console.print(
-            f"{_called(found.faster.name)} on {found.faster.arrangement.mesh} may be faster, but is not as "
-            f"simple, roomy or quiet: {'; '.join(found.faster.reasons[1:])}"
+            f"{_called(found.faster.name)} on {found.faster.arrangement.mesh} may be faster, but "
+            f"is not as simple, roomy or quiet: {'; '.join(found.faster.reasons[1:])}"
         )
     for finding in found.findings:
         console.print(f"note ({finding.rule}): {finding.message}")
