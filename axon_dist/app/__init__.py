@@ -10,6 +10,8 @@ from .data import check_data as check_data
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
+from .dry_run import DryRun as DryRun
+from .dry_run import dry_run as dry_run
 from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
 from .examine import Examination as Examination
@@ -20,6 +22,7 @@ from .generate import generate_text as generate_text
 from .load import load_model as load_model
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
+from .page import report_page as report_page
 from .run import RunResult as RunResult
 from .run import train as train
 from .verify import Verification as Verification

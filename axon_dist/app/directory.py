@@ -50,6 +50,16 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def program(self) -> Path:
+        """What the compiled step is made of, as JSON."""
+        return self.path / "program.json"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of the steps that `train.profile` asks for."""
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         """The checkpoints, where the config does not put them elsewhere."""
         return self.path / "checkpoints"
@@ -66,6 +76,10 @@ class RunDirectory:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes `summary.json`, whole or not at all."""
         self._replace(self.summary, json.dumps(summary, indent=2) + "\n")
+
+    def write_program(self, program: Mapping[str, Any]) -> None:
+        """Writes `program.json`, whole or not at all."""
+        self._replace(self.program, json.dumps(program) + "\n")
 
     def changes(self, config: RunConfig) -> list[str]:
         """What a config says otherwise than the one that lies here, a line each.

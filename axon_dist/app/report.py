@@ -9,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from axon_dist.core.tree import leaves_with_paths, num_params
-from axon_dist.loop import TrainResult, byte_size, clock_time, si
+from axon_dist.core.words import byte_size, clock_time, plural, si
+from axon_dist.loop import TrainResult
 from axon_dist.mesh import rank_table
 from axon_dist.step.parts import ModelParts
 
@@ -22,6 +23,7 @@ def opening_lines(run: Run) -> list[str]:
     train, spec = run.config.train, run.world.spec
     kind = run.world.runtime_info()["device_kind"]
     parameters = parameters_of(run.step.parts)
+    batch = run.config.kind.task.batch(train.global_batch, run.config.data)
     table = rank_table(run.world) if run.world.num_processes > 1 else []
     return [
         *table,
@@ -29,7 +31,7 @@ def opening_lines(run: Run) -> list[str]:
         f"{run.world.size} {run.world.backend} {kind} devices",
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
-        f"{train.steps} steps of {run.config.kind.task.batch(train.global_batch, run.config.data)}",
+        f"{plural(train.steps, 'step')} of {batch}",
     ]
 
 
@@ -66,6 +68,8 @@ def summarize(run: Run, result: TrainResult) -> dict[str, Any]:
         "items_per_second": result.items_per_second,
         "compile_seconds": result.compile_seconds,
         "train_seconds": result.train_seconds,
+        "seconds": dict(result.seconds),
+        "step_percentiles": {str(p): x for p, x in result.step_percentiles.items()},
         "skipped_steps": result.skipped_steps,
         "rollbacks": result.rollbacks,
         "parameters": num_params(run.step.parts.weights),
@@ -85,7 +89,7 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
     since = f" since step {summary['first_step']}" if summary["first_step"] else ""
     unit, item, speed = summary["unit"], summary["item"], summary["items_per_second"]
     rows = {
-        "ended": f"{summary['ended']} after {summary['steps']} steps",
+        "ended": f"{summary['ended']} after {plural(summary['steps'], 'step')}",
         "training loss": _loss(summary["train_loss"], unit),
         "validation loss": _loss(summary["validation_loss"], unit),
         **{

@@ -19,6 +19,7 @@ from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
     MetricWriter,
+    Progress,
     Trainer,
     TrainResult,
     bytes_per_device,
@@ -32,6 +33,8 @@ from ..config.build import Run, build_run
 from ..config.schema import RunConfig
 from .directory import RunDirectory, check_writable, create_directory
 from .lock import locked
+from .out_of_memory import explained
+from .program import read_program
 from .report import opening_lines, summarize, summary_table
 from .resume import find_start, newest_state, open_checkpoints, save_state
 
@@ -56,10 +59,10 @@ def train(
 ) -> RunResult:
     """Trains what a config describes, and keeps what comes of it.
 
-    Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `summary.json`, and `loss.png`
-    where matplotlib is installed; every process its part of `checkpoints/`. All of it is there too
-    when Ctrl-C ended the run. A run that was stopped anywhere and goes on ends with the bits of one
-    that was not.
+    Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `program.json`, which says what the
+    compiled step is made of, `summary.json`, and `loss.png` where matplotlib is installed; every
+    process its part of `checkpoints/`. All of it is there too when Ctrl-C ended the run. A run that
+    was stopped anywhere and goes on ends with the bits of one that was not.
 
     Args:
         config: a run as YAML describes it, checked.
@@ -71,6 +74,7 @@ def train(
 
     Raises:
         AxonDistError: before anything is compiled, for whatever the config cannot mean.
+        OutOfMemoryError: when a device has no memory left, with what to change.
         NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
         CheckpointError: when there is nothing good to resume, or, after everything else is
             written, when the last state could not be saved.
@@ -100,8 +104,14 @@ def train(
             checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
             save = functools.partial(save_state, run, form, checkpoints)
             go_back = functools.partial(newest_state, form, checkpoints)
-            trainer = run.trainer(progress, writers, save, go_back, history)
-            result = _fit(trainer, state, checkpoints)
+            keep = (
+                functools.partial(_keep_program, run, directory, progress) if is_main else _nothing
+            )
+            trainer = run.trainer(
+                progress, writers, save, go_back, history, keep, str(directory.profile)
+            )
+            with explained(run, directory.path):
+                result = _fit(trainer, state, checkpoints)
         summary = summarize(run, result)
         if is_main:
             directory.write_summary(summary)
@@ -160,6 +170,20 @@ def _check_kept(
             f"{str(directory.path)!r} was removed or emptied while the run was writing to it; what "
             "it wrote before that is gone, what it wrote after is there"
         )
+
+
+def _nothing() -> None:
+    """What other processes do where process 0 writes."""
+
+
+def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None:
+    """Writes what the compiled step is made of; a run goes on without that."""
+    with progress.phase("reading the compiled step"):
+        try:
+            directory.write_program(read_program(run))
+        except Exception as error:  # nothing here is worth the run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            progress.note(f"{directory.program.name} is not written: {reason}")
 
 
 def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:

@@ -52,5 +52,14 @@ def lines(found: DataCheck) -> list[str]:
     return said
 
 
-VERB = Verb("data", "Show a config's data, and whether they come fast enough.", add_arguments, run)
+VERB = Verb(
+    "data",
+    "Show a config's data, and whether they come fast enough.",
+    add_arguments,
+    run,
+    examples=(
+        "axon data check configs/quickstart.yaml",
+        "axon data check configs/quickstart.yaml --no-step --samples 1",
+    ),
+)
 """The row of the table of verbs."""

@@ -92,4 +92,13 @@ def _section(console: Console, title: str, rows: Mapping[str, Any]) -> None:
         console.print(f"  {label:<{width}}  {text}", markup=False)
 
 
-VERB = Verb("doctor", "Print versions, devices, and what is missing.", add_arguments, run)
+VERB = Verb(
+    "doctor",
+    "Print versions, devices, and what is missing.",
+    add_arguments,
+    run,
+    examples=(
+        "axon doctor",
+        "axon doctor --numerics",
+    ),
+)

@@ -64,4 +64,14 @@ def _table(found: Evaluation) -> Table:
     return table
 
 
-VERB = Verb("eval", "Measure the model of a run on its validation data.", add_arguments, run)
+VERB = Verb(
+    "eval",
+    "Measure the model of a run on its validation data.",
+    add_arguments,
+    run,
+    examples=(
+        "axon eval runs/quickstart-20260101-120000",
+        "axon eval runs/a --step best --batches 16 --json found.json",
+        "axon eval runs/a mesh=tp=4 parallel=tensor",
+    ),
+)

@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 
 from axon_dist.app import export_run
+from axon_dist.core.words import plural
 from axon_dist.planner import parse_bytes
 from axon_dist.weights import FORMATS, MAX_FILE
 
@@ -46,10 +47,19 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_file=max_file,
     )
-    told = f"{count} tensors ({arguments.format}) in {arguments.out}"
+    told = f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.out}"
     Console().print(told, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
-VERB = Verb("export", "Write the weights of a run as safetensors.", add_arguments, run)
+VERB = Verb(
+    "export",
+    "Write the weights of a run as safetensors.",
+    add_arguments,
+    run,
+    examples=(
+        "axon export runs/a model.safetensors",
+        "axon export runs/a out --format hf-llama --dtype bfloat16",
+    ),
+)
 """The row of the table of verbs."""

@@ -86,4 +86,13 @@ def _shown(text: str) -> str:
     )
 
 
-VERB = Verb("generate", "Go on with a text as the model of a run would.", add_arguments, run)
+VERB = Verb(
+    "generate",
+    "Go on with a text as the model of a run would.",
+    add_arguments,
+    run,
+    examples=(
+        'axon generate runs/a --prompt "def main("',
+        'axon generate runs/a --prompt "To be" --tokens 50 --temperature 0 --one-device',
+    ),
+)

@@ -25,7 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_output("--json", arguments.json)
     config = load_config(arguments.config, arguments.overrides)
     found = examine(config, arguments.target)
+    # A file or a pipe has no edge that a source would have to be folded at.
     console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 140))
     where = found.target.name if found.target else "this machine"
     console.print(f"{config.name}: {found.strategy} on {found.mesh}, compiled for {where}")
     console.print(found.parameters)
@@ -37,4 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-VERB = Verb("inspect", "Show memory, collectives and FLOPs of a config's step.", add_arguments, run)
+VERB = Verb(
+    "inspect",
+    "Show memory, collectives and FLOPs of a config's step.",
+    add_arguments,
+    run,
+    examples=(
+        "axon inspect configs/fsdp8.yaml",
+        "axon inspect configs/fsdp8.yaml --target h100:8 --json report.json",
+    ),
+)

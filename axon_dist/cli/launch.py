@@ -59,5 +59,12 @@ def _tell(line: str) -> None:
 
 
 VERB = Verb(
-    "launch", "Start several processes on this host, and watch over them.", add_arguments, run
+    "launch",
+    "Start several processes on this host, and watch over them.",
+    add_arguments,
+    run,
+    examples=(
+        "axon launch -n 4 -- axon train configs/quickstart.yaml",
+        "axon launch -n 2 --devices-per-process 4 -- python train.py",
+    ),
 )

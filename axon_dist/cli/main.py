@@ -16,6 +16,8 @@ from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 from axon_dist.launch import leave, leave_after
 
 from . import (
+    completion,
+    config,
     data,
     doctor,
     evaluate,
@@ -24,6 +26,7 @@ from . import (
     inspect,
     launch,
     plan,
+    report,
     schedule,
     train,
     verify,
@@ -35,6 +38,8 @@ VERBS: tuple[Verb, ...] = (
     evaluate.VERB,
     generate.VERB,
     export.VERB,
+    report.VERB,
+    config.VERB,
     data.VERB,
     plan.VERB,
     inspect.VERB,
@@ -42,6 +47,7 @@ VERBS: tuple[Verb, ...] = (
     schedule.VERB,
     verify.VERB,
     doctor.VERB,
+    completion.VERB,
 )
 """Every verb, in the order of `axon --help`."""
 
@@ -131,7 +137,7 @@ def _kept(error: Exception) -> str:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses, and takes overrides behind options, too, which argparse leaves over."""
-    parser = _parser()
+    parser = _parser(is_completed=arguments[:1] == [completion.VERB.name])
     parsed, behind = parser.parse_known_args(arguments)
     if behind and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in behind)):
         parser.error(f"unrecognized arguments: {' '.join(behind)}")
@@ -148,12 +154,27 @@ def _check_verb(arguments: Sequence[str]) -> None:
         raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(is_completed: bool = False) -> argparse.ArgumentParser:
+    """The parser of all verbs.
+
+    Args:
+        is_completed: whether it must say what can follow each verb.
+    """
     parser = _Parser(prog="axon", description="Train any Flax model on many devices.")
     parser.add_argument("--version", action="version", version=f"axon_dist {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
+    words: dict[str, list[str]] = {}
     for verb in VERBS:
-        sub = verbs.add_parser(verb.name, help=verb.help, description=verb.help)
+        sub = verbs.add_parser(
+            verb.name,
+            help=verb.help,
+            description=verb.help,
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in verb.examples),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         verb.add_arguments(sub)
         sub.set_defaults(run=verb.run)
+        if verb is completion.VERB:
+            sub.set_defaults(words=words)
+        words[verb.name] = completion.words_of(sub) if is_completed else []
     return parser

@@ -113,18 +113,33 @@ def _show(found: Recommendation, console: Console) -> None:
         f"{work.shape.sequence_length} tokens per step, {found.num_devices} devices of "
         f"{best.device_bytes / 1e9:.3g} GB with the rates of {found.hardware.name}"
     )
+    console.print(
+        "Best first: what fits, leaves half of the memory free of state, spends at most 30 % in "
+        "transfers and bubble, is simple; then what is fast"
+    )
     console.print(_table(found))
-    console.print(found.reason, style="bold" if found.fits else "bold red")
+    reason = found.reason.replace(best.name, _called(best.name), 1)
+    console.print(reason, style="bold" if found.fits else "bold red")
     if found.faster is not None:
         console.print(
-            f"{found.faster.name} on {found.faster.arrangement.mesh} may be faster, but is not as "
-            f"simple, roomy or quiet: {'; '.join(found.faster.reasons[1:])}"
+            f"{_called(found.faster.name)} on {found.faster.arrangement.mesh} may be faster, but "
+            f"is not as simple, roomy or quiet: {'; '.join(found.faster.reasons[1:])}"
         )
     for finding in found.findings:
         console.print(f"note ({finding.rule}): {finding.message}")
     if found.fits:
         console.print("\nLines of a config:", style="bold")
-        console.print(yaml.safe_dump(best.arrangement.to_config(), sort_keys=False), end="")
+        lines = best.arrangement.to_config()
+        lines["parallel"] = {_called(name): row for name, row in lines["parallel"].items()}
+        console.print(yaml.safe_dump(lines, sort_keys=False), end="")
+
+
+def _called(name: str) -> str:
+    """What README and configs call the strategies of a plan."""
+    return " + ".join(_NAMES.get(part, part) for part in name.split(" + "))
+
+
+_NAMES = {"shard_grad_op": "zero2", "tp": "tensor", "pp": "pipeline", "cp": "context"}
 
 
 def _table(found: Recommendation) -> Table:
@@ -145,7 +160,7 @@ def _row(plan: Plan, unit: float) -> tuple[str, ...]:
     sizes = (memory.params, memory.grads, memory.optimizer, memory.activations, memory.gathered)
     name = arrangement.strategy if arrangement.data_ranks > 1 else plan.name
     return (
-        f"{name}{', remat' if arrangement.remat else ''}\n"
+        f"{_called(name)}{', remat' if arrangement.remat else ''}\n"
         f"{arrangement.mesh} x{arrangement.num_microbatches}",
         *(_digits(size / unit) for size in (*sizes, memory.total)),
         "yes" if plan.fits else "no",
@@ -178,5 +193,12 @@ def _count(number: float) -> str:
 
 
 VERB = Verb(
-    "plan", "Rank meshes and strategies for machines that are not here.", add_arguments, run
+    "plan",
+    "Rank meshes and strategies for machines that are not here.",
+    add_arguments,
+    run,
+    examples=(
+        "axon plan --params 7B --devices 8 --memory 80GB",
+        "axon plan configs/fsdp8.yaml --target h100:8",
+    ),
 )

@@ -165,4 +165,14 @@ def _cells(row: ScheduleSummary | Unavailable) -> list[str]:
     return [row.name, *map(str, [row.chunks, row.num_ticks, *shares, *counts])]
 
 
-VERB = Verb("schedule", "Draw and measure a pipeline schedule.", add_arguments, run)
+VERB = Verb(
+    "schedule",
+    "Draw and measure a pipeline schedule.",
+    add_arguments,
+    run,
+    examples=(
+        "axon schedule 1f1b --stages 4 --microbatches 8",
+        "axon schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --svg table.svg",
+        "axon schedule --stages 4 --microbatches 8 --compare",
+    ),
+)

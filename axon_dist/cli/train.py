@@ -8,8 +8,10 @@ import sys
 
 from rich.console import Console
 
-from axon_dist.app import train
-from axon_dist.config import load_config
+from axon_dist.app import dry_run, train
+from axon_dist.collectives import is_main_process
+from axon_dist.config import RunConfig, load_config
+from axon_dist.core.errors import ConfigError
 from axon_dist.launch import INTERRUPTED
 
 from .verb import Verb
@@ -31,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="goes on: auto from the newest good checkpoint of this run, if it has one; PATH from "
         "a checkpoint, or from the newest good one of another run",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="compiles, says what would be trained and written, and does neither",
+    )
 
 
 class LastingConsole(Console):
@@ -48,8 +55,32 @@ class LastingConsole(Console):
 def run(arguments: argparse.Namespace) -> int:
     """Trains, and tells about it on the standard output."""
     config = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        return _dry_run(config, arguments.resume)
     done = train(config, LastingConsole(), arguments.resume)
     return INTERRUPTED if done.result.is_interrupted else 0
 
 
-VERB = Verb("train", "Train the model that a config describes.", add_arguments, run)
+def _dry_run(config: RunConfig, resume: str | None) -> int:
+    if resume is not None:
+        raise ConfigError(
+            f"got --resume {resume} beside --dry-run, which trains nothing; leave one of them out"
+        )
+    lines = dry_run(config).lines()
+    if is_main_process():
+        LastingConsole(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
+    return 0
+
+
+VERB = Verb(
+    "train",
+    "Train the model that a config describes.",
+    add_arguments,
+    run,
+    examples=(
+        "axon train configs/quickstart.yaml",
+        "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
+        "axon train configs/quickstart.yaml --resume auto",
+        "axon train configs/quickstart.yaml --dry-run",
+    ),
+)

@@ -23,12 +23,14 @@ class Verb:
         help: a sentence for `axon --help`.
         add_arguments: declares the arguments.
         run: does it; returns the exit code.
+        examples: commands for `axon NAME --help`.
     """
 
     name: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    examples: tuple[str, ...]
 
 
 def as_int(text: str) -> int:

@@ -49,5 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.passed else 1
 
 
-VERB = Verb("verify", "Compare a config's strategy with one device.", add_arguments, run)
+VERB = Verb(
+    "verify",
+    "Compare a config's strategy with one device.",
+    add_arguments,
+    run,
+    examples=(
+        "axon verify configs/fsdp8.yaml",
+        "axon verify configs/fsdp8.yaml --here",
+    ),
+)
 """The row of the table of verbs."""

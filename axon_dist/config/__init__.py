@@ -20,6 +20,11 @@ from .data import ParquetData as ParquetData
 from .data import SyntheticImageData as SyntheticImageData
 from .data import TextData as TextData
 from .data import TokenData as TokenData
+from .describe import Key as Key
+from .describe import Section as Section
+from .describe import describe as describe
+from .describe import to_markdown as to_markdown
+from .describe import to_text as to_text
 from .load import load_config as load_config
 from .loggers import LOGGERS as LOGGERS
 from .models import MODELS as MODELS

@@ -19,6 +19,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn
 from axon_dist.data import Loader
+from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
@@ -207,6 +208,8 @@ class Run:
         save: Callable[[TrainState, int, float | None], None],
         go_back: Callable[[], TrainState | None] | None = None,
         history: Sequence[Mapping[str, Any]] = (),
+        on_compiled: Callable[[], None] = lambda: None,
+        profile_dir: str | None = None,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -216,8 +219,13 @@ class Run:
             save: takes its state now and then, as that of a `Trainer`.
             go_back: returns the newest state saved, as that of a `Trainer`.
             history: the metrics of earlier legs, as those of a `Trainer`.
+            on_compiled: called after the first step.
+            profile_dir: the folder for traces.
         """
         train = self.config.train
+        profile = {}
+        if train.profile is not None:
+            profile = {"profile_at": train.profile.at, "profile_steps": train.profile.steps}
         return Trainer(
             step=self.step,
             batches=self.loader,
@@ -228,8 +236,9 @@ class Run:
                 save_every=self.config.checkpoint.every,
                 items_per_step=self.items_per_step,
                 item=self.item,
-                peak_flops=train.peak_flops,
+                peak_flops=self.peak_flops,
                 max_rollbacks=train.max_rollbacks,
+                **profile,
             ),
             validation=lambda: self.loader.validation_batches(train.eval_batches),
             writers=writers,
@@ -238,7 +247,38 @@ class Run:
             give_back=self.give_back,
             go_back=go_back,
             history=history,
+            facts=self.facts(),
+            on_compiled=on_compiled,
+            profile_dir=profile_dir,
         )
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of a device at best: the config's, or those of the chip for the step's dtype."""
+        chip = machine_of(self.world.mesh)
+        if self.config.train.peak_flops is not None or self.item != "tokens" or chip is None:
+            return self.config.train.peak_flops
+        precision = self.step.strategy.precision
+        return chip.rate(self.step.parts.dtype if precision is None else precision.compute)
+
+    def facts(self) -> Callable[[int, int], dict[str, float]]:
+        """What is known of a step beside its metrics: learning rate, items seen, epoch.
+
+        Returns:
+            From the number of steps taken, and of those that changed the state, to numbers by name.
+        """
+        train, rates = self.config.train, self.config.optimizer.rates(self.config.train.steps)
+
+        def facts(step: int, updates: int) -> dict[str, float]:
+            known = {
+                f"seen/{self.item}": float(step * self.items_per_step),
+                "seen/epoch": step * train.global_batch / self.loader.num_samples,
+            }
+            if rates is not None:
+                known["optimizer/learning_rate"] = float(rates[max(updates - 1, 0)])
+            return known
+
+        return facts
 
     def give_back(self, num_batches: int) -> None:
         """Moves the loader back by some batches, which it will hand out again."""

@@ -67,14 +67,16 @@ class Parsed:
     Args:
         read: takes plain data; raises `ValueError` or `TypeError` for what it cannot read.
         write: the inverse, into plain data.
+        form: what is read, in words.
 
     Example:
-        >>> Parsed(complex, str).read("1j")
+        >>> Parsed(complex, str, "a complex number").read("1j")
         1j
     """
 
     read: Callable[[Any], Any]
     write: Callable[[Any], Any]
+    form: str
 
 
 MOST = 2**31 - 1

@@ -9,7 +9,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from axon_dist.loop import MetricWriter, TensorBoardWriter, WandbWriter, require
+from axon_dist.loop import (
+    MetricWriter,
+    MlflowWriter,
+    TensorBoardWriter,
+    TrackioWriter,
+    WandbWriter,
+    require,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +72,43 @@ class Wandb(Logger):
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trackio(Logger):
+    """Trackio, on this machine.
+
+    Args:
+        project: the project the run belongs to.
+    """
+
+    module: ClassVar[str] = "trackio"
+
+    project: str = "axon_dist"
+
+    def open(self, directory: Path, name: str, config: Mapping[str, Any]) -> MetricWriter:
+        """Opens a `TrackioWriter`."""
+        return TrackioWriter(project=self.project, name=name, config=config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mlflow(Logger):
+    """MLflow.
+
+    Args:
+        experiment: the experiment the run belongs to.
+        uri: the server; None keeps the run in its folder, in a file `mlflow.db`.
+    """
+
+    module: ClassVar[str] = "mlflow"
+
+    experiment: str = "axon_dist"
+    uri: str | None = None
+
+    def open(self, directory: Path, name: str, config: Mapping[str, Any]) -> MetricWriter:
+        """Opens a `MlflowWriter`."""
+        uri = self.uri or f"sqlite:///{(directory / 'mlflow.db').resolve()}"
+        return MlflowWriter(uri, experiment=self.experiment, name=name, config=config)
+
+
 LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": Wandb}
+    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
 )

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -24,9 +26,19 @@ class Schedule(abc.ABC):
 
     Args:
         warmup_steps: steps of linear growth from 0 to the peak.
+        warmup_fraction: the same as a share of the steps of the run; one of the two may be given.
     """
 
     warmup_steps: Natural = 0
+    warmup_fraction: Fraction = 0.0
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a warmup that is said in both ways."""
+        if self.warmup_steps and self.warmup_fraction:
+            raise ConfigError(
+                f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
+                "which both say how long the warmup is; leave one of them out"
+            )
 
     def build(self, peak: float, num_steps: int) -> optax.Schedule:
         """Returns `learning_rate(step)` for a run of some steps, warmup included.
@@ -34,16 +46,17 @@ class Schedule(abc.ABC):
         Raises:
             ConfigError: when the warmup is as long as the run.
         """
-        if self.warmup_steps >= num_steps:
+        steps = self.warmup_steps or round(self.warmup_fraction * num_steps)
+        if steps >= num_steps:
+            key = "warmup_steps" if self.warmup_steps else "warmup_fraction"
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps} leaves nothing of a run of {num_steps} steps; "
-                "it must be smaller: lower optimizer.schedule.warmup_steps or raise train.steps"
+                f"{key}={getattr(self, key)} leaves nothing of a run of {num_steps} steps; "
+                f"it must be smaller: lower optimizer.schedule.{key} or raise train.steps"
             )
-        after = self.after_warmup(peak, num_steps - self.warmup_steps)
-        if not self.warmup_steps:
+        after = self.after_warmup(peak, num_steps - steps)
+        if not steps:
             return after
-        warmup = optax.linear_schedule(0.0, peak, self.warmup_steps)
-        return optax.join_schedules([warmup, after], [self.warmup_steps])
+        return optax.join_schedules([optax.linear_schedule(0.0, peak, steps), after], [steps])
 
     @abc.abstractmethod
     def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
@@ -123,6 +136,16 @@ class Optimizer(abc.ABC):
             ()
         """
         return self.transform(self.schedule.build(self.learning_rate, num_steps))
+
+    def rates(self, num_steps: int) -> np.ndarray:
+        """The learning rate of every step of a run, `[num_steps]`.
+
+        Example:
+            >>> SGD(learning_rate=1.0, schedule=Linear(warmup_fraction=0.5)).rates(4).tolist()
+            [0.0, 0.5, 1.0, 0.5]
+        """
+        rate = self.schedule.build(self.learning_rate, num_steps)
+        return np.asarray(jnp.broadcast_to(rate(jnp.arange(num_steps)), (num_steps,)))
 
     @abc.abstractmethod
     def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -302,3 +325,6 @@ class OwnOptimizer(Own):
                 "an optax.GradientTransformation; return one"
             )
         return made
+
+    def rates(self, num_steps: int) -> None:
+        """Nothing is known of its learning rate."""

@@ -92,6 +92,19 @@ class DevicesConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps of a run are traced, into `profile` in its folder, for Perfetto or XProf.
+
+    Args:
+        at: the first of them, counted from 1; the first step of a process compiles and is left out.
+        steps: how many.
+    """
+
+    at: Count = 20
+    steps: Count = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long a run trains, on how much at a time, and how often it says so.
 
@@ -103,13 +116,15 @@ class TrainConfig:
         eval_every: steps between validations; 0 validates only at the end.
         eval_batches: global batches in one validation, spread over the validation data.
         log_every: steps between written metrics, each their mean over those steps.
-        peak_flops: what one device computes at best, in FLOP/s; sets what the utilization in the
-            metrics is measured against, and there is none without it.
+        peak_flops: what one device computes at best, in FLOP/s, which the utilization in the
+            metrics is measured against; None takes that of the chip, and on one that is not known
+            there is no utilization.
         ema: decay of a moving average of the parameters, which is then what is validated; None
             keeps none.
         nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
             that batch, or `rollback` to the newest checkpoint and go on with new batches.
         max_rollbacks: how often a run goes back before it stops.
+        profile: which steps are traced; None traces none.
     """
 
     steps: Count = 1000
@@ -123,6 +138,7 @@ class TrainConfig:
     ema: Fraction | None = None
     nonfinite: Nonfinite = Nonfinite.STOP
     max_rollbacks: Count = 3
+    profile: ProfileConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +212,9 @@ class RunConfig:
     name: str = "run"
     seed: Seed = 0
     run_dir: str | None = None
-    mesh: Annotated[MeshSpec, Parsed(mesh_spec, lambda spec: spec.shape)] = MeshSpec(dp=-1)
+    mesh: Annotated[
+        MeshSpec, Parsed(mesh_spec, lambda spec: spec.shape, "dp=4,tp=2 or {dp: 4, tp: 2}")
+    ] = MeshSpec(dp=-1)
     devices: DevicesConfig = DevicesConfig()
     model: Annotated[
         Any,
@@ -212,9 +230,14 @@ class RunConfig:
     optimizer: Annotated[
         Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, own={"factory": OwnOptimizer})
     ] = AdamW()
-    parallel: Annotated[StrategyOptions, Parsed(strategy_options, _plain_options)] = (
-        dataclasses.field(default_factory=lambda: strategy_options("ddp"))
-    )
+    parallel: Annotated[
+        StrategyOptions,
+        Parsed(
+            strategy_options,
+            _plain_options,
+            "a strategy, a list, or {strategy: {option: x}}",
+        ),
+    ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
     weights: Weights | None = None

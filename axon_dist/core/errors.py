@@ -46,6 +46,10 @@ class UnsupportedError(AxonDistError, ValueError):
     """The platform or the model cannot do what was asked for; nothing degrades silently."""
 
 
+class OutOfMemoryError(AxonDistError, MemoryError):
+    """A device has no memory left; the message says what to change."""
+
+
 class NonfiniteError(AxonDistError, ArithmeticError):
     """A loss or a gradient is not finite, and the run was told to stop then."""
 

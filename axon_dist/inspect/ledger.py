@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
+from ..core.words import byte_size
 from ..hlo.transfers import KINDS
 from .collective import Collective, Exposure
 
@@ -138,23 +139,31 @@ class Ledger:
             for row in self.rows
         ]
 
-    def table(self) -> Table:
-        """The ledger as a table for a terminal, equal collectives joined, the heaviest first."""
+    def table(self, exposure: bool = True) -> Table:
+        """The ledger as a table for a terminal, equal collectives joined, the heaviest first.
+
+        Args:
+            exposure: whether to tell what hides each; on CPUs, which send nothing, it says nothing.
+        """
         table = Table(title="collectives per device and step", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("kind", "axis", "dtype", "count", "MB each", "MB total", "covered"):
-            table.add_column(column, justify="right" if "MB" in column else "left", no_wrap=True)
+        for column in ("kind", "axis", "dtype", "count", "each", "total"):
+            right = column in ("each", "total")
+            table.add_column(column, justify="right" if right else "left", no_wrap=True)
+        if exposure:
+            table.add_column("covered", no_wrap=True)
         table.add_column("source", overflow="fold")
-        for (*labels, each, exposure, source), rows in self._joined():
+        for (*labels, each, found, source), rows in self._joined():
             kind, axis, dtypes, flags = labels
             count = rows.num_executions()
-            sizes = (_mb(each), _mb(each * count))
-            covered = exposure if exposure == "hidden" else f"{exposure} {rows._times(None)}"
-            table.add_row(kind, axis, dtypes, f"{count}{flags}", *sizes, covered, source)
+            sizes = (byte_size(each), byte_size(each * count))
+            covered = found if found == "hidden" else f"{found} {rows._times(None)}"
+            last = (covered, source) if exposure else (source,)
+            table.add_row(kind, axis, dtypes, f"{count}{flags}", *sizes, *last)
         table.add_section()
-        totals = self.by_exposure()
-        for exposure in (each for each in get_args(Exposure) if each in totals):
-            table.add_row(exposure, "", "", "", "", _mb(totals[exposure]), self._times(exposure))
-        table.add_row("total", "", "", "", "", _mb(self.total_wire_bytes()), self._times(None))
+        totals = self.by_exposure() if exposure else {}
+        for name in (each for each in get_args(Exposure) if each in totals):
+            table.add_row(name, "", "", "", "", byte_size(totals[name]), self._times(name))
+        table.add_row("total", "", "", "", "", byte_size(self.total_wire_bytes()))
         return table
 
     def _times(self, exposure: Exposure | None) -> str:
@@ -181,10 +190,6 @@ class Ledger:
         if not self.mesh_axes:
             return f"axis {name!r} cannot be told: read the ledger with collectives(program, mesh)"
         return f"the mesh has no axis {name!r}.{did_you_mean(name, self.mesh_axes)}"
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.3f}" if num_bytes < 1e6 else f"{num_bytes / 1e6:,.1f}"
 
 
 def _ms(seconds: float) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import PyTree
+from ..core.words import byte_size
 
 Where: TypeAlias = Literal["device", "host"]
 """Which memory of a device is meant: its own, or that of the host it is attached to."""
@@ -54,11 +55,11 @@ class MemoryReport:
         """The report as a table for a terminal."""
         table = Table(title="memory per device")
         table.add_column("what")
-        table.add_column("GiB", justify="right")
+        table.add_column("size", justify="right")
         for field in dataclasses.fields(self):
-            table.add_row(field.name.replace("_", " "), f"{getattr(self, field.name) / 2**30:.3f}")
+            table.add_row(field.name.replace("_", " "), byte_size(getattr(self, field.name)))
         table.add_section()
-        table.add_row("peak", f"{self.peak / 2**30:.3f}")
+        table.add_row("peak", byte_size(self.peak))
         return table
 
 

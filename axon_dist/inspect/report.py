@@ -10,6 +10,7 @@ import jax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..core.words import byte_size, si
 from ..hardware import Hardware, machine_of
 from ..hlo.parse import as_module
 from .flops import Flops, flops
@@ -31,6 +32,7 @@ class Report:
         recomputed: what XLA computes again of its own accord.
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
+        is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
     """
 
     memory: MemoryReport
@@ -40,6 +42,7 @@ class Report:
     recomputed: Recomputed
     num_devices: int
     machine: Hardware | None
+    is_cpu: bool = False
 
     @property
     def fits(self) -> bool | None:
@@ -73,16 +76,16 @@ class Report:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.memory.table()
-        yield self.collectives.table()
+        yield self.collectives.table(exposure=not self.is_cpu)
         yield self._summary()
         yield from self.collectives.lint()
 
     def _summary(self) -> Table:
         table = Table(title=f"one step on each of {self.num_devices} devices", show_header=False)
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
-        table.add_row("matrix TFLOP", f"{self.flops.high / 1e12:,.3f}{more}")
+        table.add_row("matrix FLOPs", f"{si(self.flops.high)}{more}")
         if self.flops.low != self.flops.high:
-            table.add_row("on the cheapest branches", f"{self.flops.low / 1e12:,.3f}")
+            table.add_row("on the cheapest branches", si(self.flops.low))
         if self.flops.opaque:
             table.add_row("not counted", ", ".join(self.flops.opaque))
         for name, count in self.attention.items():
@@ -90,16 +93,19 @@ class Report:
         if self.recomputed.count:
             table.add_row("recomputed by XLA itself", str(self.recomputed))
         for axis, total in self.collectives.by_axis().items():
-            table.add_row(f"MB sent over {axis}", f"{total / 1e6:,.3f}")
-        ledger = self.collectives
-        table.add_row("MB light, covered in part", f"{ledger.light_bytes() / 1e6:,.3f}")
-        table.add_row("MB exposed", f"{ledger.exposed_bytes() / 1e6:,.3f}")
-        if ledger.seconds():
-            waited = f"{ledger.waited() * 1e3:,.1f} of {ledger.seconds() * 1e3:,.1f} on the wire"
-            table.add_row("ms waited for transfers", waited)
-        table.add_row("peak GiB", f"{self.memory.peak / 2**30:,.3f}")
+            table.add_row(f"sent over {axis}", byte_size(total))
+        if not self.is_cpu:
+            ledger = self.collectives
+            table.add_row("light, covered in part", byte_size(ledger.light_bytes()))
+            table.add_row("exposed", byte_size(ledger.exposed_bytes()))
+            if ledger.seconds():
+                waited = (
+                    f"{ledger.waited() * 1e3:,.1f} of {ledger.seconds() * 1e3:,.1f} on the wire"
+                )
+                table.add_row("ms waited for transfers", waited)
+        table.add_row("peak memory", byte_size(self.memory.peak))
         if self.machine:
-            capacity = f"{self.machine.memory_bytes / 2**30:,.1f} GiB of {self.machine.name}"
+            capacity = f"{byte_size(self.machine.memory_bytes)} of {self.machine.name}"
             table.add_row("fits" if self.fits else "does NOT fit", capacity)
         return table
 
@@ -136,4 +142,5 @@ def report(
         recomputed=recomputed(module),
         num_devices=mesh.size,
         machine=machine,
+        is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
     )

@@ -3,6 +3,12 @@
 Imports `step` and `core`. Start reading in `trainer.py`.
 """
 
+from axon_dist.core.words import byte_size as byte_size
+from axon_dist.core.words import clock_time as clock_time
+from axon_dist.core.words import duration as duration
+from axon_dist.core.words import plural as plural
+from axon_dist.core.words import si as si
+
 from .cadence import LoopOptions as LoopOptions
 from .extras import has_module as has_module
 from .extras import require as require
@@ -15,17 +21,15 @@ from .meters import profile as profile
 from .meters import time_step as time_step
 from .metrics import JsonlWriter as JsonlWriter
 from .metrics import MetricWriter as MetricWriter
+from .metrics import MlflowWriter as MlflowWriter
 from .metrics import TensorBoardWriter as TensorBoardWriter
+from .metrics import TrackioWriter as TrackioWriter
 from .metrics import WandbWriter as WandbWriter
 from .plots import plot_losses as plot_losses
 from .progress import PlainProgress as PlainProgress
 from .progress import Progress as Progress
 from .progress import SilentProgress as SilentProgress
 from .progress import Status as Status
-from .progress import byte_size as byte_size
-from .progress import clock_time as clock_time
-from .progress import duration as duration
-from .progress import si as si
 from .stop import StopConsensus as StopConsensus
 from .stop import StopRequest as StopRequest
 from .stop import stop_on_signals as stop_on_signals

@@ -26,6 +26,8 @@ class LoopOptions:
             out.
         max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
             so; after that it stops.
+        profile_at: the first step that is traced, counted from 1; 0 traces none.
+        profile_steps: how many are traced.
     """
 
     num_steps: int
@@ -36,6 +38,8 @@ class LoopOptions:
     item: str = "tokens"
     peak_flops: float | None = None
     max_rollbacks: int = 3
+    profile_at: int = 0
+    profile_steps: int = 3
 
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
@@ -48,6 +52,11 @@ class LoopOptions:
                 f"got num_steps={self.num_steps}, log_every={self.log_every}, "
                 f"eval_every={self.eval_every} and save_every={self.save_every}; the first two "
                 "must be at least 1, the others at least 0"
+            )
+        if self.profile_at < 0 or self.profile_steps < 1:
+            raise ConfigError(
+                f"got profile_at={self.profile_at} and profile_steps={self.profile_steps}; trace "
+                "from a step of at least 0, and at least 1 of them"
             )
         if self.max_rollbacks < 1:
             raise ConfigError(f"max_rollbacks={self.max_rollbacks} must be at least 1; raise it")

@@ -13,7 +13,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from .progress import PlainProgress, Progress, SilentProgress, Status, clock_time, status_parts
+from axon_dist.core.words import clock_time
+
+from .progress import PlainProgress, Progress, SilentProgress, Status, status_parts
 
 
 class LiveProgress:
@@ -44,8 +46,13 @@ class LiveProgress:
         return self._spin(text)
 
     def update(self, status: Status) -> None:
-        """Keeps the status for the next redraw."""
-        self._status = status
+        """Keeps the status for the next redraw; a new validation gets a line that stays."""
+        before, self._status = self._status, status
+        if status.validation_step not in (None, before and before.validation_step):
+            step = f"validation after step {status.validation_step}"
+            self._console.print(
+                Text.assemble(f"{step}: ", (f"{status.validation_loss:.4f}", "bold"))
+            )
 
     def note(self, text: str) -> None:
         """Prints the sentence above the bar."""
@@ -72,9 +79,9 @@ class LiveProgress:
         row.add_column()
         row.add_column(ratio=1)
         row.add_column(justify="right")
-        times = clock_time(time.monotonic() - self._start)
+        times = f"{clock_time(time.monotonic() - self._start)} gone"
         if status.seconds_left is not None:
-            times += f" < {clock_time(status.seconds_left)}"
+            times += f", {clock_time(status.seconds_left)} left"
         row.add_row(
             Text(self._name, style="bold"),
             ProgressBar(total=status.num_steps, completed=status.step),

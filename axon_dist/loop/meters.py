@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,18 @@ def model_flops_utilization(
         0.3
     """
     return 6 * num_params * tokens_per_second / (peak_flops * num_devices)
+
+
+def percentiles(seconds: Sequence[float]) -> dict[int, float]:
+    """What 50, 90 and 99 percent of some times stay within, and all of them.
+
+    Example:
+        >>> percentiles([0.1] * 98 + [0.5, 9.0])
+        {50: 0.1, 90: 0.1, 99: 0.5, 100: 9.0}
+    """
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    return {p: ordered[last * p // 100] for p in (50, 90, 99, 100) if ordered}
 
 
 def bytes_per_device(tree: PyTree) -> int:

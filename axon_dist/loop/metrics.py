@@ -1,11 +1,11 @@
-"""Where metrics go: a JSON line per record, TensorBoard, Weights & Biases."""
+"""Where metrics go: a JSON line per record, TensorBoard, Weights & Biases, trackio, MLflow."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,6 +126,74 @@ class WandbWriter:
     def close(self) -> None:
         """Ends the run."""
         self._run.finish()
+
+
+class TrackioWriter:
+    """A run of trackio, which keeps it on this machine: `trackio show` draws it.
+
+    Args:
+        project: the project the run belongs to.
+        name: the name of the run.
+        config: what the run was made from, nested dicts.
+
+    Raises:
+        ConfigError: when trackio is not installed.
+    """
+
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Any] | None = None):
+        trackio = require("trackio", "loggers", "the logger 'trackio'")
+        self._run = trackio.init(project=project, name=name, config=dict(config or {}))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class MlflowWriter:
+    """A run of MLflow.
+
+    Args:
+        uri: the server, or the folder that keeps the runs.
+        experiment: the experiment the run belongs to, made where there is none of the name.
+        name: the name of the run.
+        config: what the run was made from, nested dicts; its values are the parameters.
+
+    Raises:
+        ConfigError: when mlflow is not installed.
+    """
+
+    def __init__(
+        self, uri: str, *, experiment: str, name: str, config: Mapping[str, Any] | None = None
+    ):
+        mlflow = require("mlflow", "loggers", "the logger 'mlflow'")
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        known = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._run = self._client.create_run(known, run_name=name).info.run_id
+        for key, value in _flat(config or {}):
+            self._client.log_param(self._run, key, str(value)[:500])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
+        for name, value in metrics.items():
+            self._client.log_metric(self._run, name, value, step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._client.set_terminated(self._run)
+
+
+def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        inner = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            yield from _flat(value, inner)
+        else:
+            yield inner, value
 
 
 def _as_json(value: float) -> float | str:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from axon_dist.core.words import byte_size, clock_time, duration, si
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
@@ -18,6 +20,7 @@ class Status:
         num_steps: steps to take.
         loss: mean training loss of the last steps.
         validation_loss: the last one measured.
+        validation_step: after which step that was.
         items_per_second: through all devices, over the last steps.
         item: what they are.
         step_seconds: the mean of the last steps.
@@ -29,6 +32,7 @@ class Status:
     num_steps: int
     loss: float | None = None
     validation_loss: float | None = None
+    validation_step: int | None = None
     items_per_second: float | None = None
     item: str = "tokens"
     step_seconds: float | None = None
@@ -119,8 +123,7 @@ class PlainProgress:
     def update(self, status: Status) -> None:
         """Writes the status if the last line is old enough, or the validation loss is new."""
         self._last = status
-        before = None if self._written is None else self._written.validation_loss
-        if self._clock() >= self._next_time or status.validation_loss != before:
+        if self._clock() >= self._next_time or _validation(status) != _validation(self._written):
             self._write(status_line(status))
             self._written = status
             self._next_time = self._clock() + self._every
@@ -128,6 +131,10 @@ class PlainProgress:
     def note(self, text: str) -> None:
         """Writes the sentence."""
         self._write(text)
+
+
+def _validation(status: Status | None) -> tuple[int | None, float | None]:
+    return (status.validation_step, status.validation_loss) if status else (None, None)
 
 
 class _PlainPhase:
@@ -168,52 +175,3 @@ def status_parts(status: Status) -> list[str]:
 
 def _maybe(function: Callable[[float], str], value: float | None) -> str | None:
     return None if value is None else function(value)
-
-
-def si(value: float) -> str:
-    """A number in thousands, millions, ...
-
-    Example:
-        >>> si(987), si(12_345), si(3_456_789)
-        ('987', '12.3k', '3.46M')
-    """
-    for unit in ("", "k", "M", "G"):
-        if abs(value) < 999.5:
-            return f"{value:.0f}" if not unit else f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}T"
-
-
-def byte_size(value: float) -> str:
-    """A number of bytes, in powers of 1000.
-
-    Example:
-        >>> byte_size(987), byte_size(3_456_789)
-        ('987 B', '3.46 MB')
-    """
-    number = si(value)
-    return f"{number[:-1]} {number[-1]}B" if number[-1].isalpha() else f"{number} B"
-
-
-def duration(seconds: float) -> str:
-    """A time from microseconds to seconds.
-
-    Example:
-        >>> duration(0.0834), duration(1.25)
-        ('83.4 ms', '1.25 s')
-    """
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def clock_time(seconds: float) -> str:
-    """A time as a clock shows it.
-
-    Example:
-        >>> clock_time(75), clock_time(3675)
-        ('1:15', '1:01:15')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import jax
 
 from axon_dist.core.typing import Array
+from axon_dist.core.words import plural
 
 from ..step.nonfinite import FLAG, Loss, is_lost
+from .clock import DATA, DEVICES, LOST, STEP, TimeSheet
 from .metrics import MetricWriter
 from .progress import Progress, Status
 
@@ -29,8 +33,8 @@ _SKIPPED = f"{TRAIN}/skipped_steps"
 class Record:
     """Takes metrics as device scalars, fetches them when told to, averages and passes them on.
 
-    The clock runs from `start_clock` to `stop_clock`, so that compiling and validating are not
-    counted as training.
+    The clock runs from `start_clock` to `stop_clock`, and stands while something is done `aside`,
+    so that compiling, validating and saving are not counted as training.
 
     Args:
         first_step: steps taken before this run.
@@ -47,6 +51,9 @@ class Record:
         tell: takes the number of steps taken whenever something got done.
         history: the records that writers took before the first step of this run, `step` beside
             their metrics: what the curves begin with.
+        facts: from the number of steps taken, and of those that changed the state, to what more
+            is known of them, such as the learning rate.
+        sheet: where the time of the run goes.
     """
 
     def __init__(
@@ -63,7 +70,11 @@ class Record:
         skips: bool = False,
         tell: Callable[[int], None] = lambda step: None,
         history: Sequence[Mapping[str, Any]] = (),
+        facts: Callable[[int, int], Mapping[str, float]] = lambda step, updates: {},
+        sheet: TimeSheet | None = None,
     ):
+        self._facts, self.sheet = facts, sheet or TimeSheet()
+        self.step_seconds, self._told = array.array("d"), (0.0, 0.0, 0.0, 0)
         self._tell = tell
         self.lost: Loss | None = None
         self.skips = skips
@@ -102,6 +113,18 @@ class Record:
         self.settle()
         self._mark = None
 
+    @contextmanager
+    def aside(self, kind: str) -> Iterator[None]:
+        """Counts what happens in the context as of a kind, and not as training.
+
+        No step may be under way.
+        """
+        start = time.perf_counter()
+        with self.sheet.on(kind):
+            yield
+        if self._mark is not None:
+            self._mark += time.perf_counter() - start
+
     def add(self, metrics: Mapping[str, Array]) -> None:
         """Takes the metrics of the next step, which may still be running."""
         self.taken += 1
@@ -120,7 +143,8 @@ class Record:
         """
         while len(self._pending) > keep:
             step, metrics = self._pending.popleft()
-            fetched = jax.device_get(dict(metrics))
+            with self.sheet.on(DEVICES):
+                fetched = jax.device_get(dict(metrics))
             self._take(step, {name: float(value) for name, value in fetched.items()})
 
     def validated(self, metrics: Mapping[str, float]) -> None:
@@ -156,6 +180,8 @@ class Record:
         """Forgets what came after a step, because the run goes on from there."""
         self._pending.clear()
         self._window.clear()
+        if self._recent:
+            self.sheet.add(LOST, statistics.fmean(self._recent) * (self.step - step))
         self.first_step = self.taken = self.step = step
         self.lost, self.rollbacks = None, self.rollbacks + 1
         self._curves = [point for point in self._curves if point[1] <= step]
@@ -173,7 +199,8 @@ class Record:
         self._window.clear()
         self._curves.append((TRAIN, self.step, means))
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
-        self.latest = losses | skipped | self._speed()
+        known = dict(self._facts(self.step, self.step - self.skipped_steps))
+        self.latest = losses | skipped | self._speed() | self._shares() | known
         self._write(self.latest)
 
     def _take(self, step: int, values: dict[str, float]) -> None:
@@ -185,6 +212,7 @@ class Record:
         if self._mark is not None:
             now = time.perf_counter()
             self._recent.append(now - self._mark)
+            self.step_seconds.append(now - self._mark)
             self.train_seconds += now - self._mark
             self.timed_steps += 1
             self._mark = now
@@ -209,6 +237,26 @@ class Record:
                 speed["time/model_flops_utilization"] = self.utilization(rate)
         return speed
 
+    def _shares(self) -> dict[str, float]:
+        """Where the time since the last record went, and that of the whole run so far."""
+        before = self._told
+        self._told = now = (
+            *(self.train_seconds, self.sheet[DATA], self.sheet[DEVICES]),
+            len(self.step_seconds),
+        )
+        train, data, devices = (now[index] - before[index] for index in range(3))
+        shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
+        if train <= 0:
+            return shares
+        spent = self.sheet.by_kind(self.train_seconds)
+        return {
+            **shares,
+            "time/slowest_step_seconds": max(self.step_seconds[before[3] :]),
+            "time/data_share": min(data / train, 1.0),
+            "time/host_share": max(1 - (data + devices) / train, 0.0),
+            "time/goodput": spent[STEP] / self.sheet.elapsed,
+        }
+
     def _write(self, metrics: Mapping[str, float]) -> None:
         for writer in self.writers if metrics else ():
             writer.write(self.step, metrics)
@@ -217,7 +265,7 @@ class Record:
         """Notes the steps skipped since the last record; whether there were any."""
         skipped, self._skipped = self._skipped, []
         if skipped:
-            count = f"{len(skipped)} steps skipped, {self.skipped_steps} so far"
+            count = f"{plural(len(skipped), 'step')} skipped, {self.skipped_steps} so far"
             self.progress.note(f"{count}; {skipped[0]}")
         return bool(skipped)
 
@@ -235,6 +283,7 @@ class Record:
             num_steps=self.num_steps,
             loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
             validation_loss=self.validation_curve[-1][1] if self.validation_curve else None,
+            validation_step=self.validation_curve[-1][0] if self.validation_curve else None,
             items_per_second=speed.get(self._rate),
             item=self.item,
             step_seconds=seconds,

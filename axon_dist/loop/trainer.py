@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -23,8 +23,10 @@ from ..step.state import TrainState
 from ..step.step import TrainStep
 from .arguments import BATCHES, KINDS
 from .cadence import LoopOptions
-from .meters import bytes_per_device, model_flops_utilization
+from .clock import COMPILE, DATA, INITIALIZE, SAVE, VALIDATE, TimeSheet
+from .meters import bytes_per_device, model_flops_utilization, percentiles
 from .metrics import MetricWriter
+from .profiling import StepProfile
 from .progress import Progress, SilentProgress
 from .record import Curve, Record
 from .stop import INTERRUPTIONS, StopConsensus, Stops, stop_on_signals
@@ -59,11 +61,16 @@ class TrainResult:
         metric_curves: of every other metric of the loss function that is validated, its training
             curve and its validation curve.
         compile_seconds: until the first step was done.
-        train_seconds: of all later steps, validation not counted.
+        train_seconds: of all later steps, validations and saves not counted.
         items_per_second: over the train seconds; None if unknown.
         device_bytes: of the train state, on the fullest device.
         skipped_steps: steps whose batch changed nothing, because they were not finite.
         rollbacks: how often the run went back to a checkpoint.
+        seconds: of this call, by what they were spent on: `initialize`, `compile`, `data` (waiting
+            for a batch), `step`, `validation`, `save`, `lost` (steps that a rollback undid) and
+            `other`.
+        step_percentiles: seconds per step that so many percent of the steps stay within, by
+            percent; empty where no step was timed.
     """
 
     state: TrainState
@@ -79,6 +86,8 @@ class TrainResult:
     skipped_steps: int = 0
     rollbacks: int = 0
     metric_curves: Mapping[str, tuple[Curve, Curve]] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    step_percentiles: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -127,6 +136,10 @@ class Trainer:
             there where the step's `nonfinite` is `"rollback"`.
         history: what the writers took in earlier legs of the run, up to the state that it goes on
             from: the curves of the result begin with it.
+        facts: from the number of steps taken, and of those that changed the state, to what else a
+            record should say, such as the learning rate; computed on the host.
+        on_compiled: called once, after the first step, which compiles.
+        profile_dir: the folder for the trace that the options ask for.
 
     What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
     the first such record on.
@@ -136,6 +149,11 @@ class Trainer:
         time/step_seconds                 as soon as a step after the first was timed
         time/tokens_per_second            beside it with `items_per_step`; named after `item`
         time/model_flops_utilization      beside it with `peak_flops`
+        time/slowest_step_seconds         of the steps of the record
+        time/data_share, time/host_share  of their time, what was spent waiting for batches, and
+                                          waiting neither for batches nor for devices
+        time/goodput                      of all time so far, what was spent in steps that count
+        time/elapsed_seconds, time/unix   since the call of `fit`, and of the clock
 
     Validation losses are not among them.
 
@@ -171,6 +189,9 @@ class Trainer:
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
     history: Sequence[Mapping[str, Any]] = ()
+    facts: Callable[[int, int], Mapping[str, float]] = lambda step, updates: {}
+    on_compiled: Callable[[], None] = lambda: None
+    profile_dir: str | None = None
 
     def fit(self, state: TrainState | None = None) -> TrainResult:
         """Trains until the last step, the end of the data, or a reason to stop.
@@ -194,24 +215,30 @@ class Trainer:
         self._check_policy()
         # A process that takes fewer steps would leave the others waiting for it.
         agree(self.step.world, "loop", dataclasses.asdict(self.options))
+        sheet, options = TimeSheet(), self.options
+        profile = StepProfile(options.profile_at, options.profile_steps, self.profile_dir)
         with (
             self.progress,
+            closing(profile),
             stop_on_signals(self._tell_signal) as request,
             watch_steps(self.step.world) as tell,
         ):
-            with self.progress.phase("initializing"):
+            with self.progress.phase("initializing"), sheet.on(INITIALIZE):
                 batches, first = self._first_batch()
                 if state is None:
                     self.step.check_rows(first)
                     state = self.step.init()
-                record = self._record(state, tell)
+                record = self._record(state, tell, sheet)
             self._check_steps_left(record)
             first_step = record.first_step
             start = time.perf_counter()
             run = self._first_step(state, batches, first, record)
             compile_seconds = time.perf_counter() - start
+            sheet.add(COMPILE, compile_seconds)
+            self.on_compiled()
+            record.start_clock()
             stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
-            state, ended = self._steps(*run, record, stops)
+            state, ended = self._steps(*run, record, stops, profile)
             reason = ended or stops.reason
             self._finish(state, record, reason, stops)
         return TrainResult(
@@ -228,9 +255,11 @@ class Trainer:
             skipped_steps=record.skipped_steps,
             rollbacks=record.rollbacks,
             metric_curves=record.metric_curves(),
+            seconds=sheet.by_kind(record.train_seconds),
+            step_percentiles=percentiles(record.step_seconds),
         )
 
-    def _record(self, state: TrainState, tell: Callable[[int], None]) -> Record:
+    def _record(self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet) -> Record:
         options, utilization = self.options, None
         if options.peak_flops is not None:
             utilization = functools.partial(
@@ -253,6 +282,8 @@ class Trainer:
             skips=self._policy is Nonfinite.SKIP,
             tell=tell,
             history=self.history,
+            facts=self.facts,
+            sheet=sheet,
         )
 
     @property
@@ -312,7 +343,6 @@ class Trainer:
             state, metrics = self.step(state, first)
             record.add(metrics)
             record.settle()
-        record.start_clock()
         return state, batches, metrics
 
     def _steps(
@@ -322,6 +352,7 @@ class Trainer:
         metrics: dict,
         record: Record,
         stops: Stops,
+        profile: StepProfile,
     ) -> tuple[TrainState, str | None]:
         """Takes all steps but the first; the last state, and why, unless somebody asked to stop."""
         while True:
@@ -339,13 +370,15 @@ class Trainer:
                 return state, None
             if stops.between_steps(record.latest):
                 return state, None
-            batch = next(batches, _END)
+            with record.sheet.on(DATA):
+                batch = next(batches, _END)
             if batch is _END:
                 self._end_together(record.taken)
                 return state, "out of data"
             record.sign()
-            state, metrics = self.step(state, batch, metrics.get(FLAG))
-            record.add(metrics)
+            with profile.around(record.taken + 1, record.settle):
+                state, metrics = self.step(state, batch, metrics.get(FLAG))
+                record.add(metrics)
             record.settle(keep=_LAG)
 
     def _is_pause(self, number: int) -> bool:
@@ -386,12 +419,24 @@ class Trainer:
                     f"the parameters after step {number} are not finite. {_ADVICE}"
                 )
             losses = dict(record.validation_curve[-1:])
-            self.save(state, number, losses.get(number))
+            with record.aside(SAVE):
+                self.save(state, number, losses.get(number))
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
         """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
-        assert self.validation is not None
         record.stop_clock()
+        with record.sheet.on(VALIDATE):
+            means = self._validation_means(state, record, stops)
+        if means is None:
+            return False
+        record.validated(means)
+        record.start_clock()
+        return True
+
+    def _validation_means(
+        self, state: TrainState, record: Record, stops: Stops
+    ) -> dict[str, float] | None:
+        assert self.validation is not None
         is_first = not record.has_validated
         sums: dict[str, list[float]] = {}
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
@@ -410,13 +455,10 @@ class Trainer:
                     self.progress.note(
                         f"{stops.reason}: left the validation after step {record.step}"
                     )
-                    return False
+                    return None
         if not sums:
             raise ConfigError("validation gave no batch; give at least one, or no validation")
-        means = {name: total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
-        record.validated(means)
-        record.start_clock()
-        return True
+        return {name: total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
 
     def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
         record.stop_clock()

@@ -67,7 +67,15 @@ def _tensor(
     plan: str | Mapping[str, ParallelMode] = AUTO,
     sequence: bool = False,
 ) -> Strategy:
-    """Tensor parallelism over the axis `tp`; `"auto"` reads the plan off the model."""
+    """Tensor parallelism over the axis `tp`.
+
+    Args:
+        model: what a plan is read off.
+        world: the devices, and the mesh they form.
+        plan: `auto` reads it off the model; or the name of a preset; or a mode, `column`, `row` or
+            `sequence`, for each pattern of paths, such as `{up$: column, down$: row}`.
+        sequence: norms, dropout and residuals hold 1/tp of the positions.
+    """
     if isinstance(plan, str) and plan not in (AUTO, *PRESETS):
         raise ConfigError(
             f"no plan is called {plan!r}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give patterns, "
@@ -85,7 +93,18 @@ def _pipeline(
     boundaries: tuple[int, ...] | None = None,
     backward: str = "recompute",
 ) -> Strategy:
-    """Pipeline parallelism over the axis `pp`, by a schedule's name or CSV file."""
+    """Pipeline parallelism over the axis `pp`, by a schedule's name or CSV file.
+
+    Args:
+        model: is cut as the world says.
+        world: the devices, and the mesh they form.
+        num_microbatches: the parts that a batch is cut into.
+        schedule: a name that `axon schedule` draws, or the path of a CSV file with a table.
+        chunks: stages per rank; None takes what is usual for the schedule.
+        boundaries: the first block of each stage, and the number of blocks; None cuts evenly.
+        backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
+            that the backward pass needs, and a policy of `remat` what that says of each block.
+    """
     if "pp" not in world.mesh.shape:
         raise MeshError(f"mesh {world.spec} has no axis for a pipeline; add pp")
     size = world.mesh.shape["pp"]
@@ -95,7 +114,14 @@ def _pipeline(
 
 
 def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> Strategy:
-    """Context parallelism over the axis `cp`."""
+    """Context parallelism over the axis `cp`.
+
+    Args:
+        model: whose attention is replaced.
+        world: the devices, and the mesh they form.
+        mode: `ring` sends keys and values round; `ulysses` exchanges heads for positions, and
+            needs heads that divide by the ranks.
+    """
     return context_parallel(mode)
 
 

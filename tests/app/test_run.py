@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import io
 import json
+import re
 import sys
 import types
 import typing
@@ -13,10 +14,13 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import yaml
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from axon_dist.app import create_directory, train
+from axon_dist.app.out_of_memory import advice
 from axon_dist.checkpoint import read_manifest
+from axon_dist.cli.main import main
 from axon_dist.config import (
     DATA,
     LOGGERS,
@@ -25,11 +29,12 @@ from axon_dist.config import (
     SCHEDULES,
     RunConfig,
     build_loader,
+    build_run,
     load_config,
 )
 from axon_dist.config.models import make_model
 from axon_dist.config.read import read
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, OutOfMemoryError
 from axon_dist.mesh import MeshSpec, World
 
 
@@ -43,7 +48,8 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     directory = done.directory
     assert directory.path == tmp_path / "run"
     names = {file.name for file in directory.path.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "loss.png"}
+    written = {"config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png"}
+    assert names == {*written, "checkpoints"}
 
     rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
     curve = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
@@ -55,6 +61,21 @@ def test_a_run_leaves_everything_in_its_folder(tiny, tmp_path):
     assert summary == done.summary
     assert (summary["ended"], summary["steps"], summary["mesh"]) == ("finished", 6, "dp=8")
     assert summary["validation_loss"] == done.result.validation_curve[-1][1]
+
+    program = json.loads(directory.program.read_text())
+    assert program["peak_bytes"] == sum(program["memory"].values())
+    assert program["memory"]["optimizer state"] == 2 * program["memory"]["parameters"] + 8
+    assert {row["axis"] for row in program["collectives"]} == {"dp"}
+    assert len(program["leaves"]) > 3
+
+    last = next(row for row in reversed(rows) if "train/loss" in row)
+    assert (last["seen/tokens"], last["seen/epoch"] > 0) == (6 * 8 * 16, True)
+    rates = RunConfig.from_dict(tiny).optimizer.rates(6)
+    assert last["optimizer/learning_rate"] == pytest.approx(float(rates[5]))
+    assert "time/model_flops_utilization" not in last  # nobody knows what a CPU computes
+    spent = sum(summary["seconds"].values())
+    assert summary["seconds"]["compile"] == summary["compile_seconds"]
+    assert last["time/elapsed_seconds"] <= spent
 
     manifest = read_manifest(directory.checkpoints / "step_00000006")
     assert (manifest.meta["step"], manifest.meta["data"]["samples_seen"]) == (6, 48)
@@ -223,3 +244,71 @@ def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
 
     fields = {(cls, field.name) for cls in schema for field in dataclasses.fields(cls)}
     assert {f"{cls.__name__}.{name}" for cls, name in fields - used} == set()
+
+
+def test_a_chip_that_is_known_needs_no_rate_for_utilization(tiny, chip):
+    config = RunConfig.from_dict(tiny)
+    run = build_run(config)
+    assert run.peak_flops == chip.rate("float32")
+    assert dataclasses.replace(run, config=_with_peak(config, 7.0)).peak_flops == 7.0
+
+
+def _with_peak(config, peak):
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, peak_flops=peak))
+
+
+def test_a_run_goes_on_without_its_program(tiny):
+    console = plain_console()
+    with mock.patch("axon_dist.app.run.read_program", side_effect=RuntimeError("no text")):
+        done = train(RunConfig.from_dict(tiny), console)
+    assert done.result.is_finished
+    assert not done.directory.program.exists()
+    assert "program.json is not written: RuntimeError: no text" in console.file.getvalue()
+
+
+def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
+    full = JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+    tiny["train"] |= {"global_batch": 32}
+    with (
+        mock.patch("axon_dist.app.run._fit", side_effect=full),
+        pytest.raises(OutOfMemoryError) as caught,
+    ):
+        train(RunConfig.from_dict(tiny))
+    message = str(caught.value)
+    assert message.startswith("a device has no memory left (RESOURCE_EXHAUSTED: Out of memory all")
+    assert "parallel=full_shard; take less at a time, train.accumulate=2; recompute" in message
+    assert "'remat={interval: 1}'" in message
+    assert (tmp_path / "run" / "memory.prof").stat().st_size > 0
+    assert f"in '{tmp_path / 'run' / 'memory.prof'}'" in message
+
+
+def test_another_error_of_a_device_is_left_alone(tiny):
+    other = JaxRuntimeError("INTERNAL: something")
+    with (
+        mock.patch("axon_dist.app.run._fit", side_effect=other),
+        pytest.raises(JaxRuntimeError, match="INTERNAL: something"),
+    ):
+        train(RunConfig.from_dict(tiny))
+
+
+def test_on_a_known_chip_the_planner_is_asked_too(tiny, chip):
+    plans = advice(build_run(RunConfig.from_dict(tiny)))
+    assert re.match(r"axon plan would take ddp on mesh dp=8, .* GB on a emulated", plans[0])
+
+
+def test_a_dry_run_says_all_and_writes_nothing(tiny, tmp_path, capsys):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny))
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["train", str(path), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "global_batch: 8", "ddp on mesh dp=8 of 8 emulated", "768 tokens in all",
+        "each of 8 batch ranks (dp) takes 1 of 8 samples a step",
+        "memory per device, read from the compiled step:", "optimizer state",
+        f"{tmp_path / 'run' / 'program.json'}", "every 100 steps and at the end",
+    ):  # fmt: skip
+        assert words in out, words
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["train", str(path), "--dry-run", "--resume", "auto"]) == 2
+    assert "--resume auto beside --dry-run" in capsys.readouterr().err

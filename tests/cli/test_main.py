@@ -1,10 +1,11 @@
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from axon_dist import __version__
-from axon_dist.cli.main import VERBS, main
+from axon_dist.cli.main import VERBS, _parse, main
 from axon_dist.core.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def error_of(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "axon: error: got no verb. Valid: data, doctor, "),
+        ([], "axon: error: got no verb. Valid: completion, config, "),
         (["trian"], "axon: error: there is no verb 'trian'. Did you mean 'train'?"),
         (["train", "none.yaml"], "axon: error: cannot read the config 'none.yaml': No such file"),
     ],
@@ -124,3 +125,35 @@ def test_as_a_module():
     assert done.returncode == 2
     assert done.stderr.startswith("axon: error: cannot read the config 'none.yaml'")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_every_help_has_examples_that_can_be_parsed(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb.name, "--help"])
+    text = capsys.readouterr().out
+    assert "\nexamples:\n" in text
+    assert verb.examples
+    for example in verb.examples:
+        assert example in text
+        command = example.removeprefix('eval "$(').removesuffix(')"').partition(" > ")[0]
+        program, *arguments = shlex.split(command)
+        assert program == "axon"
+        assert _parse(arguments).run is verb.run
+
+
+def test_a_shell_completes_verbs_options_and_keys(capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    program = f"""
+        {script}
+        try() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _axon 2>/dev/null
+                 echo "${{COMPREPLY[@]}}"; }}
+        try axon sch; try axon train c.yaml train.st; try axon train --dr; try axon completion z
+        try axon config optimizer.s
+    """
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    expected = ["schedule", "train.steps=", "--dry-run", "zsh", "optimizer.schedule"]
+    assert done.stdout.splitlines() == expected
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("autoload -U +X bashcompinit")

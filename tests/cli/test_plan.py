@@ -57,3 +57,11 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
 def test_mistakes(capsys, arguments, message):
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_names_are_those_of_configs_and_the_order_is_said(capsys):
+    text = out_of(capsys, "--params", "7B", "--devices", "8", "--memory", "80GB")
+    assert "Best first: what fits" in text
+    assert "shard_grad_op" not in text
+    lines = yaml.safe_load(text.split("Lines of a config:\n")[1])
+    assert lines["parallel"] == {"zero2": {}}

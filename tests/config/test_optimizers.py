@@ -93,3 +93,21 @@ def test_a_warmup_as_long_as_the_run():
 def test_nesterov_without_momentum():
     with pytest.raises(ConfigError, match=r"nesterov=true needs a momentum above 0 and got 0"):
         read(SGD, {"nesterov": True})
+
+
+def test_a_warmup_as_a_share_of_the_run():
+    by_share = Cosine(warmup_fraction=0.25).build(1.0, 40)
+    by_steps = Cosine(warmup_steps=10).build(1.0, 40)
+    assert [float(by_share(n)) for n in range(40)] == [float(by_steps(n)) for n in range(40)]
+
+
+def test_a_warmup_that_is_said_twice():
+    with pytest.raises(ConfigError, match=r"warmup_steps=3 and warmup_fraction=0.5, which both"):
+        Cosine(warmup_steps=3, warmup_fraction=0.5).validate()
+
+
+def test_the_rates_of_a_run_are_those_of_its_schedule():
+    optimizer = SGD(learning_rate=2.0, schedule=Linear(warmup_steps=2))
+    rate = optimizer.schedule.build(2.0, 8)
+    np.testing.assert_allclose(optimizer.rates(8), [float(rate(n)) for n in range(8)], rtol=1e-6)
+    assert SGD(learning_rate=2.0, schedule=Constant()).rates(3).tolist() == [2.0] * 3

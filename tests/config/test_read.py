@@ -45,7 +45,7 @@ class House:
     garden: bool = False
     warmth: float | None = None
     side: Literal["left", "right"] = "left"
-    point: Annotated[complex, Parsed(complex, str)] = 0j
+    point: Annotated[complex, Parsed(complex, str, "a complex number")] = 0j
 
 
 def test_every_kind_of_value():

@@ -85,7 +85,7 @@ def test_the_table_joins_equal_rows():
     text = capture.get()
     (line,) = (line for line in text.splitlines() if "step.py:3" in line)
     assert line.split() == [
-        *("all-reduce", "dp", "f32", "7", "3.0", "21.0", "exposed", "step.py:3")
+        *("all-reduce", "dp", "f32", "7", "3", "MB", "21", "MB", "exposed", "step.py:3")
     ]
 
 

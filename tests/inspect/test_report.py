@@ -43,5 +43,15 @@ def test_it_prints_as_tables(compiled, mesh):
     with console.capture() as capture:
         console.print(report(compiled, mesh, machine=MACHINES[0]))
     text = capture.get()
-    for words in ("memory per device", "collectives per device", "matrix TFLOP", "fits", "over dp"):
+    for words in ("memory per device", "collectives per device", "matrix FLOPs", "fits", "over dp"):
         assert words in text
+
+
+def test_of_cpus_no_exposure_is_told_and_units_fit_the_size(compiled, mesh):
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(report(compiled, mesh))
+    text = capture.get()
+    assert "exposed" not in text
+    assert "0.000" not in text
+    assert "3.58 kB" in text

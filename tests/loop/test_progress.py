@@ -100,3 +100,18 @@ def test_the_display_fits_the_console():
 )  # fmt: skip
 def test_numbers_for_people(function, value, text):
     assert function(value) == text
+
+
+def test_every_validation_stays_on_screen():
+    console = terminal()
+    with LiveProgress(console, "run") as progress:
+        for step, validation in ((1, None), (2, 2), (3, 2), (4, 4)):
+            loss = None if validation is None else 2.5
+            status = Status(
+                step=step, num_steps=4, validation_loss=loss, validation_step=validation
+            )
+            progress.update(status)
+    text = console.file.getvalue()
+    assert text.count("validation after step 2: ") == 1
+    assert text.count("validation after step 4: ") == 1
+    assert " gone" in text

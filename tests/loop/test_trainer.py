@@ -342,7 +342,8 @@ def test_what_should_stop_reads(world):
     ).fit()  # fmt: skip
     assert records[0].keys() == {
         "train/loss", "time/step_seconds", "time/tokens_per_second",
-        "time/model_flops_utilization",
+        "time/model_flops_utilization", "time/slowest_step_seconds", "time/data_share",
+        "time/host_share", "time/goodput", "time/elapsed_seconds", "time/unix",
     }  # fmt: skip
     rows = [row for _, row in writer.rows]
     assert all(record in rows for record in records)

@@ -1,0 +1,292 @@
+"""What every key of a config is: type, default and meaning, read from the code that obeys it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union
+
+import yaml
+
+from axon_dist.core.errors import ConfigError, did_you_mean
+from axon_dist.parallel import STRATEGIES
+
+from .kinds import Bound, OneOf, Parsed
+from .own import Own
+from .read import write
+from .schema import RunConfig
+
+_WORDS = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Any: "name of a dtype",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a config.
+
+    Args:
+        path: as an override writes it, such as `train.steps`.
+        type: what it may be, in words.
+        default: as YAML writes it; empty for a section, and for a key that has none.
+        meaning: what it does.
+    """
+
+    path: str
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Some keys that stand together.
+
+    Args:
+        path: of the section, such as `optimizer`; empty for the top.
+        variant: what it is when it is one of several, such as `name: sgd`; empty where there is
+            but one.
+        meaning: what it is, in one sentence.
+        keys: its keys, in their order.
+        presets: names that stand for some of its values.
+    """
+
+    path: str
+    variant: str
+    meaning: str
+    keys: tuple[Key, ...]
+    presets: tuple[str, ...] = ()
+
+
+def describe(section: str | None = None, parts: bool = True) -> list[Section]:
+    """Lists the keys of a config, as the dataclasses and functions that take them say.
+
+    Args:
+        section: the dotted path of a section, or of one key; None for all.
+        parts: list the sections within it, too.
+
+    Returns:
+        Sections, the top first.
+
+    Raises:
+        ConfigError: when there is no such section.
+
+    Example:
+        >>> key = describe("train")[0].keys[0]
+        >>> key.path, key.type, key.default, key.meaning
+        ('train.steps', 'integer, at least 1', '1000', 'optimizer steps.')
+    """
+    sections = list(dict.fromkeys([*_sections(RunConfig, ""), *_strategies()]))
+    if section is None:
+        return sections if parts else sections[:1]
+    exact = [row for row in sections if row.path == section]
+    within = [row for row in sections if row.path.startswith(f"{section}.")]
+    if exact or within:
+        return [*exact, *(within if parts or not exact else [])]
+    keys = [dataclasses.replace(row, keys=(key,)) for row in sections for key in row.keys]
+    if found := [row for row in keys if row.keys[0].path == section]:
+        return found
+    paths = {row.path for row in sections if row.path} | {row.keys[0].path for row in keys}
+    hint = did_you_mean(section, paths).partition(" Valid")[0]
+    raise ConfigError(f"there is no section or key {section!r}.{hint} axon config lists them")
+
+
+def _sections(cls: Any, path: str, variant: str = "", presets: Any = ()) -> Iterator[Section]:
+    """A dataclass as a section, and behind it those of its fields that are sections."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    meanings = field_meanings(cls)
+    keys, inner = [], []
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], f"{path}.{field.name}".lstrip(".")
+        keys.append(Key(name, type_in_words(hint), _default(field, hint), meanings[field.name]))
+        inner += list(_inside(hint, name))
+    yield Section(path, variant, first_sentence(cls), tuple(keys), tuple(presets))
+    yield from inner
+
+
+def _inside(hint: Any, path: str) -> Iterator[Section]:
+    """The sections that a type brings along."""
+    choice = next((x for x in typing.get_args(hint)[1:] if isinstance(x, OneOf)), None)
+    if typing.get_origin(hint) is Annotated and choice is not None:
+        for name, cls in choice.table.items():
+            yield from _sections(cls, path, f"{choice.tag}: {name}", choice.presets.get(name, ()))
+        for key, own in choice.own.items():
+            yield _own(key, own, path)
+    elif typing.get_origin(hint) in (Union, types.UnionType, tuple):
+        for option in typing.get_args(hint):
+            yield from _inside(option, path)
+    elif dataclasses.is_dataclass(hint):
+        yield from _sections(hint, path)
+
+
+def _own(key: str, cls: type[Own], path: str) -> Section:
+    """A thing of the user's own: where it is found, and what the library reads beside it."""
+    hints, meanings = typing.get_type_hints(cls, include_extras=True), field_meanings(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    keys = [Key(f"{path}.{key}", "package.module:name", "", "where it is found.")]
+    for name in cls.own_fields():
+        words, default = type_in_words(hints[name]), _default(fields[name], hints[name])
+        keys.append(Key(f"{path}.{name}", words, default, meanings[name]))
+    return Section(path, f"{key}: package.module:name", first_sentence(cls), tuple(keys))
+
+
+def _strategies() -> Iterator[Section]:
+    for name, make in STRATEGIES.items():
+        function = inspect.unwrap(make)
+        hints = typing.get_type_hints(function, include_extras=True)
+        meanings = documented_arguments(function)
+        keys = tuple(
+            Key(
+                f"parallel.{name}.{option}",
+                type_in_words(hints[option]),
+                "" if p.default is p.empty else _yaml(write(p.default)),
+                meanings.get(option, ""),
+            )
+            for option, p in inspect.signature(make).parameters.items()
+            if option not in ("model", "world")
+        )
+        yield Section(f"parallel.{name}", "", first_sentence(function), keys)
+        for key in keys:
+            yield from _inside(hints[key.path.rpartition(".")[2]], key.path)
+
+
+def field_meanings(cls: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and of its bases say of each of its fields.
+
+    Example:
+        >>> field_meanings(Key)["default"]
+        'as YAML writes it; empty for a section, and for a key that has none.'
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found.update(documented_arguments(base))
+    return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
+
+
+def documented_arguments(thing: Any) -> dict[str, str]:
+    """The entries of the `Args` of a docstring: name and text."""
+    text = inspect.cleandoc(thing.__doc__ or "")
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.findall(
+        r"^    (\w+): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE
+    )
+    # YAML writes null where Python says None.
+    plain = {name: " ".join(words.split()) for name, words in entries}
+    return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
+
+
+def first_sentence(thing: Any) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join(inspect.cleandoc(thing.__doc__ or "").split("\n\n")[0].split())
+
+
+def type_in_words(hint: Any) -> str:
+    """What a value of a type looks like in a config.
+
+    Example:
+        >>> type_in_words(int | None), type_in_words(tuple[str, ...])
+        ('integer, or null', 'list of text')
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _annotated(args[0], args[1:])
+    if origin in (Union, types.UnionType):
+        options = dict.fromkeys(type_in_words(arg) for arg in args if arg is not types.NoneType)
+        return f"{' or '.join(options)}{', or null' if types.NoneType in args else ''}"
+    if origin is tuple:
+        return f"list of {type_in_words(args[0])}"
+    if origin is Literal:
+        return _one_of(args)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _one_of([member.name.lower() for member in hint])
+    if dataclasses.is_dataclass(hint) or origin in (Mapping, dict):
+        return "section"
+    return _WORDS.get(hint, "any value")
+
+
+def _annotated(inner: Any, extras: tuple[Any, ...]) -> str:
+    for extra in extras:
+        if isinstance(extra, Bound):
+            return f"{type_in_words(inner)}, {extra.text}"
+        if isinstance(extra, Parsed):
+            return extra.form
+        if isinstance(extra, OneOf):
+            own = [f"{{{key}: ...}}" for key in extra.own]
+            named = f"section with {extra.tag}: {_one_of(extra.table)}" if extra.table else ""
+            return " or ".join(part for part in (named, *own) if part)
+    return type_in_words(inner)
+
+
+def _one_of(names: Any) -> str:
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _default(field: dataclasses.Field, hint: Any) -> str:
+    """The default as YAML writes it; of a section, what it is."""
+    if field.default_factory is not dataclasses.MISSING:
+        value: Any = field.default_factory()
+    elif field.default is dataclasses.MISSING:
+        return ""
+    else:
+        value = field.default
+    for extra in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
+        if isinstance(extra, OneOf) and value is not None:
+            return extra.name_of(value)
+    if dataclasses.is_dataclass(value) and dataclasses.is_dataclass(hint):
+        return ""
+    return _yaml(write(value, hint) if value is not None else None)
+
+
+def _yaml(plain: Any) -> str:
+    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def to_text(sections: list[Section]) -> str:
+    """The sections for a terminal: a line for each key, and its meaning below it."""
+    blocks = []
+    for section in sections:
+        lines = [f"{_heading(section)}: {section.meaning}"]
+        if section.presets:
+            lines.append(f"  preset: {_one_of(section.presets)}")
+        for key in section.keys:
+            default = f" = {key.default}" if key.default else ""
+            lines += [f"  {key.path}{default}  ({key.type})", f"      {key.meaning}"]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def to_markdown(sections: list[Section]) -> str:
+    """The sections as Markdown, a table for each."""
+    blocks = []
+    for section in sections:
+        lines = [f"## {_heading(section)}", "", section.meaning, ""]
+        if section.presets:
+            lines += [f"`preset`: {_one_of([f'`{name}`' for name in section.presets])}", ""]
+        if section.keys:
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in section.keys:
+            default = f"`{_cell(key.default)}`" if key.default else ""
+            cells = f"`{key.path}`", _cell(key.type), default, _cell(key.meaning)
+            lines.append(f"| {' | '.join(cells)} |")
+        blocks.append("\n".join(lines).rstrip())
+    return "\n\n".join(blocks) + "\n"
+
+
+def _heading(section: Section) -> str:
+    variant = f" ({section.variant})" if section.variant else ""
+    return f"{section.path or 'config'}{variant}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

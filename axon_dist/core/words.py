@@ -1,0 +1,64 @@
+"""Numbers, bytes and times as people read them."""
+
+from __future__ import annotations
+
+
+def si(value: float) -> str:
+    """A number in thousands, millions, ...
+
+    Example:
+        >>> si(987), si(12_345), si(3_456_789)
+        ('987', '12.3k', '3.46M')
+    """
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{value:.0f}" if not unit else f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """A number and what is counted.
+
+    Example:
+        >>> plural(1, "step"), plural(0, "step"), plural(3, "microbatch")
+        ('1 step', '0 steps', '3 microbatches')
+    """
+    if count == 1:
+        return f"{count} {one}"
+    return f"{count} {many or one + ('es' if one.endswith(('ch', 's', 'x')) else 's')}"
+
+
+def byte_size(value: float) -> str:
+    """A number of bytes, in powers of 1000.
+
+    Example:
+        >>> byte_size(987), byte_size(3_456_789)
+        ('987 B', '3.46 MB')
+    """
+    number = si(value)
+    return f"{number[:-1]} {number[-1]}B" if number[-1].isalpha() else f"{number} B"
+
+
+def duration(seconds: float) -> str:
+    """A time from microseconds to seconds.
+
+    Example:
+        >>> duration(0.0834), duration(1.25)
+        ('83.4 ms', '1.25 s')
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def clock_time(seconds: float) -> str:
+    """A time as a clock shows it.
+
+    Example:
+        >>> clock_time(75), clock_time(3675)
+        ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,71 @@
+"""The pages of the documentation: their code runs, their commands can be typed, their links lead."""
+
+import importlib
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from axon_dist.cli.main import VERBS, _parse
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+SETTINGS = (ROOT / "mkdocs.yml").read_text()
+
+
+def blocks(language, text):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+CODE = [
+    pytest.param(code, id=f"{page.relative_to(DOCS)}-{number}")
+    for page in PAGES
+    for number, code in enumerate(blocks("python", page.read_text()))
+]
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_code_runs(code):
+    exec(compile(code, "page", "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_commands_can_be_typed_and_files_are_there(page):
+    text = page.read_text()
+    lines = "".join(blocks("bash", text)).splitlines()
+    lines += re.findall(r"^<!-- run: (.*) -->$", text, re.MULTILINE)
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        if program == "axon":
+            assert _parse(arguments).run in [verb.run for verb in VERBS], line
+        else:
+            assert (program, (ROOT / arguments[0]).is_file()) == ("python", True), line
+        for name in re.findall(r"configs/[\w/]+\.yaml", line):
+            assert (ROOT / name).is_file(), line
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).is_file(), target
+    for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_page_is_in_the_menu():
+    for page in PAGES:
+        assert str(page.relative_to(DOCS)) in SETTINGS
+    for name in re.findall(r"\S+\.md", SETTINGS):
+        assert (DOCS / name).is_file()
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+@pytest.mark.full
+def test_the_pages_are_built_without_a_warning(tmp_path):
+    build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra 'docs'")
+    config = importlib.import_module("mkdocs.config")
+    build.build(config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    assert "train.global_batch" in (tmp_path / "config" / "index.html").read_text()
+    assert "bubble 27.3" in (tmp_path / "strategies" / "pipeline" / "index.html").read_text()
