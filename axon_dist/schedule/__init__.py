@@ -13,11 +13,13 @@ from .compare import Unavailable as Unavailable
 from .compare import compare as compare
 from .compare import summarize as summarize
 from .draw import draw as draw
+from .dual_pipe_v import dual_pipe_v as dual_pipe_v
 from .efficiency import efficiency as efficiency
 from .efficiency import min_microbatches as min_microbatches
 from .efficiency import pipeline_advice as pipeline_advice
 from .gpipe import gpipe as gpipe
 from .interleaved import interleaved_1f1b as interleaved_1f1b
+from .interleaved_zero_bubble import interleaved_zero_bubble as interleaved_zero_bubble
 from .looped_bfs import looped_bfs as looped_bfs
 from .memory import IN_FLIGHT_ENDS as IN_FLIGHT_ENDS
 from .memory import STASH_ENDS as STASH_ENDS
@@ -43,6 +45,8 @@ from .table import Schedule as Schedule
 from .transfers import Payload as Payload
 from .transfers import Transfer as Transfer
 from .transfers import transfers as transfers
+from .v_half import v_half as v_half
+from .v_min import v_min as v_min
 from .validate import validate as validate
 from .zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from .zero_bubble import zero_bubble_h2 as zero_bubble_h2

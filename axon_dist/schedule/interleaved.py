@@ -34,23 +34,42 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, chunks: int = 2) -
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM, arXiv:2104.04473.
     """
+    flat = "1f1b or eager_1f1b"
+    check_groups("interleaved_1f1b", flat, num_devices, num_microbatches, chunks)
+    order = paired_order(num_devices, num_microbatches, chunks)
+    placement = [device for _ in range(chunks) for device in range(num_devices)]
+    return order_to_table("interleaved_1f1b", order, placement, num_microbatches)
+
+
+def check_groups(
+    name: str, flat: str, num_devices: int, num_microbatches: int, chunks: int
+) -> None:
+    """Refuses sizes that do not make groups of as many microbatches as devices, in several chunks.
+
+    Args:
+        name: what the schedule is called, for the message.
+        flat: what to use with one stage per device.
+        num_devices: devices `P`.
+        num_microbatches: microbatches `M`.
+        chunks: stages per device `V`.
+
+    Raises:
+        ScheduleError: a number below 1, fewer than 2 chunks, or `M` not a multiple of `P`.
+    """
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks)
     if chunks < 2:
         raise ScheduleError(
-            f"interleaved_1f1b got chunks={chunks}. It needs at least 2 stages per device; for "
-            "one stage per device use 1f1b or eager_1f1b."
+            f"{name} got chunks={chunks}. It needs at least 2 stages per device; for "
+            f"one stage per device use {flat}."
         )
     if num_microbatches % num_devices:
         below = num_microbatches - num_microbatches % num_devices
         near = " or ".join(str(m) for m in (below, below + num_devices) if m)
         raise ScheduleError(
-            f"interleaved_1f1b got {num_microbatches} microbatches for {num_devices} devices. It "
+            f"{name} got {num_microbatches} microbatches for {num_devices} devices. It "
             "works in groups of as many microbatches as devices, so they must divide: use "
             f"{near} microbatches, or looped_bfs, which takes any number."
         )
-    order = paired_order(num_devices, num_microbatches, chunks)
-    placement = [device for _ in range(chunks) for device in range(num_devices)]
-    return order_to_table("interleaved_1f1b", order, placement, num_microbatches)
 
 
 def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[list[Cell]]:
@@ -71,13 +90,13 @@ def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[l
 
 
 def _device_order(device: int, num_devices: int, num_microbatches: int, chunks: int) -> list[Cell]:
-    units = _units(num_devices, num_microbatches, chunks)
-    forwards = [Action(device + c * num_devices, Phase.F, m) for c, m in units]
+    visits = units(num_devices, num_microbatches, chunks)
+    forwards = [Action(device + c * num_devices, Phase.F, m) for c, m in visits]
     # Backwards visit the chunks from the last to the first.
-    backwards = [Action(device + (chunks - 1 - c) * num_devices, Phase.B, m) for c, m in units]
+    backwards = [Action(device + (chunks - 1 - c) * num_devices, Phase.B, m) for c, m in visits]
     ahead = 2 * (num_devices - 1 - device) + (chunks - 1) * num_devices
-    warmup = min(ahead, len(units))
-    paired = len(units) - warmup
+    warmup = min(ahead, len(visits))
+    paired = len(visits) - warmup
     return [
         *((forward,) for forward in forwards[:warmup]),
         *zip(forwards[warmup:], backwards, strict=False),
@@ -85,8 +104,17 @@ def _device_order(device: int, num_devices: int, num_microbatches: int, chunks: 
     ]
 
 
-def _units(num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in the order of forwards: groups of P microbatches, chunk by chunk."""
+def units(num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) in the order of forwards: groups of `P` microbatches, chunk by chunk.
+
+    Args:
+        num_devices: devices `P`.
+        num_microbatches: microbatches `M`.
+        chunks: stages per device `V`.
+
+    Returns:
+        The visits; backwards count the chunks from the last.
+    """
     return [
         (chunk, microbatch)
         for first in range(0, num_microbatches, num_devices)

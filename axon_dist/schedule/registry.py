@@ -9,11 +9,15 @@ from typing import NamedTuple
 
 from ..core.errors import ScheduleError, did_you_mean
 from .action import check_sizes
+from .dual_pipe_v import dual_pipe_v
 from .gpipe import gpipe
 from .interleaved import interleaved_1f1b
+from .interleaved_zero_bubble import interleaved_zero_bubble
 from .looped_bfs import looped_bfs
 from .one_f_one_b import eager_1f1b, one_f_one_b
 from .table import Schedule
+from .v_half import v_half
+from .v_min import v_min
 from .zero_bubble import zero_bubble_h1, zero_bubble_h2
 from .zero_bubble_v import zero_bubble_v
 
@@ -29,6 +33,10 @@ class PipelineSchedule(StrEnum):
     ZERO_BUBBLE_H1 = "zero_bubble_h1"
     ZERO_BUBBLE_H2 = "zero_bubble_h2"
     ZERO_BUBBLE_V = "zero_bubble_v"
+    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
+    DUAL_PIPE_V = "dual_pipe_v"
+    V_HALF = "v_half"
+    V_MIN = "v_min"
 
 
 class Builder(NamedTuple):
@@ -48,6 +56,12 @@ SCHEDULES: dict[PipelineSchedule, Builder] = {
     PipelineSchedule.ZERO_BUBBLE_H1: Builder(zero_bubble_h1),
     PipelineSchedule.ZERO_BUBBLE_H2: Builder(zero_bubble_h2),
     PipelineSchedule.ZERO_BUBBLE_V: Builder(zero_bubble_v, chunks=2),
+    PipelineSchedule.INTERLEAVED_ZERO_BUBBLE: Builder(
+        interleaved_zero_bubble, chunks=2, any_chunks=True
+    ),
+    PipelineSchedule.DUAL_PIPE_V: Builder(dual_pipe_v, chunks=2),
+    PipelineSchedule.V_HALF: Builder(v_half, chunks=2),
+    PipelineSchedule.V_MIN: Builder(v_min, chunks=2),
 }
 
 

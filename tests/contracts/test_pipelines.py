@@ -226,6 +226,10 @@ ROWS = [
     Row("1f1b", "pp=2", 2, "phases"),
     Row("1f1b", "pp=2", 2, "phases_apart"),
     Row("zero_bubble_v", "pp=2", 4, "mlp", backward="residuals"),
+    Row("interleaved_zero_bubble", "pp=2", 4, "mlp"),
+    Row("dual_pipe_v", "pp=2", 8, "mlp"),
+    Row("v_half", "pp=2", 4, "mlp"),
+    Row("v_min", "pp=2", 4, "mlp"),
 ]
 FULL = [
     Row("1f1b", "pp=2", 4, "decoder4", backward="dots"),
@@ -252,9 +256,14 @@ FULL = [
         Row(name, mesh, count, "decoder8")
         for name in SCHEDULES
         for mesh, count in (("pp=3", 4), ("pp=3", 8), ("pp=4", 2), ("pp=6", 16))
-        if name != "interleaved_1f1b" and (mesh != "pp=6" or SCHEDULES[name].chunks == 1)
+        if "interleaved" not in name and (mesh != "pp=6" or SCHEDULES[name].chunks == 1)
     ),
     *(Row("interleaved_1f1b", "pp=2", 8, "decoder8", chunks=v) for v in (2, 4)),
+    Row("interleaved_zero_bubble", "pp=2", 8, "decoder8", chunks=4),
+    *(
+        Row(name, "pp=2", 4, "decoder4", backward="residuals")
+        for name in ("interleaved_zero_bubble", "dual_pipe_v", "v_half", "v_min")
+    ),
     Row("interleaved_1f1b", "pp=4", 8, "decoder16", chunks=4),
     *(Row(name, "pp=2,tp=2", 4, "decoder4", "sequence") for name in SCHEDULES),
     *(

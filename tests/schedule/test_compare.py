@@ -25,6 +25,10 @@ def test_one_row_per_schedule():
         "zero_bubble_h1": 0.111,
         "zero_bubble_h2": 0.111,
         "zero_bubble_v": 0.059,
+        "interleaved_zero_bubble": 0.059,
+        "dual_pipe_v": 0.059,
+        "v_half": 0.143,
+        "v_min": 0.186,
     }
 
 
@@ -38,9 +42,11 @@ def test_memory_is_in_whole_microbatches_and_slots_in_chunks():
 
 
 def test_a_schedule_that_cannot_be_built_says_why():
-    row = next(row for row in compare(4, 6) if row.name == "interleaved_1f1b")
-    assert isinstance(row, Unavailable)
-    assert "6 microbatches for 4 devices" in row.reason
+    rows = {row.name: row for row in compare(4, 6)}
+    for name in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        row = rows[name]
+        assert isinstance(row, Unavailable)
+        assert "6 microbatches for 4 devices" in row.reason
 
 
 def test_chunks_and_costs_reach_the_rows():
