@@ -163,7 +163,8 @@ class Ledger:
         totals = self.by_exposure() if exposure else {}
         for name in (each for each in get_args(Exposure) if each in totals):
             table.add_row(name, "", "", "", "", byte_size(totals[name]), self._times(name))
-        table.add_row("total", "", "", "", "", byte_size(self.total_wire_bytes()))
+        covered = (self._times(None),) if exposure else ()
+        table.add_row("total", "", "", "", "", byte_size(self.total_wire_bytes()), *covered)
         return table
 
     def _times(self, exposure: Exposure | None) -> str:

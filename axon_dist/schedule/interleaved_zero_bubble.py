@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .action import Action, Phase, check_sizes
+from .action import Action, Phase
 from .interleaved import check_groups, units
 from .order import order_to_table
 from .table import Schedule

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from ..core.tree import map_with_path
@@ -19,7 +21,7 @@ from .objective import (
     gradient_sums,
 )
 from .spec import StepSpec
-from .view import MakeGather, spelled
+from .view import spelled
 
 
 def global_gradients(spec: StepSpec) -> GradientFn:
@@ -83,7 +85,7 @@ def global_forward(spec: StepSpec, also: Prepare, gathered: bool = False) -> For
     return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
 
-def gather_of(spec: StepSpec, gathered: bool = False) -> MakeGather:
+def gather_of(spec: StepSpec, gathered: bool = False) -> Callable[[Path], GlobalGather]:
     """How weights are gathered in global view: whole over the batch axes, gradients to owners.
 
     Args:

@@ -46,8 +46,8 @@ from ..program import (
 from .objective import Forward, Prepare
 from .parts import ModelParts
 
-MakeGather: TypeAlias = Callable[[Path], Callable[[Any], Any] | None]
-"""The path of a parameter -> how to gather it; None where it is whole."""
+MakeGather: TypeAlias = Callable[[Path], Any]
+"""The path of a parameter -> the function that gathers it; None where it is whole."""
 
 Bundle: TypeAlias = Callable[[Path, Any], Any]
 """(path of a parameter, its value) -> what it is gathered from."""

@@ -1,4 +1,4 @@
-"""The pages of the documentation: their code runs, their commands can be typed, their links lead."""
+"""Pages of the documentation: their code runs, commands can be typed, links lead somewhere."""
 
 import importlib
 import pathlib
