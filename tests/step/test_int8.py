@@ -180,6 +180,7 @@ def test_fsdp_moves_and_holds_one_byte_of_a_frozen_weight(make_world):
 
 ROWS = {
     "ddp": ("dp=4", lambda: ddp(bucket_capacity=1000), Net, {"accumulate": 2}),
+    "ddp, no buckets": ("dp=4", ddp, Net, {"accumulate": 2}),
 }
 MORE = {
     "linen": ("fsdp=4", lambda: fsdp(**SMALL), linen, {}),
