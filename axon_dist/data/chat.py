@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +23,12 @@ Pieces: TypeAlias = Sequence[tuple[str, bool]]
 
 
 class ChatTemplate(Protocol):
-    """How messages become one text.
+    """How messages become one text."""
 
-    Attributes:
-        name: what people call it.
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
 
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat, of which the assistant's turns and their ends are learned.
@@ -151,7 +151,7 @@ def find_template(template: str | None, tokenizer: str | None) -> ChatTemplate:
     Raises:
         ConfigError: when there is no such template, it cannot be read, or jinja2 is missing.
     """
-    if template in TEMPLATES:
+    if template is not None and template in TEMPLATES:
         return TEMPLATES[template]
     if template is not None:
         path = Path(template).expanduser()
@@ -216,15 +216,15 @@ def _renderer(
     source: str, path: Path, tokens: Mapping[str, str]
 ) -> Callable[[Sequence[Message], bool], str]:
     try:
-        import jinja2  # noqa: PLC0415  (an optional dependency)
-        import jinja2.sandbox  # noqa: PLC0415
+        jinja2 = importlib.import_module("jinja2")
+        sandbox = importlib.import_module("jinja2.sandbox")
     except ImportError as error:
         raise ConfigError(
             f"the chat template in {str(path)!r} needs jinja2, which is not installed: pip install "
             f"'axon_dist[tokenizers]', or set data.template to one of {', '.join(TEMPLATES)}"
         ) from error
     # As the hub's own library sets it up; a template is a stranger's program, and kept in a box.
-    box = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    box = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     box.globals["raise_exception"] = _refuse

@@ -102,7 +102,11 @@ def build_train_step(
             other `nnx.Param` is frozen: it is laid out as the strategy lays out parameters, and
             has no gradient, no moments, and no part in norms.
         frozen_dtype: the dtype that frozen parameters are kept in, such as `"bfloat16"`; None
-            keeps each in its own.
+            keeps each in its own. `"int8"` keeps matrices as whole numbers with a bfloat16 scale
+            for each output (`precision.int8_form` says of which), and vectors in their own: the
+            step equals the model with `int8 * scale` in their place, in their own dtype. They lie
+            and travel as eight bits and are widened in the block that reads them; within bridged
+            Linen modules they are widened before they travel. Not for pipelines.
         ema: the decay of a moving average of the trained parameters, which the state then keeps,
             `ema = decay * ema + (1 - decay) * params` after every update, from the first
             parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates

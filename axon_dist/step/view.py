@@ -123,7 +123,7 @@ class View:
             found = mark_units(model, lambda path, _: path in self.units, remat)
             linen = [_path(keys) for keys, _ in bridges_of(model)]
             for path, variable in params.items():
-                gather = None if make_gather is None else make_gather(path)
+                gather: Any = None if make_gather is None else make_gather(path)
                 is_linen = any(is_inside(path, bridge) for bridge in linen)
                 if isinstance(variable.get_value(), Int8) and not is_linen:
                     gather = Int8Gather(gather, self.int8[path], self.dtype)
