@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,6 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         before = [i for i, (a, b) in enumerate(found.offsets) if a < b and a < len(prompt)]
         return np.array([*found.ids, *added], dtype), before[-1] + 1 if before else 0
 
-    def chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-        # A template says itself where a special token stands.
-        found = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)
-        letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
-        is_learned = [bool(letters[a:b].all()) for a, b in found.offsets]
-        ids = np.array([*found.ids, *added], dtype)
-        return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
-
     return Tokenizer(
         f"tokens of {Path(path).name}",
         vocab_size,
@@ -137,9 +130,20 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         prompt=lambda text: np.array(_without_end(model.encode(text)), dtype),
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
         answer=answer,
-        chat=chat,
+        chat=functools.partial(_tokens_of_chat, model, added, dtype),
         end=behind[0] if behind else None,
     )
+
+
+def _tokens_of_chat(
+    model: Any, added: tuple[int, ...], dtype: Any, pieces: Pieces
+) -> tuple[np.ndarray, np.ndarray]:
+    # A template says itself where a special token stands.
+    found = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+    letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
+    is_learned = [bool(letters[a:b].all()) for a, b in found.offsets]
+    ids = np.array([*found.ids, *added], dtype)
+    return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 
 def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
