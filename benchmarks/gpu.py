@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -118,9 +117,10 @@ def chunks(small: bool) -> dict[str, Callable[[], Mapping[str, Any]]]:
     for name, size in sizes.items():
         for precision in PRECISIONS:
             found[f"speed:{name}:{precision}"] = functools.partial(speed, size, precision)
+        found[f"jit:{name}"] = functools.partial(plain_jit, size)
         found[f"torch:{name}"] = functools.partial(by_torch, size)
     for name in ("124m", "1.3b"):
-        found[f"tune:{name}"] = functools.partial(tuned, sizes[name], small)
+        found[f"tune:{name}"] = functools.partial(tuned, sizes[name])
     return found
 
 
@@ -178,37 +178,50 @@ def built(size: Size, precision: str, samples: int, **options: Any) -> tuple[Any
 
 
 def speed(size: Size, precision: str) -> Mapping[str, Any]:
-    """Tokens per second, MFU and peak memory, beside the same model in plain `jax.jit`."""
+    """Tokens per second, MFU, and the peak of memory beside the one that the compiler counts."""
     samples, step, compiled, batch = fitting(size, precision)
-    placed, held = step.place(batch), {"ours": step.init()}
-    if precision == "bf16" and jax.device_count() == 1:
-        jitted, held["jit"] = by_jit(size, batch)
+    placed, held = step.place(batch), [step.init()]
 
-    def ours() -> Any:
-        held["ours"], metrics = step(held["ours"], placed)
+    def run() -> Any:
+        held[0], metrics = step(held[0], placed)
         return metrics["loss"]
 
-    def plain() -> Any:
-        *state, loss = jitted(*held["jit"], batch)
-        held["jit"] = tuple(state)
+    figures = timed(size, samples, run)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        **figures,
+        "estimated_peak_bytes": memory(compiled).peak,
+        "measured_peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def plain_jit(size: Size) -> Mapping[str, Any]:
+    """The same model, optimizer and batch in plain `jax.jit` on one device, without the library."""
+    if jax.device_count() > 1:
+        return {"skipped": f"is for one device, and there are {jax.device_count()}"}
+    samples, _, _, batch = fitting(size, "bf16")
+    jitted, held = by_jit(size)
+
+    def run() -> Any:
+        nonlocal held
+        *held, loss = jitted(*held, batch)
         return loss
 
-    jax.block_until_ready([ours() for _ in range(3)])
-    measured = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    programs = {"ours": ours, **({"jit": plain} if "jit" in held else {})}
-    times = alternate(programs, rounds=5, calls=4)
-    tokens = samples * size.length
-    rates = {name: tokens / timing.median_wall for name, timing in times.items()}
+    return timed(size, samples, run)
+
+
+def timed(size: Size, samples: int, run: Callable[[], Any]) -> dict[str, Any]:
+    """The figures of a step that is called again and again."""
+    timing = alternate({"": run}, rounds=5, calls=4)[""]
+    rate = samples * size.length / timing.median_wall
     return {
         "samples": samples,
         "length": size.length,
         "params": num_params(size.config()),
-        "tokens_per_second": rates,
-        "mfu": {name: mfu(size, rate) for name, rate in rates.items()},
-        "estimated_peak_bytes": memory(compiled).peak,
-        # A process's peak is that of all it ran: our step alone, measured before the other's.
-        "measured_peak_bytes": measured if "jit" not in held else None,
-        "milliseconds": {name: 1e3 * timing.median_wall for name, timing in times.items()},
+        "milliseconds": 1e3 * timing.median_wall,
+        "fastest_milliseconds": 1e3 * min(timing.wall),
+        "tokens_per_second": rate,
+        "mfu": mfu(size, rate),
     }
 
 
@@ -224,8 +237,8 @@ def fitting(size: Size, precision: str) -> tuple[int, Any, Any, dict]:
     return samples * jax.device_count(), step, compiled, batch
 
 
-def by_jit(size: Size, batch: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The same model and optimizer in one plain jitted function, without the library."""
+def by_jit(size: Size) -> tuple[Any, list[Any]]:
+    """One plain jitted step, and its first parameters and state."""
     config = dataclasses.replace(size.config(), dtype="bfloat16")
     graph, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
@@ -241,7 +254,7 @@ def by_jit(size: Size, batch: Any) -> tuple[Any, tuple[Any, Any]]:
         return optax.apply_updates(params, updates), state, loss
 
     params = nnx.to_pure_dict(params)
-    return jax.jit(step, donate_argnums=(0, 1)), (params, jax.jit(optimizer.init)(params))
+    return jax.jit(step, donate_argnums=(0, 1)), [params, jax.jit(optimizer.init)(params)]
 
 
 def mfu(size: Size, tokens_per_second: float) -> float | None:
@@ -257,7 +270,7 @@ def flops_per_token(size: Size) -> float:
 
     Example:
         >>> round(flops_per_token(SIZES["124m"]) / 1e6)
-        799
+        798
     """
     config = size.config()
     # The table of the tied head is a product; that of the positions is only looked up.
@@ -267,7 +280,7 @@ def flops_per_token(size: Size) -> float:
 
 def by_torch(size: Size) -> Mapping[str, Any]:
     """The same sizes in `torch.compile`, where torch is there with a GPU."""
-    from . import gpu_torch  # noqa: PLC0415
+    from . import gpu_torch
 
     if (why := gpu_torch.missing()) is not None:
         return {"skipped": why}
@@ -275,7 +288,7 @@ def by_torch(size: Size) -> Mapping[str, Any]:
     return {**found, "mfu": mfu(size, found["tokens_per_second"])}
 
 
-def tuned(size: Size, small: bool) -> Mapping[str, Any]:
+def tuned(size: Size) -> Mapping[str, Any]:
     """The table of `axon tune` for a size."""
     model = dataclasses.asdict(size.config())
     plain = {
@@ -286,8 +299,7 @@ def tuned(size: Size, small: bool) -> Mapping[str, Any]:
         "data": {"sequence_length": size.length},
         "train": {"global_batch": size.batches[-1] * jax.device_count(), "clip_norm": 1.0},
     }
-    if not small:
-        plain["data"] |= {"tokenizer": "bytes"}
+    # Bytes, whose vocabulary any text has.
     plain["model"]["vocab_size"] = 256
     return tune(RunConfig.from_dict(plain), rounds=3, calls=2).to_dict()
 
@@ -341,14 +353,11 @@ def markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
         rates = figures.get("tokens_per_second")
         if row.get("tiny") or rates is None:
             continue
-        shares = figures["mfu"]
-        for name, rate in (rates if isinstance(rates, dict) else {"torch": rates}).items():
-            share = shares[name] if isinstance(shares, dict) else shares
-            sizes = (figures.get("estimated_peak_bytes"), figures.get("measured_peak_bytes"))
-            peaks = ["-" if x is None or name != "ours" else f"{x / 2**30:.2f}" for x in sizes]
-            cells = [f"{row['name']} {name}", row["device"], row["jax"], f"{rate:,.0f}"]
-            cells += ["-" if share is None else f"{share:.1%}", *peaks]
-            yield "| " + " | ".join(cells) + " |"
+        sizes = (figures.get("estimated_peak_bytes"), figures.get("measured_peak_bytes"))
+        peaks = ["-" if size is None else f"{size / 2**30:.2f}" for size in sizes]
+        share = "-" if figures["mfu"] is None else f"{figures['mfu']:.1%}"
+        cells = [row["name"], row["device"], row["jax"], f"{rates:,.0f}", share, *peaks]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ def missing() -> str | None:
     """Why it cannot be measured here; None where it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    import torch  # noqa: PLC0415
+    import torch
 
     return None if torch.cuda.is_available() else "torch sees no GPU"
 
@@ -28,7 +28,7 @@ def measure(size: Any, rounds: int = 5, calls: int = 4) -> dict[str, Any]:
     Returns:
         The figures.
     """
-    import torch  # noqa: PLC0415
+    import torch
 
     for samples in size.batches:
         try:

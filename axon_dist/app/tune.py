@@ -196,7 +196,9 @@ def tune(
     return Tuning(tuple(order), device.device_kind, items, config.kind.task.item)
 
 
-def _compiled(config: RunConfig, world: Any, variant: Variant, batch: Any) -> tuple[Any, Any, float]:
+def _compiled(
+    config: RunConfig, world: Any, variant: Variant, batch: Any
+) -> tuple[Any, Any, float]:
     if not variant.as_config:
         config = dataclasses.replace(config, remat=variant.remat)
     options: dict[str, OptionValue | None] = dict(variant.options)
