@@ -150,7 +150,7 @@ def twice(size: Size) -> Mapping[str, Any]:
     """Two runs of a few steps with the same bits."""
 
     def run() -> list[bytes]:
-        step, batch = built(size, "bf16", size.batches[-1], deterministic=True)
+        step, batch = built(size, "bf16", size.batches[-1] * jax.device_count(), deterministic=True)
         state = step.init()
         for _ in range(3):
             state, _ = step(state, batch)
