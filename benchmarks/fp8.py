@@ -62,7 +62,7 @@ def compare(config: str, overrides: Sequence[str], steps: int) -> dict[str, obje
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("config", nargs="?", default=str(QUICKSTART))
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=400)

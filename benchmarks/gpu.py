@@ -233,8 +233,8 @@ def fitting(size: Size, precision: str) -> tuple[int, Any, Any, dict]:
         step, batch = built(size, precision, samples * jax.device_count())
         compiled = step.lower(batch).compile()
         if memory(compiled).peak <= limit:
-            break
-    return samples * jax.device_count(), step, compiled, batch
+            return samples * jax.device_count(), step, compiled, batch
+    raise MemoryError(f"not even {size.batches[-1]} samples fit {limit / 2**30:.0f} GiB")
 
 
 def by_jit(size: Size) -> tuple[Any, list[Any]]:
@@ -389,7 +389,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="chunks whose names contain one")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("gpu.json"))
     parser.add_argument("--seconds", type=int, default=SECONDS, help="what a chunk may take")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import statistics
 import time
@@ -12,8 +13,7 @@ def missing() -> str | None:
     """Why it cannot be measured here; None where it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    import torch
-
+    torch = importlib.import_module("torch")
     return None if torch.cuda.is_available() else "torch sees no GPU"
 
 
@@ -28,8 +28,7 @@ def measure(size: Any, rounds: int = 5, calls: int = 4) -> dict[str, Any]:
     Returns:
         The figures.
     """
-    import torch
-
+    torch = importlib.import_module("torch")
     for samples in size.batches:
         try:
             seconds = _seconds(torch, size, samples, rounds, calls)

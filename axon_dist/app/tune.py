@@ -37,7 +37,7 @@ class Variant:
     """
 
     name: str
-    options: Options = MappingProxyType({})
+    options: Options = dataclasses.field(default_factory=dict)
     bare: bool = False
     remat: ActivationCheckpointing | None = None
     as_config: bool = True
@@ -224,8 +224,8 @@ def _alternate(
                 state = step.init() if state is None else state
                 begun = time.perf_counter()
                 for _ in range(1 if number == 0 else calls):
-                    state, metrics = step(state, placed)
-                jax.block_until_ready((state, metrics))
+                    state, _ = step(state, placed)
+                jax.block_until_ready(state)
                 taken = (time.perf_counter() - begun) / calls
             except jax.errors.JaxRuntimeError as error:  # Such as memory that does not suffice.
                 found[name] = dataclasses.replace(found[name], failure=_first_line(error))

@@ -34,5 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-VERB = Verb("tune", "Measure a config's step under several compiler options.", add_arguments, run)
+VERB = Verb(
+    "tune",
+    "Measure a config's step under several compiler options.",
+    add_arguments,
+    run,
+    examples=(
+        "axon tune configs/quickstart.yaml --rounds 3",
+        "axon tune configs/fsdp8.yaml train.global_batch=16 --json tuned.json",
+    ),
+)
 """The row of the table of verbs."""

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ TRIED = (
 
 def test_rows_are_sorted_and_what_fails_says_why(tiny):
     found = tune(RunConfig.from_dict(tiny), rounds=2, calls=1, tried=TRIED)
-    first, second, last = found.rows
+    rows: tuple[Any, ...] = found.rows
+    first, second, last = rows
     assert 0 < first.seconds <= second.seconds
     assert first.spread[0] <= first.seconds <= first.spread[1]
     assert (last.name, last.seconds) == ("no such option", None)
