@@ -25,6 +25,11 @@ from .numerics import check_numerics as check_numerics
 from .page import report_page as report_page
 from .run import RunResult as RunResult
 from .run import train as train
+from .tune import Timed as Timed
+from .tune import Tuning as Tuning
+from .tune import Variant as Variant
+from .tune import tune as tune
+from .tune import variants as variants
 from .verify import Verification as Verification
 from .verify import tiny as tiny
 from .verify import verify as verify

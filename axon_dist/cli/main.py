@@ -29,6 +29,7 @@ from . import (
     report,
     schedule,
     train,
+    tune,
     verify,
 )
 from .verb import Verb
@@ -43,6 +44,7 @@ VERBS: tuple[Verb, ...] = (
     data.VERB,
     plan.VERB,
     inspect.VERB,
+    tune.VERB,
     launch.VERB,
     schedule.VERB,
     verify.VERB,

@@ -17,7 +17,7 @@ from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.typing import LossFn
+from axon_dist.core.typing import LossFn, OptionValue
 from axon_dist.data import Loader
 from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
@@ -79,6 +79,7 @@ def build_step(
     optimizer: optax.GradientTransformation | None = None,
     metrics: tuple[str, ...] = ("loss",),
     loss_fn: LossFn | None = None,
+    compiler_options: Mapping[str, OptionValue | None] | None = None,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -88,6 +89,7 @@ def build_step(
         optimizer: in place of the config's own.
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
+        compiler_options: beside and over those of the chip.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -112,6 +114,7 @@ def build_step(
         deterministic=config.deterministic,
         **what_is_trained(config),
         ema=config.train.ema,
+        compiler_options=compiler_options,
     )
     _check_batch(config, step)
     return step

@@ -1,0 +1,248 @@
+"""Which compiler options and what recomputing make the step of a config fastest, measured here."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import OptionValue
+from axon_dist.inspect import memory
+from axon_dist.nn import ActivationCheckpointing
+
+from ..config.build import abstract_batch, build_step, build_world
+from ..config.schema import RunConfig
+
+Options = Mapping[str, OptionValue | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to run the step of a config; all of them compute the same.
+
+    Args:
+        name: what the table calls it.
+        options: for the compiler, beside and over those of the chip.
+        bare: without the options of the chip.
+        remat: what the backward pass recomputes; the config's own where `as_config`.
+        as_config: whether `remat` is left to the config.
+    """
+
+    name: str
+    options: Options = dataclasses.field(default_factory=dict)
+    bare: bool = False
+    remat: ActivationCheckpointing | None = None
+    as_config: bool = True
+
+
+OPTIONS: MappingProxyType[str, Mapping[str, Options]] = MappingProxyType(
+    {
+        "gpu": {
+            "no latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": False},
+            "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+            "no triton products": {"xla_gpu_enable_triton_gemm": False},
+            "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": True},
+        },
+        "tpu": {},
+        "cpu": {"no fast minima": {"xla_cpu_enable_fast_min_max": False}},
+    }
+)
+"""What is tried on each kind of device."""
+
+REMATS: MappingProxyType[str, ActivationCheckpointing | None] = MappingProxyType(
+    {
+        "recompute nothing": None,
+        "recompute blocks": ActivationCheckpointing(),
+        "recompute all but products": ActivationCheckpointing(policy="dots_no_batch"),
+    }
+)
+"""What the backward pass is tried to recompute."""
+
+
+def variants(backend: str) -> tuple[Variant, ...]:
+    """What `tune` tries on a kind of device.
+
+    Args:
+        backend: `"cpu"`, `"gpu"` or `"tpu"`.
+
+    Returns:
+        The config as it is first.
+
+    Example:
+        >>> [variant.name for variant in variants("cpu")][:2]
+        ['as configured', "without the chip's options"]
+    """
+    options = [Variant(name, options=given) for name, given in OPTIONS.get(backend, {}).items()]
+    remats = [Variant(name, remat=remat, as_config=False) for name, remat in REMATS.items()]
+    bare = Variant("without the chip's options", bare=True)
+    return (Variant("as configured"), bare, *options, *remats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What one variant took.
+
+    Args:
+        name: of the variant.
+        seconds: the median of a step; None where it did not run.
+        spread: the fastest and the slowest round, seconds of a step.
+        peak_bytes: of device memory, as the compiler counts them.
+        compile_seconds: to compile the step.
+        failure: what was said instead; "" where it ran.
+    """
+
+    name: str
+    seconds: float | None
+    spread: tuple[float, float] | None = None
+    peak_bytes: int | None = None
+    compile_seconds: float | None = None
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The variants of a step, fastest first; prints as a table.
+
+    Args:
+        rows: sorted by the seconds of a step; what did not run last.
+        device: the kind of device.
+        items_per_step: how many items, such as tokens, a step takes.
+        item: what they are.
+    """
+
+    rows: tuple[Timed, ...]
+    device: str
+    items_per_step: int
+    item: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values."""
+        return dataclasses.asdict(self)
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"steps side by side on {self.device}")
+        for name in ("variant", "ms a step", "fastest–slowest", f"{self.item}/s", "peak GiB"):
+            table.add_column(name, justify="left" if name == "variant" else "right")
+        for row in self.rows:
+            if row.seconds is None or row.spread is None or row.peak_bytes is None:
+                table.add_row(row.name, "-", row.failure)
+                continue
+            low, high = (1e3 * each for each in row.spread)
+            rate = self.items_per_step / row.seconds
+            cells = f"{1e3 * row.seconds:.2f}", f"{low:.2f}–{high:.2f}", f"{rate:,.0f}"
+            table.add_row(row.name, *cells, f"{row.peak_bytes / 2**30:.2f}")
+        return table
+
+
+def tune(
+    config: RunConfig,
+    rounds: int = 5,
+    calls: int = 4,
+    tried: Sequence[Variant] | None = None,
+) -> Tuning:
+    """Measures the step of a config under several compiler options and remat policies.
+
+    All are compiled first. Then they run in turn, round by round, so that whatever else the machine
+    does it does to all; one state goes from variant to variant, as they compute the same.
+
+    Args:
+        config: a run as YAML describes it, checked; its data are not read.
+        rounds: how often each has its turn.
+        calls: steps of a turn.
+        tried: the variants; None takes those of the kind of device.
+
+    Returns:
+        The times. A variant that does not compile or run is a row that says why.
+
+    Raises:
+        ConfigError: for fewer than one round or call, or where nothing runs.
+    """
+    if rounds < 1 or calls < 1:
+        raise ConfigError(f"tune got rounds={rounds} and calls={calls}; each must be at least 1")
+    world = build_world(config)
+    device = world.mesh.devices.flat[0]
+    tried = variants(device.platform) if tried is None else tried
+    found: dict[str, Timed] = {}
+    steps: dict[str, Any] = {}
+    batch = {name: _drawn(shape, config) for name, shape in abstract_batch(config).items()}
+    for variant in tried:
+        try:
+            step, compiled, seconds = _compiled(config, world, variant, batch)
+        except Exception as error:  # Whatever a compiler says about an option is its row.
+            found[variant.name] = Timed(variant.name, None, failure=_first_line(error))
+            continue
+        steps[variant.name] = step, compiled, step.place(batch)
+        peak = memory(compiled).peak
+        found[variant.name] = Timed(variant.name, None, None, peak, seconds)
+    times = _alternate(steps, found, rounds, calls)
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        spread = min(taken), max(taken)
+        found[name] = dataclasses.replace(found[name], seconds=median, spread=spread)
+    if not times:
+        said = "; ".join(f"{row.name}: {row.failure}" for row in found.values())
+        raise ConfigError(f"no variant of the step runs here ({said}); use a smaller batch")
+    order = sorted(found.values(), key=lambda row: (row.seconds is None, row.seconds or 0.0))
+    per_sample = config.kind.task.items_per_sample(config.data)
+    items = config.train.global_batch * per_sample
+    return Tuning(tuple(order), device.device_kind, items, config.kind.task.item)
+
+
+def _compiled(
+    config: RunConfig, world: Any, variant: Variant, batch: Any
+) -> tuple[Any, Any, float]:
+    if not variant.as_config:
+        config = dataclasses.replace(config, remat=variant.remat)
+    options: dict[str, OptionValue | None] = dict(variant.options)
+    if variant.bare:
+        options = dict.fromkeys(build_step(config, world).compiler_options)
+    step = build_step(config, world, compiler_options=options)
+    begun = time.perf_counter()
+    compiled = step.lower(batch).compile()
+    return step, compiled, time.perf_counter() - begun
+
+
+def _alternate(
+    steps: dict[str, Any], found: dict[str, Timed], rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """The seconds of a step in each round, of every variant that runs."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    state: Any = None
+    for number in range(rounds + 1):
+        names = list(times) if number % 2 == 0 else list(reversed(times))
+        for name in names:
+            step, _, placed = steps[name]
+            try:
+                state = step.init() if state is None else state
+                begun = time.perf_counter()
+                for _ in range(1 if number == 0 else calls):
+                    state, _ = step(state, placed)
+                jax.block_until_ready(state)
+                taken = (time.perf_counter() - begun) / calls
+            except jax.errors.JaxRuntimeError as error:  # Such as memory that does not suffice.
+                found[name] = dataclasses.replace(found[name], failure=_first_line(error))
+                del times[name]
+                state = None
+                continue
+            times[name] += [taken] if number else []  # the first round compiles and warms up
+    return times
+
+
+def _drawn(shape: Any, config: RunConfig) -> np.ndarray:
+    """Numbers of the kind of a batch; what they are changes no time."""
+    random = np.random.default_rng(config.seed)
+    if np.issubdtype(shape.dtype, np.integer):
+        return random.integers(0, 2, shape.shape).astype(shape.dtype)
+    return random.normal(size=shape.shape).astype(shape.dtype)
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
