@@ -95,7 +95,7 @@ def build_schedule(
     num_stages, num_microbatches = operator.index(num_stages), operator.index(num_microbatches)
     if builder.any_chunks:
         chunks = builder.chunks if chunks is None else chunks
-        check_sizes(chunks=chunks)
+        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
         return builder.build(num_stages, num_microbatches, operator.index(chunks))
     if chunks not in (None, builder.chunks):
         free = " or ".join(kind for kind, other in SCHEDULES.items() if other.any_chunks)
