@@ -319,8 +319,8 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
     # `isdigit` takes digits of every script, which `int` may not.
     if not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
         raise ConfigError(
-            f"cannot read the number of devices {sizes!r:.40} in {text!r:.40}; write it as in {name}:8 or "
-            f"{name}:4x8"
+            f"cannot read the number of devices {sizes!r:.40} in {text!r:.40}; write it as "
+            f"in {name}:8 or {name}:4x8"
         )
     count = math.prod(int(part) for part in parts)
     if count > MOST_DEVICES:

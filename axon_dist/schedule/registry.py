@@ -88,8 +88,8 @@ def build_schedule(
         >>> build_schedule("1f1b", num_stages=4, num_microbatches=8).num_ticks
         22
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"got the schedule {name!r}.{did_you_mean(name, SCHEDULES)}")
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ScheduleError(f"got the schedule {name!r:.80}.{did_you_mean(str(name), SCHEDULES)}")
     builder = SCHEDULES[PipelineSchedule(name)]
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     num_stages, num_microbatches = operator.index(num_stages), operator.index(num_microbatches)

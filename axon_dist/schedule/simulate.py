@@ -56,13 +56,15 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b", "transfer"):
             value = getattr(self, name)
+            if value is None and name == "b":
+                continue
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 <= value < inf):
+            if not (is_number and 0 <= value < inf):
                 raise ScheduleError(
                     f"got the cost {name}={value!r:.60}. A time must be a finite number of at "
                     "least 0."
                 )
-            if value is not None and value > _MOST_TIME:
+            if value > _MOST_TIME:
                 raise ScheduleError(
                     f"got the cost {name}={value}. Times add up, and only their ratios matter: "
                     f"make them at most {_MOST_TIME:g}."
