@@ -106,7 +106,8 @@ def one_line(message: object) -> str:
         >>> one_line("no such\\n    file")
         'no such file'
     """
-    text = " ".join(str(message).split())
+    # Half a letter, as an argument may hold it, cannot be written.
+    text = " ".join(str(message).split()).encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

@@ -92,6 +92,7 @@ def _replaced(data: Any, keys: Sequence[str], value: Any, override: str) -> dict
 _MOST_BYTES = 2**18
 """A config has some thousands; a large one takes a parser in Python too long to be one."""
 
+_DEEPEST = 100
 _MOST_VALUES = 100_000
 """A config has some hundreds; aliases of aliases can make billions of a few lines."""
 
@@ -104,6 +105,21 @@ class _StrictLoader(yaml.SafeLoader):
 
     What `<<` brings along gives way to the keys of the section itself.
     """
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        """Begins `[` or `{`; each looks at all that it is in, so that thousands take minutes."""
+        self._check_depth(self.flow_level)
+        super().fetch_flow_collection_start(token)
+
+    def add_indent(self, column: int) -> bool:
+        """Begins a section by indentation."""
+        self._check_depth(len(self.indents))
+        return super().add_indent(column)
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > _DEEPEST:
+            problem = f"values within values, more than {_DEEPEST} deep"
+            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""

@@ -106,7 +106,11 @@ def _brief(value: Any) -> str:
 
 WHOLE = Kind("a whole number", is_whole)
 COUNT = Kind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
-NUMBER = Kind("a number", is_number)
+NUMBER = Kind("a finite number", is_number)
+REAL = Kind(
+    "a number", lambda x: isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
+)
+"""A number, of which somebody else says what it must be."""
 TEXT = Kind("a text", lambda x: isinstance(x, str))
 TEXTS = Kind(
     "a list of texts",

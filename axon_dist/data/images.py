@@ -238,7 +238,8 @@ def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int
 
 def _read_file(path: Path, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # Opened here: of an archive that is none, numpy leaves the file open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             _check_unpacked(arrays)
             images, labels = arrays["images"], arrays["labels"]
     except ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -291,6 +292,10 @@ def option_names() -> tuple[str, ...]:
     return tuple(sorted({name for row in HARDWARE.values() for name, _ in row.options}))
 
 
+MOST_DEVICES = 2**20
+"""More than this nobody has had."""
+
+
 def parse_cluster(text: str) -> tuple[Hardware, int]:
     """Reads a machine and how many of it: `h100:8`, `h100:4x8`, `v5p:4x4x4`.
 
@@ -311,9 +316,15 @@ def parse_cluster(text: str) -> tuple[Hardware, int]:
     name, _, sizes = text.partition(":")
     row = hardware(name)
     parts = sizes.split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    # `isdigit` takes digits of every script, which `int` may not.
+    if not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
         raise ConfigError(
-            f"cannot read the number of devices {sizes!r} in {text!r}; write it as in {name}:8 or "
-            f"{name}:4x8"
+            f"cannot read the number of devices {sizes!r:.40} in {text!r:.40}; write it as "
+            f"in {name}:8 or {name}:4x8"
         )
-    return row, math.prod(int(part) for part in parts)
+    count = math.prod(int(part) for part in parts)
+    if count > MOST_DEVICES:
+        raise ConfigError(
+            f"got {text!r:.80}, {count} devices; name at most {MOST_DEVICES}, such as {name}:4096"
+        )
+    return row, count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from importlib import resources
 from typing import Any
 
@@ -110,7 +111,7 @@ def parse_target(name: str) -> Target:
     chip = _chip(called, name)
     row = _wiring(chip)
     parts = text.split("x")
-    shape = tuple(int(part) for part in parts if part.isdigit())
+    shape = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,9}", part))
     target = Target(name, row.platform, chip, shape)
     if len(shape) != len(parts) or len(shape) not in row.num_dims or 0 in shape:
         raise ConfigError(

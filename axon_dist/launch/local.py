@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..core.errors import LaunchError
 from .child import Child, start_child
+from .emulation import MOST_DEVICES
 from .roll_call import TOKEN
 from .spec import DEFAULT_PORT, parse_port
 from .watchdog import EXIT_PEER_LOST
@@ -28,6 +29,7 @@ INTERRUPTED = 75
 """The exit code of a run that a signal ended between two steps, its state saved: `EX_TEMPFAIL` of
 `sysexits.h`, "try again later". A scheduler starts it again, with `--resume auto`."""
 
+_MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -79,14 +81,21 @@ class LaunchPlan:
                 f"{self.max_restarts} restarts and {self.grace:g} s of grace; the first two must "
                 "be at least 1, the others at least 0"
             )
+        if self.num_processes > _MOST_PROCESSES or self.nnodes > _MOST_NODES:
+            raise LaunchError(
+                f"got {self.num_processes} processes on each of {self.nnodes} hosts; at most "
+                f"{_MOST_PROCESSES} on each of {_MOST_NODES} can be"
+            )
         if not 0 <= self.node_rank < self.nnodes:
             raise LaunchError(
                 f"got node rank {self.node_rank} of {self.nnodes} hosts; they count from 0 to "
                 f"{self.nnodes - 1}"
             )
-        if self.devices_per_process is not None and self.devices_per_process < 1:
+        devices = self.devices_per_process
+        if devices is not None and not 1 <= devices <= MOST_DEVICES:
             raise LaunchError(
-                f"got {self.devices_per_process} devices per process; a process needs at least one"
+                f"got {devices} devices per process; a process needs at least one, and makes up at "
+                f"most {MOST_DEVICES}"
             )
         if self.master_port is not None:
             parse_port(str(self.master_port), "the master port")
@@ -159,7 +168,13 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
     """
     command = (_find_program(plan.command[0]), *plan.command[1:])
     plan = dataclasses.replace(plan, command=command)
-    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make the folder {str(plan.log_dir)!r} for logs: {error.strerror}; name "
+            "another with --log-dir"
+        ) from error
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
     count, restarts = plan.num_processes, 0
     while True:
@@ -227,9 +242,15 @@ class _Attempt:
         for env in rank_environments(plan, os.environ, self.count, port):
             rank = int(env["RANK"])
             log = plan.log_dir / f"rank-{rank}.log"
-            self.children.append(
-                start_child(plan.command, env, rank, log, env["LOCAL_RANK"] == "0")
-            )
+            try:
+                child = start_child(plan.command, env, rank, log, env["LOCAL_RANK"] == "0")
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise LaunchError(
+                    f"cannot start {plan.command[0]!r} as rank {rank}: {reason}; give a program "
+                    "that this host can run, with its arguments"
+                ) from error
+            self.children.append(child)
 
     def _wait(self) -> Child | None:
         """Returns the first rank that failed, or None when all have ended, if only for now."""

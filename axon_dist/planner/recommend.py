@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import optax
 
 from ..core.errors import ConfigError
-from ..hardware.chips import Hardware
+from ..core.told import WHOLE
+from ..hardware.chips import MOST_DEVICES, Hardware
 from ..hardware.chips import hardware as look_up
 from ..precision import MixedPrecision
 from .candidates import candidates
@@ -134,6 +135,9 @@ def recommend(
     """
     row = look_up(hardware) if isinstance(hardware, str) else hardware
     memory = int(row.memory_bytes if device_bytes is None else device_bytes)
+    WHOLE.check("recommend", "num_devices", num_devices)
+    if num_devices > MOST_DEVICES:
+        raise ConfigError(f"got {num_devices} devices; plan for at most {MOST_DEVICES}")
     if num_devices < 1 or memory < 1:
         raise ConfigError(
             f"got num_devices={num_devices} and device_bytes={memory}; both must be positive"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from enum import StrEnum
@@ -85,21 +86,31 @@ Cell = tuple[Action, ...]
 _PATTERN = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
+_MOST_ACTIONS = 2**20
+
+
 def check_sizes(**sizes: SupportsIndex) -> None:
-    """Refuses a number of stages, microbatches or chunks below 1.
+    """Refuses a number of stages, microbatches or chunks below 1, and tables without end.
 
     Args:
         **sizes: the numbers, by their names in the message.
 
     Raises:
-        ScheduleError: a number is not a positive integer.
+        ScheduleError: a number is not a positive integer, or their product is above a million.
 
     Example:
         >>> check_sizes(num_stages=4, num_microbatches=8)
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not _is_whole(size) or operator.index(size) < 1:
-            raise ScheduleError(f"got {name}={size!r}. It must be an integer of at least 1.")
+            raise ScheduleError(f"got {name}={size!r:.80}. It must be an integer of at least 1.")
+    actions = math.prod(operator.index(size) for size in sizes.values())
+    if actions > _MOST_ACTIONS:
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ScheduleError(
+            f"got {named}, a table of {actions} forwards, which must be at most {_MOST_ACTIONS}. "
+            "Lower one of them."
+        )
 
 
 def _is_whole(size: SupportsIndex) -> bool:

@@ -88,14 +88,14 @@ def build_schedule(
         >>> build_schedule("1f1b", num_stages=4, num_microbatches=8).num_ticks
         22
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"got the schedule {name!r}.{did_you_mean(name, SCHEDULES)}")
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ScheduleError(f"got the schedule {name!r:.80}.{did_you_mean(str(name), SCHEDULES)}")
     builder = SCHEDULES[PipelineSchedule(name)]
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
     num_stages, num_microbatches = operator.index(num_stages), operator.index(num_microbatches)
     if builder.any_chunks:
         chunks = builder.chunks if chunks is None else chunks
-        check_sizes(chunks=chunks)
+        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
         return builder.build(num_stages, num_microbatches, operator.index(chunks))
     if chunks not in (None, builder.chunks):
         free = " or ".join(kind for kind, other in SCHEDULES.items() if other.any_chunks)

@@ -20,6 +20,9 @@ _Times = dict[tuple[int, Phase], float]
 _Walk = tuple[tuple[tuple[tuple[Action, Span], ...], ...], float]
 
 
+_MOST_TIME = 1e100
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times of one microbatch on one device, over all the layers that device holds.
@@ -53,9 +56,18 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b", "transfer"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < inf:
+            if value is None and name == "b":
+                continue
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (is_number and 0 <= value < inf):
                 raise ScheduleError(
-                    f"got the cost {name}={value}. A time must be a finite number of at least 0."
+                    f"got the cost {name}={value!r:.60}. A time must be a finite number of at "
+                    "least 0."
+                )
+            if value > _MOST_TIME:
+                raise ScheduleError(
+                    f"got the cost {name}={value}. Times add up, and only their ratios matter: "
+                    f"make them at most {_MOST_TIME:g}."
                 )
         if self.f == 0:
             raise ScheduleError("got the cost f=0. A forward must take time; use f=1 as the unit.")

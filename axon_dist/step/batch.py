@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -201,6 +202,11 @@ def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
         ConfigError: when it is no pytree of arrays.
         DTypeError: when a leaf holds integers that JAX would cut to 32 bits.
     """
+    if isinstance(batch, Iterator):
+        raise ConfigError(
+            f"the batch is a {type(batch).__name__}; give numpy or JAX arrays of shape [B, ...]: "
+            "one batch of them, such as next(batches), not what makes batches"
+        )
     try:
         leaves = leaves_with_paths(batch)
     except (TypeError, ValueError) as error:

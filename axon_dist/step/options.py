@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.told import NUMBER, TEXTS
+from ..core.told import REAL, TEXTS
 from ..core.typing import OptionValue
 from ..precision import GradScaler
 from .arguments import check_kind
@@ -64,8 +64,8 @@ class StepOptions:
                 f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, "
                 "at least 1"
             )
-        NUMBER.or_none().check("build_train_step", "clip_norm", self.clip_norm)
-        NUMBER.or_none().check("build_train_step", "ema", self.ema)
+        REAL.or_none().check("build_train_step", "clip_norm", self.clip_norm)
+        REAL.or_none().check("build_train_step", "ema", self.ema)
         TEXTS.check("build_train_step", "metrics", self.metrics)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(

@@ -88,3 +88,29 @@ def test_a_lock_that_was_given_back_meanwhile_is_taken_anew(tmp_path, monkeypatc
     monkeypatch.setattr(fcntl, "flock", slow)
     with locked(tmp_path, "run_dir", print):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.EBADF])
+def test_what_is_no_other_run_is_not_called_one(tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, "broken")
+
+    monkeypatch.setattr("axon_dist.app.lock.fcntl.flock", fail)
+    with (
+        pytest.raises(ConfigError, match=r"run_dir: cannot find out .* cannot be locked: broken"),
+        locked(tmp_path, "run_dir", print),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/etc/passwd")]
+)
+def test_what_lies_in_place_of_the_lock_stays(tmp_path, make):
+    make(tmp_path / "run.lock")
+    with (
+        pytest.raises(ConfigError, match=r"run_dir: cannot open .*run.lock', which says who"),
+        locked(tmp_path, "run_dir", print),
+    ):
+        pass
+    assert (tmp_path / "run.lock").exists()

@@ -66,3 +66,28 @@ def test_two_may_hang():
 def test_the_timeout_is_positive():
     with pytest.raises(LaunchError, match="AXON_STEP_TIMEOUT=0 must be more than 0 seconds"):
         Timeouts.from_env({"AXON_STEP_TIMEOUT": "0"})
+
+
+def test_without_a_word_of_the_user_the_time_follows_the_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("axon_dist.mesh.step_watch.time.monotonic", lambda: now[0])
+    watch, told = StepWatch(ME[0], Shelf(), 1800.0, follows=True), StepWatch(ME[0], Shelf(), 1800.0)
+    seen = []
+    for step, seconds in enumerate([200.0, 1.0, 1.0, 30.0, 1.0, 1.0]):
+        now[0] += seconds
+        for one in (watch, told):
+            one(step)
+        seen.append(watch.limit)
+    # Until there are enough, then 20 of the longest after the first; compiling took 200.
+    assert seen == [1800.0] * 4 + [600.0] * 2
+    assert told.limit == 1800.0
+    now[0] += 100.0
+    watch(7)
+    assert watch.limit == 2000.0
+
+
+def test_quick_steps_leave_time_to_save():
+    watch = StepWatch(ME[0], Shelf(), 1800.0, follows=True)
+    for step in range(10):
+        watch(step)
+    assert watch.limit == 300.0

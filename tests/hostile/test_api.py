@@ -1,0 +1,274 @@
+"""What nobody should give to a public call: an error of the library, with a sentence.
+
+Every row is refused before anything is compiled.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import axon_dist
+from axon_dist import World
+from axon_dist.core.errors import AxonDistError
+from axon_dist.loop import LoopOptions, Trainer
+from axon_dist.planner import recommend
+from axon_dist.schedule import Costs, build_schedule
+from axon_dist.step import TrainState
+
+
+class Net(nnx.Module):
+    def __init__(self, width=8):
+        self.up = nnx.Linear(4, width, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(width, 1, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+WORLD = World.emulate(8)
+GROUP = WORLD.group("dp")
+NET = Net()
+BATCH = {"x": np.ones((16, 4), np.float32), "y": np.ones((16, 1), np.float32)}
+ODD = {
+    "None": None, "text": "dp", "float": 2.5, "list": [[1]], "class": Net, "thing": object(),
+    "NaN": float("nan"), "text of a number": "8", "function": lambda: 3,
+}  # fmt: skip
+
+
+def build(**changes):
+    given = {"model": NET, "optimizer": optax.sgd(0.1), "loss_fn": loss}
+    given |= {"strategy": axon_dist.ddp(), "world": WORLD}
+    return axon_dist.build_train_step(**{**given, **changes})
+
+
+STACKED = jnp.ones((8, 8))
+CALLS = {
+    "World.emulate": lambda odd: World.emulate(odd),
+    "World.emulate axes": lambda odd: World.emulate(8, odd),
+    "World.init axes": lambda odd: World.init(odd),
+    "World.init devices": lambda odd: World.init("dp=-1", odd),
+    "World": lambda odd: World(odd, odd),
+    "MeshSpec": lambda odd: axon_dist.MeshSpec(odd),
+    "MeshSpec size": lambda odd: axon_dist.MeshSpec(dp=odd),
+    "MeshSpec.resolve": lambda odd: axon_dist.MeshSpec("dp=-1").resolve(odd),
+    "group": lambda odd: WORLD.group("dp", odd),
+    "new_group": lambda odd: WORLD.new_group(odd),
+    "new_group rank": lambda odd: WORLD.new_group([odd]),
+    "ProcessGroup mesh": lambda odd: axon_dist.ProcessGroup(odd, ("dp",)),
+    "ProcessGroup axes": lambda odd: axon_dist.ProcessGroup(WORLD.mesh, odd),
+    "group_of": lambda odd: GROUP.group_of(odd),
+    "contains": lambda odd: GROUP.contains(odd),
+    "share_of_batch": lambda odd: WORLD.share_of_batch(odd),
+    "all_reduce_sum group": lambda odd: axon_dist.all_reduce_sum(STACKED, odd),
+    "all_gather group": lambda odd: axon_dist.all_gather(STACKED, odd),
+    "broadcast group": lambda odd: axon_dist.broadcast(STACKED, odd),
+    "broadcast src": lambda odd: axon_dist.broadcast_from(STACKED, GROUP, src=odd),
+    "gather dst": lambda odd: axon_dist.gather_tensor(STACKED, GROUP, dst=odd),
+    "sync_gradients group": lambda odd: axon_dist.sync_gradients(STACKED, odd),
+    "send_recv perm": lambda odd: axon_dist.send_recv(STACKED, GROUP, odd),
+    "send_recv pair": lambda odd: axon_dist.send_recv(STACKED, GROUP, [odd]),
+    "shift": lambda odd: axon_dist.shift(STACKED, GROUP, odd),
+    "barrier": lambda odd: axon_dist.barrier(odd),
+    "rank": lambda odd: axon_dist.rank(odd),
+    "world_size": lambda odd: axon_dist.world_size(odd),
+    "DDP group": lambda odd: axon_dist.DDP(NET, odd),
+    "FSDP group": lambda odd: axon_dist.FSDP(NET, odd),
+    "ZeROOptimizer": lambda odd: axon_dist.ZeROOptimizer(optax.sgd(0.1), 1, odd),
+    "ZeROStage": lambda odd: axon_dist.ZeROStage(odd),
+    "CPUOffload": lambda odd: axon_dist.CPUOffload(odd),
+    "ShardingStrategy": lambda odd: axon_dist.ShardingStrategy(odd),
+    "ParallelMode": lambda odd: axon_dist.ParallelMode(odd),
+    "ReduceOp": lambda odd: axon_dist.ReduceOp(odd),
+    "tensor_parallel": lambda odd: axon_dist.tensor_parallel(odd),
+    "GradScaler": lambda odd: axon_dist.GradScaler(odd),
+    "autocast": lambda odd: axon_dist.autocast(NET, odd),
+    "lora rank": lambda odd: axon_dist.lora(NET, odd, rngs=nnx.Rngs(0)),
+    "SizeBasedAutoWrapPolicy": lambda odd: axon_dist.SizeBasedAutoWrapPolicy(odd),
+    "optimizer": lambda odd: build(optimizer=odd),
+    "world": lambda odd: build(world=odd),
+    "strategy": lambda odd: build(strategy=odd),
+    "accumulate": lambda odd: build(accumulate=odd or 0),
+    "metrics": lambda odd: build(metrics=odd),
+    "load_checkpoint": lambda odd: axon_dist.load_checkpoint(odd, {"w": jnp.ones(2)}),
+    "load_weights": lambda odd: axon_dist.load_weights(NET, odd),
+    "save_weights model": lambda odd: axon_dist.save_weights(odd, "/none/x.safetensors"),
+    "hub_config": lambda odd: axon_dist.hub_config(odd),
+    "load_model": lambda odd: axon_dist.load_model(odd),
+    "generate": lambda odd: axon_dist.generate(odd, [[1]], 2),
+    "num_steps": lambda odd: LoopOptions(num_steps=odd).validate(),
+    "schedule": lambda odd: build_schedule(odd, 4, 8),
+    "stages": lambda odd: build_schedule("1f1b", odd, 8),
+    "Costs": lambda odd: Costs(f=odd),
+    "devices": lambda odd: recommend(7e9, odd),
+}
+"""Calls that none of `ODD` is right for, but these."""
+RIGHT = {
+    ("World.emulate", "None"),
+    ("World.init devices", "None"),
+    ("Costs", "float"),
+    ("GradScaler", "float"),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [pair for pair in itertools.product(CALLS, ODD) if pair not in RIGHT]
+)
+def test_odd_arguments_are_told(call, name):
+    with pytest.raises(AxonDistError) as caught:
+        CALLS[call](ODD[name])
+    text = str(caught.value)
+    assert 15 < len(text) < 1500
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: World.emulate("8"), "cannot emulate '8' devices, a str; give a number"),
+        (lambda: World.emulate(0), "cannot emulate 0 devices; ask for at least one"),
+        (lambda: World.emulate(-1), "cannot emulate -1 devices"),
+        (lambda: World.emulate(True), "cannot emulate True devices, a bool"),
+        (lambda: World.emulate(10**12), "cannot emulate 1000000000000 devices.*at most 1024"),
+        (lambda: WORLD.new_group([0, 0]), "name a rank twice"),
+        (lambda: WORLD.new_group([8]), r"ranks \[8\] do not exist in a world of 8"),
+        (lambda: axon_dist.DDP(NET, "dp"), "DDP got group='dp', a str; give a ProcessGroup"),
+        (lambda: axon_dist.DDP(Net, GROUP), "DDP got module=the class Net; give an nnx.Module"),
+        (lambda: axon_dist.DDP(axon_dist.DDP(NET, GROUP), GROUP), "module=a DistributedDataPara"),
+        (lambda: axon_dist.FSDP(axon_dist.FSDP(NET, GROUP), GROUP), "not a wrapper of one"),
+        (lambda: build(metrics="loss"), "got metrics='loss', a str; give a list of texts"),
+        (lambda: build(optimizer=optax.sgd), "optimizer is a function"),
+        (lambda: build(optimizer=optax.GradientTransformation), "optimizer is the class Gradient"),
+        (lambda: build(optimizer=nnx.Optimizer(NET, optax.sgd(0.1), wrt=nnx.Param)), "is an nnx.O"),
+        (lambda: build(loss_fn=lambda model: 0.0), r"loss_fn takes \(model\), and is called as"),
+        (lambda: build(loss_fn=lambda a, b, c: 0.0), "missing a required argument: 'c'"),
+        (lambda: build(loss_fn=Net), "loss_fn is the class Net; give a function"),
+        (lambda: build(loss_fn=lambda m, b: (0.0, 1.0, 2.0), batch=BATCH), "loss"),
+        (lambda: build(loss_fn=lambda m, b: None, batch=BATCH), "loss"),
+        (lambda: build(loss_fn=lambda m, b: m(b["x"]), batch=BATCH), "loss"),
+        (lambda: LoopOptions(num_steps=2.5).validate(), "num_steps=2.5 is no whole number"),
+        (
+            lambda: axon_dist.all_reduce_sum(np.full(8, 2**40), GROUP),
+            "has the number 1099511",
+        ),
+        (lambda: axon_dist.all_reduce_sum(["a"] * 8, GROUP), "got 'a', a str; give arrays of num"),
+        (lambda: axon_dist.all_reduce_sum(None, GROUP), "a collective got None"),
+        (lambda: axon_dist.save_checkpoint("a\0b", {"w": jnp.ones(2)}), "a NUL character in it"),
+        (lambda: axon_dist.save_checkpoint(3, {"w": jnp.ones(2)}), "the checkpoint: got 3, a int"),
+        (lambda: axon_dist.load_checkpoint("~nosuchuser/x", {}), "there is no user 'nosuchuser'"),
+        (
+            lambda: axon_dist.load_checkpoint("/dev/zero", {"w": jnp.ones(2)}),
+            "is a device",
+        ),
+        (lambda: axon_dist.load_weights(NET, []), r"got \[\] for the files of weights"),
+        (lambda: axon_dist.load_weights(NET, "/dev/zero"), "zero"),
+        (lambda: build_schedule("1f1b", 10**12, 8), "a table of 8000000000000 forwards"),
+        (lambda: Costs(f=1e308), "Times add up"),
+        (lambda: recommend(7e9, 10**12), "plan for at most 1048576"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_was_got_and_what_to_do(call, words):
+    with pytest.raises(AxonDistError, match=words):
+        call()
+
+
+@pytest.fixture(scope="module")
+def step():
+    return build()
+
+
+BATCHES = {
+    "None": (None, "the batch is None; give arrays"),
+    "empty": ({}, "the batch is an empty dict"),
+    "generator": ((BATCH for _ in range(3)), "the batch is a generator; give numpy or JAX arrays"),
+    "text": ("x", "the batch is a str"),
+    "mixed keys": ({"x": BATCH["x"], 3: BATCH["y"]}, "keys of the batch are of several kinds"),
+    "sizes": ({**BATCH, "y": BATCH["y"][:8]}, "every leaf needs the same"),
+    "objects": ({**BATCH, "y": np.array([None] * 16)}, "leaf 'y' of the batch is a numpy array"),
+    "texts": ({**BATCH, "y": np.array(["a"] * 16)}, "leaf 'y' of the batch is a numpy"),
+    "dates": ({**BATCH, "y": np.zeros(16, "datetime64[s]")}, "leaf 'y' of the batch is a numpy"),
+    "wide": ({**BATCH, "y": np.full((16, 1), 2**40)}, "leaf 'y' of the batch has the numb"),
+    "scalar": ({**BATCH, "y": np.float32(3)}, "every leaf needs the same"),
+    "odd": ({name: x[:7] for name, x in BATCH.items()}, "a batch of 7 samples does not divide"),
+    "none left": ({name: x[:0] for name, x in BATCH.items()}, "a batch of 0 samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch", "words"), BATCHES.values(), ids=BATCHES)
+def test_odd_batches(step, batch, words):
+    with pytest.raises(AxonDistError, match=words):
+        step.place(batch)
+    with pytest.raises(AxonDistError):
+        step.check(batch)
+
+
+def abstract(step, **changes):
+    """A state of host arrays, as nobody has computed it."""
+    zeros = lambda leaf: np.zeros(leaf.shape, leaf.dtype)
+    made = {
+        field: jax.tree.map(zeros, getattr(step.abstract_state, field))
+        for field in ("step", "params", "opt_state", "buffers", "scaler", "frozen", "ema")
+    }
+    return TrainState(**{**made, **changes})
+
+
+def test_odd_states(step):
+    other = build(model=Net(16))
+    momentum = build(optimizer=optax.adam(0.1))
+    narrow = abstract(step)
+    narrow.params["up"]["kernel"] = narrow.params["up"]["kernel"].astype(np.float16)
+    for state, words in [
+        (None, "got None for a state; give a TrainState"),
+        (BATCH, "got a dict for a state"),
+        (TrainState, "got the class TrainState for a state"),
+        (abstract(other), r"params/down/kernel is float32\[16, 1\] and must be float32\[8, 1\]"),
+        (abstract(momentum), "opt_state.* is more than it has"),
+        (abstract(step, params={}), "params/.* is missing"),
+        (narrow, r"params/up/kernel is float16\[4, 8\] and must be float32\[4, 8\]"),
+    ]:
+        for call in (step, step.evaluate, step.gradients):
+            with pytest.raises(AxonDistError, match=words):
+                call(state, BATCH)
+        with pytest.raises(AxonDistError, match=words):
+            step.merge(state)
+
+
+def test_a_state_of_another_strategy(step):
+    sharded = build(strategy=axon_dist.fsdp(axes="dp", min_elements=1))
+    with pytest.raises(AxonDistError, match=r"lies as .* and must lie as"):
+        step(sharded.init(), BATCH)
+
+
+TRAINERS = {
+    "step": ({"step": build}, "a Trainer got step=a function; give a TrainStep"),
+    "batches": ({"batches": None}, "a Trainer got batches=None; give an iterable of batches"),
+    "one batch": ({"batches": BATCH}, "a Trainer got batches="),
+    "options": ({"options": {"num_steps": 2}}, "a Trainer got options="),
+    "validation": ({"validation": [BATCH]}, "(?s)got validation=.*give a function of no arg"),
+    "writers": ({"writers": [print]}, "a Trainer got writers="),
+    "a writer": ({"writers": "metrics.jsonl"}, "a Trainer got writers='metrics.jsonl'"),
+    "progress": ({"progress": True}, "a Trainer got progress=True"),
+    "should_stop": ({"should_stop": 3}, "a Trainer got should_stop=3"),
+    "save": ({"save": "here"}, "a Trainer got save='here'"),
+    "go_back": ({"go_back": 3}, "a Trainer got go_back=3"),
+    "history": ({"history": [3]}, "a Trainer got history="),
+    "steps": ({"options": LoopOptions(num_steps=2.5)}, "num_steps=2.5 is no whole number"),
+    "no batch": ({"batches": []}, "there is no batch to train on"),
+    "None as batch": ({"batches": [None]}, "the batch is None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_odd_trainers(step, name):
+    changes, words = TRAINERS[name]
+    given = {"step": step, "batches": [BATCH], "options": LoopOptions(num_steps=1), **changes}
+    with pytest.raises(AxonDistError, match=words):
+        Trainer(**given).fit()

@@ -1,0 +1,667 @@
+"""What nobody should type: one line, exit code 2, at once, and nothing made.
+
+Inputs run in this process and are refused before anything is compiled.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import pathlib
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+from axon_dist.cli.main import main
+
+SECONDS = 5
+DEEP = "[" * 5000
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 10)}]\n"
+    for old, new in itertools.pairwise("abcdefghi")
+)
+DIGITS = "9" * 5000
+
+YAML = {
+    "tag of a function": "seed: !!python/object/apply:os.getcwd []",
+    "tag of nobody": "seed: !mine 3",
+    "binary": "name: !!binary aGVsbG8=",
+    "set": "name: !!set {a, b}",
+    "ordered": "name: !!omap [a: 1]",
+    "date": "name: 2024-01-01",
+    "time": "name: 2024-01-01T00:00:00Z",
+    "no date": "name: 2024-13-45",
+    "no time": "name: 2024-01-01T99:99:99Z",
+    "long number": f"seed: {'9' * 4300}",
+    "longer number": f"seed: {DIGITS}",
+    "long float": f"optimizer: {{learning_rate: {DIGITS}}}",
+    "65 bits": "seed: 18446744073709551616",
+    "deep": f"model: {DEEP}",
+    "deep sections": "a: {" * 3000,
+    "bomb": BOMB,
+    "itself": "x-a: &a [*a]\nmodel: *a",
+    "itself merged": "x-a: &a {<<: *a}\nmodel: {<<: *a}",
+    "no anchor": "seed: *none",
+    "twice": "seed: 1\nseed: 2",
+    "list as key": "? [a, b]\n: 1",
+    "section as key": "? {a: b}\n: 1",
+    "number as key": "1: 2",
+    "truth as key": "train: {yes: 1}",
+    "null as key": "~: 1",
+    "half a letter": 'name: "\\ud800"',
+    "two documents": "seed: 1\n---\nseed: 2",
+    "tab": "train:\n\tsteps: 3",
+    "no end": 'name: "abc',
+    "directive": "%YAML 9.9\n---\nseed: 1",
+    "control": "name: a\x01b",
+    "list": "- 1\n- 2",
+    "text": "hello",
+    "merge of a number": "model: {<<: 3}",
+    "many keys": "train: {" + ", ".join(f"k{i}: 1" for i in range(5000)) + "}",
+}
+BYTES = {
+    "not UTF-8": b"name: \xff\xfe",
+    "UTF-16": "seed: 1".encode("utf-16"),
+    "NUL": b"name: a\0b",
+    "gzip": zlib.compress(b"seed: 1"),
+    "large": b"# " + b"x" * 2**19,
+}
+KINDS = ("folder", "pipe", "socket", "dangling", "zero", "none", "loop")
+OVERRIDES = [
+    "=",
+    "=3",
+    "train.steps",
+    "train..steps=3",
+    ".train.steps=3",
+    "a.b.c=",
+    "seed.a=1",
+    "train.steps=\u0661\u0662",
+    'train.clip_norm="\u0661\u0662"',
+    "train.steps=1e3",
+    "train.steps=1000000000000",
+    "train.steps=-1",
+    "train.steps=0",
+    "train.steps=2.5",
+    "train.steps=true",
+    "train.steps=null",
+    f"train.steps={DIGITS}",
+    "train.global_batch=1000000000000",
+    "train.global_batch=1000000000",
+    "train.eval_batches=2147483647",
+    "train.accumulate=2147483648",
+    "train.eval_every=-1",
+    "train.nonfinite=[]",
+    "train.nonfinite={}",
+    "train.nonfinite=explode",
+    "train.clip_norm=.nan",
+    "train.clip_norm=.inf",
+    "train.clip_norm=0",
+    "train.clip_norm=1e308",
+    "train.clip_norm=[1]",
+    "train.ema=1",
+    "train.ema=-0.1",
+    "train.ema=.nan",
+    "train=3",
+    "train=[]",
+    "seed=-1",
+    "seed=4294967296",
+    "seed=abc",
+    "name=",
+    'name=""',
+    "name=a/b",
+    'name="a\\nb"',
+    'name="a\\0b"',
+    f"name={'x' * 300}",
+    "run_dir=~nosuchuser/x",
+    'run_dir="a\\0b"',
+    'run_dir=""',
+    f"run_dir={'x/' * 3000}",
+    f"run_dir={'x' * 300}",
+    "run_dir=3",
+    "checkpoint.dir=~nosuchuser/x",
+    'checkpoint.dir="a\\0b"',
+    "checkpoint.type=half",
+    "checkpoint.type=[]",
+    "checkpoint.keep=0",
+    "checkpoint.every=1000000000000",
+    "devices.emulate=1000000000000",
+    "devices.emulate=0",
+    "devices.emulate=-2",
+    "devices.emulate=abc",
+    "mesh=",
+    "mesh=dp",
+    "mesh=dp=0",
+    "mesh=dp=-2",
+    "mesh=dp=abc",
+    "mesh=dp=3,dp=3",
+    "mesh=xx=3",
+    "mesh={dp: 1.5}",
+    "mesh={dp: null}",
+    "mesh=[1, 2]",
+    "mesh=3",
+    "mesh=dp=-1,tp=-1",
+    "mesh=dp=1000000000000",
+    "model.num_layers=1000000000000",
+    "model.num_layers=0",
+    "model.width=1000000000000",
+    "model.width=-8",
+    "model.vocab_size=1000000000000",
+    "model.ffn_width=1000000000000",
+    "model.max_length=1000000000000",
+    "model.norm_eps=.nan",
+    "model.norm_eps=.inf",
+    "model.rope_theta=.nan",
+    "model.dropout=1",
+    "model.dropout=.nan",
+    "model.dtype=int32",
+    "model.dtype=nonsense",
+    "model.kind=[]",
+    "model.kind={}",
+    "model.kind=gpt5",
+    "model=3",
+    "model=nothing",
+    "model={factory: nothing}",
+    "model={factory: 'no.such.module:make'}",
+    "model={factory: 'math:sqrt'}",
+    "model={factory: [1]}",
+    "model={factory: 'os:'}",
+    "data.kind=sql",
+    "data.kind={}",
+    "data.files=3",
+    "data.files=[3]",
+    "data.files=[~nosuchuser/x]",
+    'data.files=["a\\0b"]',
+    "data.files=[/dev/zero]",
+    "data.files=[/]",
+    "data.files=['/**/*']",
+    "data.files=['[']",
+    'data.files=[""]',
+    "data.sequence_length=0",
+    "data.sequence_length=1000000000000",
+    "data.validation_fraction=2",
+    "data.validation_fraction=.nan",
+    "data.max_bytes=0",
+    "data.tokenizer=/none.json",
+    "data.tokenizer=/dev/zero",
+    'data.tokenizer="a\\0b"',
+    "data.num_ahead=-1",
+    "optimizer=adamw2",
+    "optimizer=[]",
+    "optimizer.learning_rate=0",
+    "optimizer.learning_rate=.nan",
+    "optimizer.learning_rate=1e308",
+    "optimizer.learning_rate=abc",
+    "optimizer.b1=1",
+    "optimizer.schedule=cubic",
+    "optimizer.schedule.warmup_steps=1000",
+    "optimizer.schedule.warmup_steps=-1",
+    "parallel=dddp",
+    "parallel=[]",
+    "parallel=[ddp, ddp]",
+    "parallel={ddp: 3}",
+    "parallel={ddp: {x: 1}}",
+    "parallel={pipeline: {}}",
+    "parallel={3: {}}",
+    "parallel=[[ddp]]",
+    "precision=int8",
+    "precision=[]",
+    "precision={compute: abc}",
+    "remat=3",
+    "remat={interval: 0}",
+    "trainable=3",
+    "frozen_dtype=3",
+    "loss_scale={growth_factor: 0}",
+    "deterministic=maybe",
+    "loggers=[3]",
+    "loggers=[email]",
+    "loss=3",
+    "loss={function: 'math:sqrt', factory: 'math:sqrt'}",
+    "loss={}",
+    "nonsense=1",
+    "trian.steps=3",
+    "\ud800=1",
+]
+ARGUMENTS = [
+    [],
+    [""],
+    ["trian"],
+    ["-"],
+    ["--"],
+    ["\0"],
+    ["train"],
+    ["train", ""],
+    ["train", "a\0b"],
+    ["train", "~nosuchuser/x.yaml"],
+    ["train", "x" * 5000],
+    ["train", "CONFIG", "--resume"],
+    ["train", "CONFIG", "--fast"],
+    ["verify", "CONFIG", "--steps", "0"],
+    ["verify", "CONFIG", "--steps", "-3"],
+    ["verify", "CONFIG", "--steps", "2.5"],
+    ["verify", "CONFIG", "--steps", "\u0663"],
+    ["verify", "CONFIG", "--steps", "9" * 5000],
+    ["data", "burn", "CONFIG"],
+    ["data", "check", "CONFIG", "--seconds", "nan"],
+    ["data", "check", "CONFIG", "--seconds", "inf"],
+    ["data", "check", "CONFIG", "--samples", "0"],
+    ["data", "check", "CONFIG", "--seconds", "0"],
+    ["eval", "/none"],
+    ["eval", "CONFIG"],
+    ["eval", "a\0b"],
+    ["eval", "~nosuchuser/run"],
+    ["eval", "/none", "--step", "\u0661"],
+    ["eval", "/none", "--step", "worst"],
+    ["eval", "/none", "--batches", "x"],
+    ["eval", "/none", "--json", "/none/x.json"],
+    ["eval", "/none", "--json", "a\0b"],
+    ["eval", "/none", "--json", "/"],
+    ["generate", "/none"],
+    ["generate", "/none", "--prompt", "a", "--tokens", "1e3"],
+    ["generate", "/none", "--prompt", "a", "--temperature", "nan"],
+    ["generate", "/none", "--prompt", "a", "--seed", "\u0661"],
+    ["generate", "/none", "--prompt", "a"],
+    ["export", "/none", "/tmp/x", "--format", "onnx"],
+    ["export", "/none", "/tmp/x", "--max-file", "1e400"],
+    ["export", "/none", "/tmp/x", "--max-file", "-1"],
+    ["export", "/none", "/tmp/x"],
+    ["export", "/dev/zero", "/tmp/x"],
+    ["inspect", "CONFIG", "--target", "abacus:8"],
+    ["inspect", "CONFIG", "--target", "h100:0"],
+    ["inspect", "CONFIG", "--target", "h100:\u00b2"],
+    ["inspect", "CONFIG", "--target", "h100:1000000000000"],
+    ["inspect", "CONFIG", "--target", ""],
+    ["inspect", "CONFIG", "--json", "/none/x"],
+    ["plan"],
+    ["plan", "CONFIG"],
+    ["plan", "CONFIG", "--devices", "0"],
+    ["plan", "CONFIG", "--devices", "-8"],
+    ["plan", "CONFIG", "--devices", "1000000000000"],
+    ["plan", "CONFIG", "--target", "h100:" + "9" * 5000],
+    ["plan", "CONFIG", "--target", "h100:\u00b2"],
+    ["plan", "CONFIG", "--target", "h100:1000000000000"],
+    ["plan", "--params", "nan", "--devices", "8"],
+    ["plan", "--params", "1e999", "--devices", "8"],
+    ["plan", "--params", "-7", "--devices", "8"],
+    ["plan", "--params", "7 cows", "--devices", "8"],
+    ["plan", "--params", "7e9", "--devices", "8", "--memory", "0"],
+    ["plan", "--params", "7e9", "--devices", "8", "--memory", "9e999GB"],
+    ["plan", "--params", "7e9", "--devices", "8", "--batch", "0"],
+    ["plan", "--params", "7e9", "--devices", "8", "--batch", "-1"],
+    ["plan", "--params", "7e9", "--devices", "8", "--sequence", "0"],
+    ["plan", "--params", "7e9", "--devices", "8", "--precision", "int4"],
+    ["plan", "--params", "7e9", "--devices", "8", "--optimizer", "sgdd"],
+    ["schedule", "2f2b", "--stages", "4", "--microbatches", "8"],
+    ["schedule", "1f1b"],
+    ["schedule", "1f1b", "--stages", "0", "--microbatches", "8"],
+    ["schedule", "1f1b", "--stages", "1000000000000", "--microbatches", "8"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "1000000000000"],
+    ["schedule", "1f1b", "--stages", "\u0664", "--microbatches", "8"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--costs", "nan", "1", "1"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--costs", "1e308", "1", "1"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--costs", "-1", "1", "1"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--costs", "0", "0", "0"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--svg", "/none/x.svg"],
+    ["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--svg", "/dev/full"],
+    ["schedule", "interleaved_1f1b", "--stages", "4", "--microbatches", "8", "--chunks", "0"],
+    [
+        "schedule",
+        "interleaved_1f1b",
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--chunks",
+        "99999999",
+    ],
+    ["schedule", "/none.csv"],
+    ["schedule", "a\0b.csv"],
+    ["launch"],
+    ["launch", "--", "no-such-program-anywhere"],
+    ["launch", "-n", "0", "--", "true"],
+    ["launch", "-n", "1000000000000", "--", "true"],
+    ["launch", "-n", "\u0662", "--", "true"],
+    ["launch", "--grace", "nan", "--", "true"],
+    ["launch", "--grace", "-1", "--", "true"],
+    ["launch", "--master-port", "70000", "--", "true"],
+    ["launch", "--master-port", "0", "--", "true"],
+    ["launch", "--node-rank", "3", "--", "true"],
+    ["launch", "--nnodes", "2", "--", "true"],
+    ["launch", "--log-dir", "/dev/null/x", "--", "true"],
+    ["launch", "--log-dir", "a\0b", "--", "true"],
+    ["launch", "--devices-per-process", "0", "--", "true"],
+    ["launch", "--devices-per-process", "1000000000000", "--", "true"],
+    ["doctor", "--numerics", "some"],
+    ["doctor", "please"],
+]
+VARIABLES = [
+    {"NPROC": "abc"},
+    {"NPROC": "1e3"},
+    {"NPROC": "-"},
+    {"NPROC": "9" * 5000},
+    {"NPROC": "\u0661"},
+    {"JAX_NUM_CPU_DEVICES": "abc"},
+    {"AXON_LAUNCH_TIMEOUT": "soon"},
+    {"AXON_SILENCE_TIMEOUT": "nan"},
+    {"AXON_SILENCE_TIMEOUT": "0"},
+    {"AXON_STEP_TIMEOUT": "1e300"},
+    {"AXON_STEP_TIMEOUT": "inf"},
+    {"AXON_CLUSTER": "abacus"},
+    {"AXON_CLUSTER": ""},
+    {"WORLD_SIZE": "\u0662", "RANK": "0"},
+    {"WORLD_SIZE": "1_0", "RANK": "0"},
+    {"WORLD_SIZE": "9" * 5000, "RANK": "0"},
+    {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": " "},
+    {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1e4"},
+    {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"},
+    {"SM_HOSTS": "algo-1"},
+    {"SM_HOSTS": "[" * 5000},
+    {"SM_HOSTS": "[1, 2]"},
+    {"JAX_COORDINATOR_ADDRESS": "here", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+    {"JAX_COORDINATOR_ADDRESS": "here:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+    {"OMPI_COMM_WORLD_SIZE": "x", "OMPI_COMM_WORLD_RANK": "0"},
+    {"MASTER_PORT": "abc"},
+]
+
+
+@contextlib.contextmanager
+def alarm():
+    """Nothing here may take long, or wait for something."""
+
+    def late(*_):
+        raise AssertionError(f"longer than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(4 * SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refused(capsys, arguments):
+    """Runs the command, which must say one line and leave by code 2; the line."""
+    started = time.process_time()
+    with alarm():
+        try:
+            code = main(arguments)
+        except SystemExit as error:
+            code = error.code
+    out, err = capsys.readouterr()
+    assert code == 2, err
+    assert "Traceback" not in out + err
+    assert err.startswith("axon: error: ")
+    assert err.count("\n") == 1
+    assert len(err) < 2300
+    assert time.process_time() - started < SECONDS
+    return err
+
+
+@pytest.fixture
+def config(tmp_path, texts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"run_dir: {tmp_path}/run\ndevices: {{emulate: 8}}\n"
+        "model: {width: 8, num_layers: 1, num_heads: 2, ffn_width: 16, max_length: 16}\n"
+        f"data: {{files: [{texts}/train.txt], validation_files: [{texts}/validation.txt], "
+        "sequence_length: 16}\ntrain: {steps: 6, global_batch: 8}\n"
+    )
+    yield path
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("text", YAML.values(), ids=YAML)
+def test_odd_yaml(capsys, tmp_path, text):
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    refused(capsys, ["train", str(path)])
+
+
+@pytest.mark.parametrize("content", BYTES.values(), ids=BYTES)
+def test_odd_bytes(capsys, tmp_path, content):
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    refused(capsys, ["train", str(path)])
+
+
+def make_odd(path, kind):
+    """Puts something at a path that is no file."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    elif kind == "loop":
+        path.symlink_to(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+
+
+def odd(tmp_path, name, kind):
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    make_odd(folder / name, kind)
+    return folder / name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "PATH"],
+        ["train", "CONFIG", "data.files=[PATH]"],
+        ["train", "CONFIG", "data.tokenizer=PATH"],
+        ["eval", "PATH"],
+        ["export", "PATH", "out.safetensors"],
+        ["schedule", "PATH"],
+    ],
+    ids=lambda words: " ".join(words[:3]),
+)
+def test_what_is_no_file(capsys, config, tmp_path, words, kind):
+    name = "x.csv" if words[0] == "schedule" else "x"
+    path = str(odd(tmp_path, name, kind))
+    refused(capsys, [w.replace("PATH", path).replace("CONFIG", str(config)) for w in words])
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling", "zero", "loop"])
+def test_a_run_folder_whose_config_is_none(capsys, tmp_path, kind):
+    path = odd(tmp_path, "config.yaml", kind)
+    refused(capsys, ["eval", str(path.parent)])
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda text: ascii(text)[:50])
+def test_odd_overrides(capsys, config, override):
+    refused(capsys, ["train", str(config), override])
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda words: ascii(" ".join(words))[:70])
+def test_odd_arguments(capsys, config, arguments):
+    refused(capsys, [str(config) if word == "CONFIG" else word for word in arguments])
+
+
+@pytest.mark.parametrize("variables", VARIABLES, ids=lambda row: ascii(row)[:60])
+def test_odd_environments(capsys, config, monkeypatch, variables):
+    # A backend that runs already would not look at what it is to make up.
+    monkeypatch.setattr("axon_dist.launch.emulation.backend_started", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused(capsys, ["train", str(config)])
+
+
+def header(text, tail=b""):
+    return struct.pack("<Q", len(text)) + text + tail
+
+
+def npy(shape, dtype="<u2"):
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}".ljust(118) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+def npz(**arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+PICTURES, LABELS = np.zeros((10, 8, 8, 3), np.uint8), np.zeros(10, np.int32)
+FILES = {
+    "tokens": {
+        "empty.bin": b"",
+        "odd.bin": b"abc",
+        "empty.npy": b"",
+        "text.npy": b"hello",
+        "lies.npy": npy("(1000000000000,)"),
+        "negative.npy": npy("(-3,)"),
+        "scalar.npy": npy("()"),
+        "objects.npy": npy("(3,)", "|O"),
+        "dtype.npy": npy("(3,)", "<q99"),
+        "floats.npy": npy("(2,)", "<f4") + b"\0" * 8,
+        "code.npy": npy("__import__('os').getcwd()"),
+        "archive.npy": npz(a=LABELS),
+    },
+    "images": {
+        "empty.npz": b"",
+        "text.npz": b"hello",
+        "cut.npz": npz(images=PICTURES, labels=LABELS)[:-40],
+        "flipped.npz": npz(images=PICTURES, labels=LABELS)[:200] + b"\xff" * 500,
+        "none.npz": npz(),
+        "other.npz": npz(a=LABELS),
+        "sizes.npz": npz(images=PICTURES[:, :4], labels=LABELS),
+        "count.npz": npz(images=PICTURES, labels=LABELS[:3]),
+        "dtype.npz": npz(images=PICTURES.astype(np.float32), labels=LABELS),
+        "labels.npz": npz(images=PICTURES, labels=LABELS - 1),
+        "objects.npz": npz(images=np.array([None]), labels=LABELS),
+    },
+    "jsonl": {
+        "empty.jsonl": b"",
+        "blank.jsonl": b"\n\n \n",
+        "text.jsonl": b"hello\n" * 30,
+        "list.jsonl": b"[1]\n" * 30,
+        "deep.jsonl": b"[" * 20_000 + b"\n",
+        "number.jsonl": b'{"text": 3}\n' * 30,
+        "field.jsonl": b'{"body": "x"}\n' * 30,
+        "digits.jsonl": b'{"text": ' + b"9" * 5000 + b"}\n",
+        "bytes.jsonl": b'{"text": "\xff"}\n' * 30,
+        "half.jsonl": b'{"text": "\\ud800"}\n' * 30,
+    },
+    "parquet": {
+        "empty.parquet": b"",
+        "text.parquet": b"PAR1 hello PAR1",
+        "cut.parquet": b"PAR1" + b"\xff" * 100 + b"\xff\xff\xff\x7fPAR1",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, rows in FILES.items() for name in rows],
+    ids=lambda text: text,
+)
+def test_files_that_lie(capsys, config, tmp_path, kind, name):
+    file = tmp_path / name
+    file.write_bytes(FILES[kind][name])
+    data = f"data={{kind: {kind}, files: [{file}]}}"
+    model = []
+    if kind == "images":
+        data = f"data={{kind: images, files: [{file}], image_size: 8}}"
+        model = ["model={kind: vit, width: 8, num_layers: 1, num_heads: 2, image_size: 8, "
+                 "patch_size: 4, num_classes: 3}"]  # fmt: skip
+    refused(capsys, ["data", "check", str(config), data, *model, "--no-step"])
+
+
+TOKENIZERS = {
+    "empty": "",
+    "text": "hello",
+    "list": "[]",
+    "object": "{}",
+    "deep": "[" * 20_000,
+    "null model": '{"version": "1.0", "model": null}',
+    "no vocabulary": json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {},
+                                                            "unk_token": "x"}}),
+    "negative": json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": -1},
+                                                       "unk_token": "a"}}),
+    "version": '{"version": "99.0", "model": {}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_broken_tokenizers(capsys, config, tmp_path, text):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(text)
+    refused(capsys, ["data", "check", str(config), f"data.tokenizer={file}", "--no-step"])
+
+
+TABLES = {
+    "empty": "",
+    "text": "hello",
+    "binary": "\x00\x01",
+    "huge stage": "999999999999F0,\n",
+    "half": "0F0,0B",
+    "unicode": "\u0660F0,0B0",
+    "order": "0B0,0F0",
+    "missing": "0F0,0F1,0B0",
+}
+
+
+@pytest.mark.parametrize("text", TABLES.values(), ids=TABLES)
+def test_tables_that_are_none(capsys, tmp_path, text):
+    file = tmp_path / "table.csv"
+    file.write_text(text)
+    started = time.process_time()
+    with alarm():
+        assert main(["schedule", str(file)]) == 2
+    out, err = capsys.readouterr()
+    # The grid with the cell that is wrong is drawn as output.
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+    assert time.process_time() - started < SECONDS
+
+
+def run(*arguments, **options):
+    """A real command."""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    command = [sys.executable, "-m", "axon_dist.cli", *arguments]
+    env |= options.pop("env", {})
+    return subprocess.run(command, env=env, capture_output=True, timeout=120, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", b"\xff.yaml"], b"cannot read the config"),
+        (["train", "/dev/zero"], b"it is a device and no file"),
+    ],
+    ids=["name", "device"],
+)
+def test_real_commands(arguments, words, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(b"\n") == 1
+    assert words in done.stderr
+    assert not pathlib.Path(tmp_path, "run").exists()
+
+
+def test_a_full_standard_output_is_one_line_too(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    command = [sys.executable, "-m", "axon_dist.cli", "schedule", "1f1b", "--stages", "2",
+               "--microbatches", "2"]  # fmt: skip
+    env["TMPDIR"] = str(tmp_path)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"axon: unexpected OSError: [Errno 28] No space left on device")
+    assert done.stderr.count(b"\n") == 1
+    assert len(list(tmp_path.glob("axon-*.txt"))) == 1
