@@ -114,7 +114,7 @@ class Trainer:
         >>> batches = [{"x": np.ones((8, 2), np.float32)}] * 20
         >>> trainer = Trainer(step=step, batches=batches, options=LoopOptions(num_steps=20))
         >>> result = trainer.fit()
-        >>> result.reason, result.train_curve[-1][1] < 0.01
+        >>> result.reason, dict(result.train_curve)[20] < 0.01
         ('finished', True)
         >>> is_good = lambda record: record["train/loss"] < 0.5
         >>> options = LoopOptions(num_steps=20, log_every=1)
