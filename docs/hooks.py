@@ -1,10 +1,16 @@
 """What a page of the documentation has printed by commands: `<!-- run: axon ... -->`."""
 
+import contextlib
+import io
+import os
 import pathlib
 import re
+import runpy
 import shlex
-import subprocess
 import sys
+from unittest import mock
+
+from axon_dist.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUN = re.compile(r"^<!-- run: (.*) -->$", re.MULTILINE)
@@ -18,16 +24,18 @@ def on_page_markdown(markdown, **_):
 def shown(command):
     """A command and its output; Markdown where it prints that."""
     output = run(command)
-    if "--markdown" in command:
-        return output
-    return f"```console\n$ {command}\n{output}```"
+    return output if "--markdown" in command else f"```console\n$ {command}\n{output}```"
 
 
 def run(command):
     """What a command of ours prints; one that fails ends the build."""
     program, *arguments = shlex.split(command)
-    start = {"axon": ["-m", "axon_dist.cli"], "python": []}[program]
-    done = subprocess.run(
-        [sys.executable, *start, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+        if program == "axon":
+            code = main(arguments)
+            assert code == 0, f"{command} ends with {code}"
+        else:
+            with mock.patch.object(sys, "argv", arguments):
+                runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+    return text.getvalue()

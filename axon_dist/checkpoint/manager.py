@@ -80,7 +80,9 @@ class CheckpointManager:
     ):
         self.folder = as_path(folder, "the folder of checkpoints")
         self.retention = retention or Retention()
-        self.type, self.background, self.tell = StateDictType(type), background, tell
+        self.type: StateDictType = StateDictType(type)
+        self.background: bool = background
+        self.tell: Callable[[str], None] = tell
         self.failure: str | None = None
         self._pending: PendingSave | None = None
 

@@ -46,7 +46,7 @@ class Retention:
     best: int = 0
     every: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

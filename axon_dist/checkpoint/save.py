@@ -97,7 +97,8 @@ class PendingSave:
         serial: int = 0,
         then: Callable[[], None] = lambda: None,
     ):
-        self.folder, self._written = folder, concurrent.futures.Future()
+        self.folder: Path = folder
+        self._written = concurrent.futures.Future()
         type = StateDictType(type)
         arrays = _arrays_of(state)
         on_main(lambda: self._make_way(meta))

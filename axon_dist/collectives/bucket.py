@@ -36,8 +36,8 @@ class GradientBucket:
 
     def __init__(self, capacity: int, dtype: Any = jnp.float32):
         check_capacity(capacity)
-        self.capacity = capacity
-        self.dtype = np.dtype(dtype)
+        self.capacity: int = capacity
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._gradients: list[Array] = []
 
     def add(self, gradient: Any) -> bool:

@@ -36,7 +36,7 @@ class BucketPlan:
     dtypes: tuple[np.dtype, ...]
     capacity: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

@@ -50,8 +50,8 @@ class GradientSynchronizer:
         bucket_capacity: int = DEFAULT_CAPACITY,
     ):
         check_capacity(bucket_capacity)
-        self.strategy = GradSyncStrategy(strategy)
-        self.bucket_capacity = bucket_capacity
+        self.strategy: GradSyncStrategy = GradSyncStrategy(strategy)
+        self.bucket_capacity: int = bucket_capacity
         self._planned: tuple[BucketPlan, Any] | None = None
         self._gradients: dict[int, Array] = {}
 

@@ -216,7 +216,8 @@ def type_in_words(hint: Any) -> str:
 def _annotated(inner: Any, extras: tuple[Any, ...]) -> str:
     for extra in extras:
         if isinstance(extra, Bound):
-            return f"{type_in_words(inner)}, {extra.text}"
+            # The largest numbers that are taken at all say nothing about a key.
+            return f"{type_in_words(inner)}, {extra.text.partition(' and at most ')[0]}"
         if isinstance(extra, Parsed):
             return extra.form
         if isinstance(extra, OneOf):

@@ -221,7 +221,8 @@ class Pictures:
     """
 
     def __init__(self, images: Images):
-        self.images, self.description = images, images.description
+        self.images: Images = images
+        self.description = images.description
 
     @property
     def identity(self) -> dict[str, int]:

@@ -43,7 +43,9 @@ class Mixture:
         self._starts = np.cumsum([0, *sizes])
         self.vocab_size = max(part.vocab_size for part in parts)
         self.show = parts[0].show
-        self.padding = float(sum(s * p.padding for s, p in zip(self._shares, parts, strict=True)))
+        self.padding: float = float(
+            sum((s * p.padding for s, p in zip(self._shares, parts, strict=True)))
+        )
         self.description = " + ".join(
             f"{100 * share:.3g} % of ({part.description})"
             for share, part in zip(self._shares, parts, strict=True)

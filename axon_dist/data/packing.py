@@ -187,7 +187,9 @@ class PackedRows:
         show: Callable[[np.ndarray], str],
     ):
         self._sides = [lay_out(side, length, packed, too_long) for side in (train, validation)]
-        self.length, self.vocab_size, self.show = length, vocab_size, show
+        self.length: int = length
+        self.vocab_size: int = vocab_size
+        self.show: Callable[[np.ndarray], str] = show
         self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
         dropped = sum(side.num_dropped for side in self._sides)
         self.description = (

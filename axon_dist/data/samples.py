@@ -105,7 +105,9 @@ class Sequences:
         for side, samples in (("training", train), ("validation", validation)):
             if len(samples) < 1:
                 raise ConfigError(f"the {side} side of {description} is empty; give it samples")
-        self._train, self._validation, self.description = train, validation, description
+        self._train = train
+        self._validation = validation
+        self.description: str = description
         self.example = _arrays(train, 0)
 
     @property

@@ -57,7 +57,9 @@ class Windows:
             raise ConfigError(f"length={length} must be at least 1; change it.")
         _check_long_enough("training", text.train, length)
         _check_long_enough("validation", text.validation, length)
-        self.text, self.length, self.description = text, length, text.description
+        self.text: Text = text
+        self.length: int = length
+        self.description = text.description
         self.vocab_size, self.show = text.vocab_size, text.show
 
     @property

@@ -97,7 +97,7 @@ class Hardware:
     wiring: Wiring | None = None
     options: Options = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

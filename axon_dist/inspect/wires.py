@@ -51,7 +51,8 @@ class WireModel:
     """
 
     def __init__(self, module: Module, machine: Hardware | None):
-        self.module, self._machine = module, machine
+        self.module: Module = module
+        self._machine = machine
         self._costs = CostModel(module)
         self._sent: dict[str, list[Sent]] = {}
         self._seconds: dict[str, float] = {}

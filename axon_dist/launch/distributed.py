@@ -45,7 +45,7 @@ class Timeouts:
     silence: float = 60.0
     step: float = 1800.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

@@ -68,7 +68,7 @@ class LaunchPlan:
     grace: float = 5.0
     log_dir: Path = Path("runs/launch")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

@@ -45,7 +45,7 @@ class LaunchSpec:
     local_device_ids: tuple[int, ...] | None = None
     source: str = "default"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

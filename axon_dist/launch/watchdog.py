@@ -90,7 +90,10 @@ class Watchdog:
     """
 
     def __init__(self, me: int, present: Sequence[Attendee], store: Store, timeout: float):
-        self.me, self.present, self.store, self.timeout = me, present, store, timeout
+        self.me: int = me
+        self.present: Sequence[Attendee] = present
+        self.store: Store = store
+        self.timeout: float = timeout
         self.period = min(max(timeout / 10, _SHORTEST), _LONGEST)
         watched = [p.process for p in present if p.process != me] if me == 0 else [0]
         self._silences = Silences(watched)

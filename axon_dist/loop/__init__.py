@@ -30,9 +30,9 @@ from .progress import PlainProgress as PlainProgress
 from .progress import Progress as Progress
 from .progress import SilentProgress as SilentProgress
 from .progress import Status as Status
+from .result import FINISHED as FINISHED
+from .result import TrainResult as TrainResult
 from .stop import StopConsensus as StopConsensus
 from .stop import StopRequest as StopRequest
 from .stop import stop_on_signals as stop_on_signals
-from .trainer import FINISHED as FINISHED
 from .trainer import Trainer as Trainer
-from .trainer import TrainResult as TrainResult

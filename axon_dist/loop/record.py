@@ -81,9 +81,15 @@ class Record:
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
         self._skipped: list[Loss] = []
         self.first_step = self.taken = self.step = first_step
-        self.num_steps, self.log_every, self.rollbacks = num_steps, log_every, 0
-        self.writers, self.progress, self.device_bytes = writers, progress, device_bytes
-        self.items_per_step, self.item, self.utilization = items_per_step, item, utilization
+        self.num_steps: int = num_steps
+        self.log_every: int = log_every
+        self.rollbacks: int = 0
+        self.writers: Sequence[MetricWriter] = writers
+        self.progress: Progress = progress
+        self.device_bytes: int = device_bytes
+        self.items_per_step: int | None = items_per_step
+        self.item: str = item
+        self.utilization: Callable[[float], float] | None = utilization
         self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
         self.has_validated = False

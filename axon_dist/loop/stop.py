@@ -98,7 +98,8 @@ class StopConsensus:
     """
 
     def __init__(self, world: World, lag: int = 2):
-        self.world, self.lag = world, lag
+        self.world: World = world
+        self.lag: int = lag
         self._split = NamedSharding(world.mesh, PartitionSpec(world.mesh.axis_names))
         self._any = jax.jit(jnp.any, out_shardings=NamedSharding(world.mesh, PartitionSpec()))
         self._asked: collections.deque[Array] = collections.deque()

@@ -28,76 +28,21 @@ from .meters import bytes_per_device, model_flops_utilization, percentiles
 from .metrics import MetricWriter
 from .profiling import StepProfile
 from .progress import Progress, SilentProgress
-from .record import Curve, Record
-from .stop import INTERRUPTIONS, StopConsensus, Stops, stop_on_signals
+from .record import Record
+from .result import FINISHED, TrainResult
+from .stop import StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
 _END_SECONDS = 30.0
 """So much later than the others a process may come to the end of its data."""
 _END = object()
 """What follows the last batch; no data can hold it."""
-FINISHED = "finished"
-"""The reason of a run that got to its last step."""
 NONFINITE = "nonfinite"
 """The reason of a run that ends with an error."""
 _ADVICE = (
     "Lower the learning rate, clip the gradients or look at the data; nonfinite='skip' goes past "
     "such batches, 'rollback' back to a checkpoint"
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a run came to.
-
-    Args:
-        state: after the last step.
-        num_steps: steps that the state has taken.
-        first_step: those of them that it had taken before this call; the seconds and the throughput
-            are about the others.
-        reason: why the run ended, such as `finished` or `SIGINT`.
-        train_curve: pairs of step and mean training loss.
-        validation_curve: pairs of step and validation loss.
-        metric_curves: of every other metric of the loss function that is validated, its training
-            curve and its validation curve.
-        compile_seconds: until the first step was done.
-        train_seconds: of all later steps, validations and saves not counted.
-        items_per_second: over the train seconds; None if unknown.
-        device_bytes: of the train state, on the fullest device.
-        skipped_steps: steps whose batch changed nothing, because they were not finite.
-        rollbacks: how often the run went back to a checkpoint.
-        seconds: of this call, by what they were spent on: `initialize`, `compile`, `data` (waiting
-            for a batch), `step`, `validation`, `save`, `lost` (steps that a rollback undid) and
-            `other`.
-        step_percentiles: seconds per step that so many percent of the steps stay within, by
-            percent; empty where no step was timed.
-    """
-
-    state: TrainState
-    num_steps: int
-    reason: str
-    train_curve: tuple[tuple[int, float], ...]
-    validation_curve: tuple[tuple[int, float], ...]
-    compile_seconds: float
-    train_seconds: float
-    items_per_second: float | None
-    device_bytes: int
-    first_step: int = 0
-    skipped_steps: int = 0
-    rollbacks: int = 0
-    metric_curves: Mapping[str, tuple[Curve, Curve]] = dataclasses.field(default_factory=dict)
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    step_percentiles: Mapping[int, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run got to its last step."""
-        return self.reason == FINISHED
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a signal ended the run, to this process or another one, before its last step."""
-        return self.reason in INTERRUPTIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +114,7 @@ class Trainer:
         >>> batches = [{"x": np.ones((8, 2), np.float32)}] * 20
         >>> trainer = Trainer(step=step, batches=batches, options=LoopOptions(num_steps=20))
         >>> result = trainer.fit()
-        >>> result.reason, result.train_curve[-1][1] < 0.01
+        >>> result.reason, dict(result.train_curve)[20] < 0.01
         ('finished', True)
         >>> is_good = lambda record: record["train/loss"] < 0.5
         >>> options = LoopOptions(num_steps=20, log_every=1)

@@ -44,7 +44,7 @@ class ProcessGroup:
     axes: tuple[str, ...]
     members: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

@@ -39,7 +39,10 @@ class StepWatch:
     """
 
     def __init__(self, me: Attendee, store: Store, timeout: float, follows: bool = False):
-        self.me, self.store, self.timeout, self.follows = me, store, timeout, follows
+        self.me: Attendee = me
+        self.store: Store = store
+        self.timeout: float = timeout
+        self.follows: bool = follows
         self._last = self._began = time.monotonic()
         self._first = self._longest = 0.0
         self.period = min(max(timeout / 20, _SHORTEST), _LONGEST)

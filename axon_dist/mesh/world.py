@@ -54,7 +54,7 @@ class World:
     mesh: Mesh
     backend: Backend
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise MeshError(
                 f"got a {type(self.mesh).__name__} for the mesh of a world; make the world by "

@@ -26,7 +26,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, eps: float, param_dtype: str):
-        self.scale = nnx.Param(jnp.ones((width,), param_dtype))
+        self.scale: Any = nnx.Param(jnp.ones((width,), param_dtype))
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -73,14 +73,14 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         size, width = config.key_size, config.width
-        self.q = linear(config, width, config.num_heads * size, rngs=rngs)
-        self.k = linear(config, width, config.kv_heads * size, rngs=rngs)
-        self.v = linear(config, width, config.kv_heads * size, rngs=rngs)
-        self.out = linear(config, config.num_heads * size, width, residual=True, rngs=rngs)
+        self.q: Any = linear(config, width, config.num_heads * size, rngs=rngs)
+        self.k: Any = linear(config, width, config.kv_heads * size, rngs=rngs)
+        self.v: Any = linear(config, width, config.kv_heads * size, rngs=rngs)
+        self.out: Any = linear(config, config.num_heads * size, width, residual=True, rngs=rngs)
         self.head_dim = size
-        self.is_rotary = config.positions == "rotary"
-        self.rope_theta = config.rope_theta
-        self.form = config.attention
+        self.is_rotary: Any = config.positions == "rotary"
+        self.rope_theta: Any = config.rope_theta
+        self.form: Any = config.attention
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
@@ -130,10 +130,10 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
-        self.activation = config.activation
+        self.gate: Any = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.up: Any = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.down: Any = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
+        self.activation: Any = config.activation
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""
@@ -149,9 +149,9 @@ class PlainMLP(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
-        self.activation = config.activation
+        self.up: Any = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.down: Any = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
+        self.activation: Any = config.activation
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from flax import nnx
 
@@ -51,11 +52,11 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         _check(sizes, activation, dropout)
-        self.layers = nnx.List(
+        self.layers: Any = nnx.List(
             nnx.Linear(num_inputs, num_outputs, rngs=rngs)
             for num_inputs, num_outputs in itertools.pairwise(sizes)
         )
-        self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
+        self.dropout: Any = nnx.Dropout(dropout, rngs=rngs if dropout else None)
         self.activation = activation
 
     def __call__(self, x: Array) -> Array:

@@ -43,7 +43,9 @@ class ResNet(nnx.Module):
         config.validate()
         self.config = config
         size, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
-        self.stem = ConvNorm(config, config.channels, config.width, size, stride, rngs=rngs)
+        self.stem: ConvNorm = ConvNorm(
+            config, config.channels, config.width, size, stride, rngs=rngs
+        )
         blocks, features = [], config.width
         for stage, count in enumerate(config.stage_sizes):
             width = config.width * 2**stage
@@ -51,8 +53,8 @@ class ResNet(nnx.Module):
                 stride = 2 if stage and not number else 1
                 blocks.append(ResidualBlock(config, features, width, stride, rngs=rngs))
                 features = width * EXPANSION[config.block]
-        self.blocks = nnx.List(blocks)
-        self.head = nnx.Linear(
+        self.blocks: Any = nnx.List(blocks)
+        self.head: nnx.Linear = nnx.Linear(
             features,
             config.num_classes,
             dtype=config.dtype and jnp.dtype(config.dtype),
@@ -107,7 +109,7 @@ class ConvNorm(nnx.Module):
             "param_dtype": jnp.dtype(config.param_dtype),
             "rngs": rngs,
         }
-        self.conv = nnx.Conv(
+        self.conv: nnx.Conv = nnx.Conv(
             num_inputs,
             num_outputs,
             (size, size),
@@ -117,7 +119,7 @@ class ConvNorm(nnx.Module):
             kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
             **numerics,
         )
-        self.norm = nnx.BatchNorm(
+        self.norm: nnx.BatchNorm = nnx.BatchNorm(
             num_outputs, momentum=config.norm_momentum, epsilon=config.norm_eps, **numerics
         )
 
@@ -142,9 +144,9 @@ class ResidualBlock(nnx.Module):
     ):
         layer = functools.partial(ConvNorm, config, rngs=rngs)
         num_outputs = width * EXPANSION[config.block]
-        self.layers = nnx.List(_BRANCHES[config.block](layer, num_inputs, width, stride))
+        self.layers: Any = nnx.List(_BRANCHES[config.block](layer, num_inputs, width, stride))
         same = stride == 1 and num_inputs == num_outputs
-        self.shortcut = None if same else layer(num_inputs, num_outputs, 1, stride)
+        self.shortcut: Any = None if same else layer(num_inputs, num_outputs, 1, stride)
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, H, W, num_inputs]` to `[B, H/stride, W/stride, features]`."""

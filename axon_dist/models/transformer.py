@@ -26,11 +26,11 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, rngs)
-        self.attention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs)
-        self.mlp = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.attention_norm: Any = _norm(config, rngs)
+        self.attention: SelfAttention = SelfAttention(config, rngs=rngs)
+        self.mlp_norm: Any = _norm(config, rngs)
+        self.mlp: Any = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
+        self.dropout: Any = _dropout(config, rngs)
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
@@ -72,14 +72,17 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config
-        self.token_embedding = _embedding(config, config.vocab_size, rngs)
-        self.blocks = _blocks(config, rngs)
-        self.final_norm = _norm(config, rngs)
+        self.token_embedding: Any = _embedding(config, config.vocab_size, rngs)
+        self.blocks: Any = _blocks(config, rngs)
+        self.final_norm: Any = _norm(config, rngs)
         if not config.tied_head:
-            self.lm_head = linear(config, config.width, config.vocab_size, bias=False, rngs=rngs)
+            self.lm_head: Any = linear(
+                config, config.width, config.vocab_size, bias=False, rngs=rngs
+            )
         if config.positions == "learned":
-            self.position_embedding = _embedding(config, config.max_length, rngs)
-        self.dropout = _dropout(config, rngs)  # last: the initial weights do not depend on its rate
+            self.position_embedding: Any = _embedding(config, config.max_length, rngs)
+        # Last: the initial weights do not depend on its rate.
+        self.dropout: Any = _dropout(config, rngs)
 
     def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
         """Predicts every next token.

@@ -73,14 +73,17 @@ class TensorParallelAttention(nnx.Module):
         splits_kv = group is None or kv_heads % group.size == 0
         of_kv: dict[str, Any] = {**options, "group": group if splits_kv else None}
         options = {**options, "group": group}
-        self.q = ColumnParallelLinear(features, num_heads * size, **options)
-        self.k = ColumnParallelLinear(features, kv_heads * size, **of_kv)
-        self.v = ColumnParallelLinear(features, kv_heads * size, **of_kv)
+        self.q: ColumnParallelLinear = ColumnParallelLinear(features, num_heads * size, **options)
+        self.k: ColumnParallelLinear = ColumnParallelLinear(features, kv_heads * size, **of_kv)
+        self.v: ColumnParallelLinear = ColumnParallelLinear(features, kv_heads * size, **of_kv)
         if not splits_kv:
             self.k.mode = self.v.mode = ParallelMode.REPLICATE
-        self.out = RowParallelLinear(num_heads * size, features, **options)
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, size
-        self.causal, self.group = causal, group
+        self.out: RowParallelLinear = RowParallelLinear(num_heads * size, features, **options)
+        self.num_heads: Any = num_heads
+        self.num_kv_heads: Any = kv_heads
+        self.head_dim: Any = size
+        self.causal: Any = causal
+        self.group: Any = group
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, features]` to `[B, T, features]`."""

@@ -57,9 +57,12 @@ class VocabParallelEmbedding(nnx.Module):
     ):
         check_divides("num_embeddings", num_embeddings, group)
         shape = (num_embeddings, features)
-        self.embedding = nnx.Param(born(embedding_init, rngs, shape, param_dtype, group, 0))
-        self.num_embeddings, self.features = num_embeddings, features
-        self.group, self.dtype, self.param_dtype = group, dtype, param_dtype
+        self.embedding: Any = nnx.Param(born(embedding_init, rngs, shape, param_dtype, group, 0))
+        self.num_embeddings: Any = num_embeddings
+        self.features: Any = features
+        self.group: Any = group
+        self.dtype: Any = dtype
+        self.param_dtype: Any = param_dtype
 
     def __call__(self, tokens: Array) -> Array:
         """Maps tokens `[...]` to their rows `[..., features]`, whole on every rank."""

@@ -78,14 +78,17 @@ class ColumnParallelLinear(nnx.Module):
     ):
         check_divides("out_features", out_features, group)
         shape = (in_features, out_features)
-        self.kernel = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 1))
+        self.kernel: Any = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 1))
         bias = (out_features,)
-        self.bias = (
+        self.bias: Any = (
             nnx.Param(born(bias_init, rngs, bias, param_dtype, group, 0)) if use_bias else None
         )
-        self.in_features, self.out_features = in_features, out_features
-        self.gather_output, self.group = gather_output, group
-        self.dtype, self.param_dtype = dtype, param_dtype
+        self.in_features: int = in_features
+        self.out_features: int = out_features
+        self.gather_output: bool = gather_output
+        self.group: ProcessGroup | None = group
+        self.dtype: Any = dtype
+        self.param_dtype: Any = param_dtype
         self.dot_general: Any = jax.lax.dot_general
 
     def __call__(self, x: Array) -> Array:
@@ -145,14 +148,17 @@ class RowParallelLinear(nnx.Module):
     ):
         check_divides("in_features", in_features, group)
         shape = (in_features, out_features)
-        self.kernel = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 0))
+        self.kernel: Any = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 0))
         bias = (out_features,)
-        self.bias = (
+        self.bias: Any = (
             nnx.Param(born(bias_init, rngs, bias, param_dtype, group, None)) if use_bias else None
         )
-        self.in_features, self.out_features = in_features, out_features
-        self.input_is_parallel, self.group = input_is_parallel, group
-        self.dtype, self.param_dtype = dtype, param_dtype
+        self.in_features: int = in_features
+        self.out_features: int = out_features
+        self.input_is_parallel: bool = input_is_parallel
+        self.group: ProcessGroup | None = group
+        self.dtype: Any = dtype
+        self.param_dtype: Any = param_dtype
         self.dot_general: Any = jax.lax.dot_general
 
     def __call__(self, x: Array) -> Array:
@@ -207,10 +213,14 @@ class ParallelMLP(nnx.Module):
             "param_dtype": param_dtype,
             "rngs": rngs,
         }
-        self.up = ColumnParallelLinear(in_features, hidden_features, **options)
+        self.up: ColumnParallelLinear = ColumnParallelLinear(
+            in_features, hidden_features, **options
+        )
         gate = lambda: ColumnParallelLinear(in_features, hidden_features, **options)
-        self.gate = gate() if gated else None
-        self.down = RowParallelLinear(hidden_features, out_features or in_features, **options)
+        self.gate: ColumnParallelLinear | None = gate() if gated else None
+        self.down: RowParallelLinear = RowParallelLinear(
+            hidden_features, out_features or in_features, **options
+        )
         self.activation = activation
 
     def __call__(self, x: Array) -> Array:

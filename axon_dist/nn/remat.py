@@ -62,7 +62,7 @@ class ActivationCheckpointing:
     policy: str = "nothing"
     classes: tuple[str, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

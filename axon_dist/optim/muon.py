@@ -291,7 +291,7 @@ class _Orthogonal:
     adaptive: bool
     dims: DimsOf
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         name = self.newton_schulz.preconditioning
         if name not in PRECONDITIONINGS:
             raise ConfigError(

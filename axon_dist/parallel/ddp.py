@@ -100,10 +100,13 @@ class DistributedDataParallel:
     ):
         MODULE.check("DDP", "module", module)
         require_axes(group, "DDP")
-        self.module, self.group = module, group
-        self.sync, self.bucket_capacity = GradSyncStrategy(sync), bucket_capacity
-        self.reduce_dtype, self.broadcast_buffers = reduce_dtype, broadcast_buffers
-        self.is_training = True
+        self.module: nnx.Module = module
+        self.group: ProcessGroup = group
+        self.sync: GradSyncStrategy = GradSyncStrategy(sync)
+        self.bucket_capacity: int | None = bucket_capacity
+        self.reduce_dtype: Any = reduce_dtype
+        self.broadcast_buffers: bool = broadcast_buffers
+        self.is_training: bool = True
 
     @property
     def strategy(self) -> Strategy:

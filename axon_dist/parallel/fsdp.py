@@ -163,8 +163,10 @@ class FullyShardedDataParallel:
     ):
         MODEL.check("FSDP", "module", module)
         require_axes(group, "FSDP")
-        self.module, self.group, self.is_training = module, group, True
-        self.sharding_strategy = _member(ShardingStrategy, sharding_strategy)
+        self.module: nnx.Module | Callable[[], nnx.Module] = module
+        self.group: ProcessGroup = group
+        self.is_training: bool = True
+        self.sharding_strategy: ShardingStrategy = _member(ShardingStrategy, sharding_strategy)
         self._options: dict[str, Any] = {
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
@@ -173,7 +175,7 @@ class FullyShardedDataParallel:
             "min_elements": min_elements,
             "reduction": reduction,
         }
-        self.strategy = fsdp(self.sharding_strategy, group.axes, **self._options)
+        self.strategy: Strategy = fsdp(self.sharding_strategy, group.axes, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""

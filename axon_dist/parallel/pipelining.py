@@ -113,7 +113,9 @@ class PipelineStage(nnx.Module):
     """
 
     def __init__(self, module: nnx.Module, stage_id: int, device_rank: int | None = None):
-        self.module, self.stage_id, self.device_rank = module, stage_id, device_rank
+        self.module: nnx.Module = module
+        self.stage_id: int = stage_id
+        self.device_rank: int | None = device_rank
 
     def __call__(self, x: Any) -> Any:
         """Runs the module."""
@@ -128,7 +130,7 @@ class StageChain(nnx.Module):
     """
 
     def __init__(self, stages: Sequence[nnx.Module]):
-        self.stages = nnx.List(stages)
+        self.stages: Any = nnx.List(stages)
 
     def __call__(self, x: Any) -> Any:
         """Runs all stages."""
@@ -177,7 +179,7 @@ class Pipeline:
     ):
         count = num_stages if num_microbatches is None else num_microbatches
         self.module = module
-        self.strategy = pipelined(num_stages, count, schedule, chunks=chunks, **options)
+        self.strategy: Strategy = pipelined(num_stages, count, schedule, chunks=chunks, **options)
 
     @classmethod
     def from_modules(

@@ -57,7 +57,7 @@ class Rule:
     stacked: bool = False
     reason: str = "by the plan"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "mode", ParallelMode(self.mode))
         except ValueError:

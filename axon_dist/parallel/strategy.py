@@ -51,7 +51,7 @@ class Reduction:
     sync_buffers: bool = True
     by_hand: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "sync", GradSyncStrategy(self.sync))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", floating_dtype(self.dtype, "reduce"))

@@ -20,7 +20,7 @@ from ..program import linen_modules, wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .strategy import Strategy
 
-LOOKUPS = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
+LOOKUPS: tuple[Any, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
 """The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 

@@ -60,7 +60,7 @@ class SizeBasedAutoWrapPolicy:
 
     min_params: int = 100_000_000
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not is_whole(self.min_params) or self.min_params < 1:
             raise ConfigError(f"min_params is {self.min_params}; it must be at least 1 parameter")
 

@@ -162,8 +162,9 @@ class ZeROOptimizer:
     ):
         require_axes(group, "ZeROOptimizer")
         OPTIMIZER.check("ZeROOptimizer", "transformation", transformation)
-        self.transformation, self.group = transformation, group
-        self.strategy = zero(stage, group.axes, min_elements=min_elements)
+        self.transformation: optax.GradientTransformation = transformation
+        self.group: ProcessGroup = group
+        self.strategy: Strategy = zero(stage, group.axes, min_elements=min_elements)
 
     def init(self, params: Any) -> Any:
         """The state of the transformation."""

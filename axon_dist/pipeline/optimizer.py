@@ -51,7 +51,9 @@ class StagedOptimizer:
         self._optimizer = optimizer
         self._storage, self._mesh, self._axis = storage, mesh, axis
         params = StoredForm(storage, storage.shapes)
-        self.state_form = StoredForm(storage, jax.eval_shape(self._optimizer.init, params.shapes))
+        self.state_form: StoredForm = StoredForm(
+            storage, jax.eval_shape(self._optimizer.init, params.shapes)
+        )
         self._init = self._staged(self._optimizer.init, {"params": params}, ("opt_state",))
         arguments = {
             "grads": params,

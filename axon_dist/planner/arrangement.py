@@ -73,7 +73,7 @@ class Arrangement:
     sequence: bool = False
     schedule: str = PipelineSchedule.EAGER_1F1B
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", ALIASES.get(self.strategy, self.strategy))
         self.validate()
 

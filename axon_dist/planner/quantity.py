@@ -7,7 +7,7 @@ import re
 
 from ..core.errors import ConfigError, did_you_mean
 
-BYTE_UNITS = {
+BYTE_UNITS: dict[str, int] = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGTP", start=1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", start=1)},

@@ -38,7 +38,7 @@ class TransformerShape:
     sequence_length: int = 2048
     vocab_size: int = 32_000
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

@@ -40,7 +40,7 @@ class Workload:
     precision: MixedPrecision | str | bool | None = None
     flash: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise ConfigError(f"global_batch={self.global_batch} must be at least 1 sample")
         MixedPrecision.of(self.precision)

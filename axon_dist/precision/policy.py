@@ -58,7 +58,7 @@ class MixedPrecision:
     products: str | None = None
     skip: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("param", "compute", "reduce", "buffer", "output"):
             value = getattr(self, name)
             dtype = None if value is None else floating_dtype(value, name)

@@ -62,7 +62,7 @@ class GradScaler:
     growth_interval: int = 2000
     min_scale: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:

@@ -314,7 +314,8 @@ class Intercepted:
     """
 
     def __init__(self, units: LinenUnits, gathers: Mapping[Path, Callable[[Any], Any]]):
-        self.units, self.gathers = units, gathers
+        self.units: LinenUnits = units
+        self.gathers: Mapping[Path, Callable[[Any], Any]] = gathers
         self.is_inside = False
 
     def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:

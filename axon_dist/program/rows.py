@@ -33,7 +33,7 @@ class Stacked:
     """
 
     def __init__(self, rows: Sequence[Any]):
-        self.rows = tuple(rows)
+        self.rows: tuple[Any, ...] = tuple(rows)
 
     @property
     def whole(self) -> Any:

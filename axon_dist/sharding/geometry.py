@@ -37,7 +37,7 @@ class ShardSpec:
     original_shape: Shape
     num_shards: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise ConfigError(f"num_shards is {self.num_shards}; an array needs at least 1 shard")
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Union
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,8 @@ from ..precision import Int8Form, MixedPrecision, as_values, cast_floating, int8
 from ..program import stacks_of
 from .trainable import INT8, STATE, check_trainable, frozen_as, trainable_filter
 
-ModelLike: TypeAlias = nnx.Module | Callable[[], nnx.Module]
+# The metaclass of modules hides `|` from type checkers.
+ModelLike: TypeAlias = Union[nnx.Module, Callable[[], nnx.Module]]  # noqa: UP007
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
 
 

@@ -18,6 +18,7 @@ from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest
 from .batch import BatchLayout, Placed
+from .claims import Claims
 from .deadlock_guard import jit_of
 from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
@@ -51,9 +52,11 @@ class TrainStep(MadeOfSpec):
         super().__init__(spec)
         self._form, self._agreed = form, set[str]()
         self._own: Callable[[], TrainState | None] = lambda: None
-        self.layout = BatchLayout.of(spec)
-        self.abstract_state, self.state_shardings = form.shapes, form.places
-        self.claims, self.near = form.claims, form.near
+        self.layout: BatchLayout = BatchLayout.of(spec)
+        self.abstract_state: TrainState = form.shapes
+        self.state_shardings: TrainState = form.places
+        self.claims: Claims = form.claims
+        self.near: Callable[[TrainState], TrainState] = form.near
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
         gradients, evaluated = unscaled_gradients(spec), evaluation(spec)

@@ -31,7 +31,7 @@ from ..schedule import partition
 from ..sharding import InPlaceOf
 from .parts import ModelParts
 
-CONTAINERS = (nnx.List, nnx.Dict)
+CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
 
 
