@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(shutil.get_terminal_size().columns, 40)
     sys.stdout.write(draw(schedule, timeline, color=console.is_terminal, width=width) + "\n")
     console.print(_measures(summarize(schedule, costs)))
-    for line in split_advice(schedule, costs):
+    # What memory rules out is no advice to one who has said how much there is.
+    for line in () if arguments.search else split_advice(schedule, costs):
         console.print(line)
     if arguments.svg is not None:
         write_output("--svg", arguments.svg, to_svg(schedule, timeline))
@@ -200,7 +201,8 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(*_cells(row))
-    console.print(table)
+    # A table is cut where it is wider than the console, and a cut name names nothing.
+    Console(highlight=False, width=max(console.width, 100)).print(table)
     for row in rows:
         if isinstance(row, Unavailable):
             console.print(f"{row.name}: {row.reason}", markup=False)

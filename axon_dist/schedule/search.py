@@ -70,6 +70,7 @@ def search(
     """
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
     costs = Costs() if costs is None else costs
+    _check_weights(costs, num_stages, chunks)
     best: Found | None = None
     least = inf
     for found in _named(num_stages, num_microbatches, costs, chunks):
@@ -81,10 +82,20 @@ def search(
     if best is None:
         raise ScheduleError(
             f"got memory={memory:g} for {num_stages} stages and {num_microbatches} microbatches. "
-            f"No schedule that was tried keeps fewer than {least:g} microbatches on each device; "
-            f"give at least that."
+            f"No named schedule keeps fewer than {least:g} microbatches on each device; give at "
+            "least that."
         )
     return best
+
+
+def _check_weights(costs: Costs, num_stages: int, chunks: int) -> None:
+    counts = [num_stages * count for count in range(1, chunks + 1)]
+    if all(for_stages(costs, count) is None for count in counts):
+        raise ScheduleError(
+            f"got {len(costs.stage_weights)} weights for {num_stages} devices with up to {chunks} "
+            f"stages each. Give one for each of {' or '.join(map(str, counts))} stages, or a "
+            "multiple of that."
+        )
 
 
 def candidates(num_stages: int, num_microbatches: int, chunks: int) -> Iterator[Schedule]:
