@@ -21,7 +21,10 @@ from axon_dist.schedule import (
     build_schedule,
     compare,
     draw,
+    for_stages,
+    search,
     simulate,
+    split_advice,
     summarize,
     to_svg,
     validate,
@@ -29,7 +32,7 @@ from axon_dist.schedule import (
 
 from .verb import Verb, as_file, as_int, as_number, check_output, write_output
 
-_DEFAULT = PipelineSchedule.ONE_F_ONE_B
+_DEFAULT = PipelineSchedule.EAGER_1F1B
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--costs",
         type=as_number,
-        nargs=3,
-        metavar=("F", "I", "W"),
+        nargs="+",
+        metavar="TIME",
         default=(1.0, 1.0, 1.0),
-        help="times of forward, input gradient and weight gradient; 1 1 1 by default",
+        help="times of forward F, input gradient I and weight gradient W, and of a whole backward "
+        "B where it is not I + W; 1 1 1 by default",
+    )
+    parser.add_argument(
+        "--weights",
+        type=as_number,
+        nargs="+",
+        metavar="SHARE",
+        default=(),
+        help="relative costs of the stages in the order of the model, 1 being an equal share",
+    )
+    parser.add_argument("--ahead", action="store_true", help="draws ranks that run ahead freely")
+    parser.add_argument("--search", action="store_true", help="finds the fastest table in step")
+    parser.add_argument(
+        "--memory",
+        type=as_number,
+        metavar="N",
+        help="with --search: microbatches that a rank may keep for their backward, over all its "
+        "layers",
     )
     parser.add_argument("--svg", type=as_file, metavar="FILE", help="writes a picture")
     parser.add_argument("--csv", type=as_file, metavar="FILE", help="writes the table")
@@ -56,16 +77,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Draws one schedule, or compares all."""
     check_output("--svg", arguments.svg)
     check_output("--csv", arguments.csv)
-    costs = Costs(*arguments.costs)
+    if arguments.memory is not None and not arguments.search:
+        raise ConfigError(
+            f"got --memory {arguments.memory:g} without --search; a named schedule has its own"
+        )
+    costs = _costs(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if arguments.compare:
         _compare(arguments, costs, console)
         return 0
-    schedule = _valid(arguments, console)
-    timeline = simulate(schedule, costs)
+    schedule = _searched(arguments, costs) if arguments.search else _valid(arguments, console)
+    costs = for_stages(costs, schedule.num_stages) or costs
+    timeline = simulate(schedule, costs, lockstep=not arguments.ahead)
     width = max(shutil.get_terminal_size().columns, 40)
     sys.stdout.write(draw(schedule, timeline, color=console.is_terminal, width=width) + "\n")
     console.print(_measures(summarize(schedule, costs)))
+    # What memory rules out is no advice to one who has said how much there is.
+    for line in () if arguments.search else split_advice(schedule, costs):
+        console.print(line)
     if arguments.svg is not None:
         write_output("--svg", arguments.svg, to_svg(schedule, timeline))
     if arguments.csv is not None:
@@ -84,6 +113,28 @@ def _valid(arguments: argparse.Namespace, console: Console) -> Schedule:
         if grid:
             console.print(grid, markup=False)
         raise ScheduleError(sentence) from error
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    if len(arguments.costs) not in (3, 4):
+        raise ConfigError(
+            f"got --costs {' '.join(f'{cost:g}' for cost in arguments.costs)}; it takes three "
+            "times, F I W, or four, F I W B, such as --costs 1 1.2 0.8"
+        )
+    return Costs(*arguments.costs, stage_weights=tuple(arguments.weights))
+
+
+def _searched(arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    if arguments.name is not None:
+        raise ConfigError(
+            f"got {arguments.name} beside --search, which tries all schedules; leave out "
+            f"{arguments.name}, or --search"
+        )
+    limits = {"memory": arguments.memory, "chunks": arguments.chunks}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    schedule = search(*_sizes(arguments), costs, **given).schedule
+    validate(schedule)
+    return schedule
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
@@ -123,7 +174,9 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _measures(row: ScheduleSummary) -> str:
     return (
-        f"bubble {row.bubble:.1%}, in step {row.lockstep_bubble:.1%}; "
+        f"bubble {row.bubble:.1%}, in step {row.lockstep_bubble:.1%}; makespan {row.makespan:g}, "
+        f"in step {row.lockstep_makespan:g}, which is {row.executed:.3f} of the busiest rank's "
+        "work; "
         f"at most {row.peak_live:g} microbatches in flight, {row.num_inputs} stage inputs kept; "
         f"{row.num_transfers} transfers"
     )
@@ -134,11 +187,22 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
     chunks = {} if arguments.chunks is None else {"chunks": arguments.chunks}
     rows = compare(*_sizes(arguments), costs=costs, **chunks)
     table = Table("schedule", box=None, pad_edge=False)
-    for title in ("chunks", "ticks", "bubble", "in step", "in flight", "inputs", "held", "sent"):
+    for title in (
+        "chunks",
+        "ticks",
+        "bubble",
+        "in step",
+        "executed",
+        "in flight",
+        "inputs",
+        "held",
+        "sent",
+    ):
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(*_cells(row))
-    console.print(table)
+    # A table is cut where it is wider than the console, and a cut name names nothing.
+    Console(highlight=False, width=max(console.width, 100)).print(table)
     for row in rows:
         if isinstance(row, Unavailable):
             console.print(f"{row.name}: {row.reason}", markup=False)
@@ -147,6 +211,8 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
 def _check_alone(arguments: argparse.Namespace) -> None:
     """A comparison is of all schedules, so that no single one can be named, drawn or written."""
     given = [arguments.name] if arguments.name is not None else []
+    given += ["--search"] if arguments.search else []
+    given += ["--ahead"] if arguments.ahead else []
     for option, file in (("--svg", arguments.svg), ("--csv", arguments.csv)):
         given += [f"{option} {file}"] if file is not None else []
     if given:
@@ -159,8 +225,9 @@ def _check_alone(arguments: argparse.Namespace) -> None:
 
 def _cells(row: ScheduleSummary | Unavailable) -> list[str]:
     if isinstance(row, Unavailable):
-        return [row.name, *["-"] * 8]
+        return [row.name, *["-"] * 9]
     shares = [f"{share:.1%}" for share in (row.bubble, row.lockstep_bubble)]
+    shares.append(f"{row.executed:.3f}")
     counts = [f"{row.peak_live:g}", row.num_inputs, row.num_held, row.num_transfers]
     return [row.name, *map(str, [row.chunks, row.num_ticks, *shares, *counts])]
 

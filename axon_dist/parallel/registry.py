@@ -88,7 +88,7 @@ def _pipeline(
     model: Any,
     world: World,
     num_microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str = "eager_1f1b",
     chunks: int | None = None,
     boundaries: tuple[int, ...] | None = None,
     backward: str = "recompute",

@@ -11,6 +11,7 @@ from .action import Phase as Phase
 from .compare import ScheduleSummary as ScheduleSummary
 from .compare import Unavailable as Unavailable
 from .compare import compare as compare
+from .compare import split_advice as split_advice
 from .compare import summarize as summarize
 from .draw import draw as draw
 from .dual_pipe_v import dual_pipe_v as dual_pipe_v
@@ -33,6 +34,9 @@ from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
 from .registry import PipelineSchedule as PipelineSchedule
 from .registry import build_schedule as build_schedule
+from .search import Found as Found
+from .search import for_stages as for_stages
+from .search import search as search
 from .simulate import Costs as Costs
 from .simulate import Timeline as Timeline
 from .simulate import simulate as simulate

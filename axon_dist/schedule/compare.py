@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import ScheduleError
-from .action import check_sizes
+from .action import Phase, check_sizes
 from .registry import SCHEDULES, PipelineSchedule, build_schedule
 from .simulate import Costs, simulate
 from .slots import assign_slots
@@ -26,6 +26,7 @@ class ScheduleSummary:
         span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
         lockstep_makespan: time of the step with devices kept in step, tick by tick.
         lockstep_bubble: idle share of that time.
+        executed: that time over what the busiest device computes: 1 is the least possible.
         peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
             papers' number.
         num_inputs: slots for stage inputs, waiting ones included; each is one chunk's input.
@@ -41,6 +42,7 @@ class ScheduleSummary:
     span_bubble: float
     lockstep_makespan: float
     lockstep_bubble: float
+    executed: float
     peak_live: float
     num_inputs: int
     num_held: int
@@ -81,6 +83,7 @@ def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary
         span_bubble=freely.span_bubble,
         lockstep_makespan=in_step.makespan,
         lockstep_bubble=in_step.bubble_fraction,
+        executed=in_step.makespan / max(in_step.work),
         peak_live=max(freely.peak_live) / schedule.chunks,
         num_inputs=plan.inputs.num_slots,
         num_held=plan.held.num_slots,
@@ -113,6 +116,46 @@ def compare(
     """
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
     return tuple(_row(name, num_stages, num_microbatches, chunks, costs) for name in SCHEDULES)
+
+
+def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, ...]:
+    """Says when splitting the backward does not pay, with devices in step.
+
+    Args:
+        schedule: a valid table.
+        costs: times per microbatch and device, as measured or estimated.
+
+    Returns:
+        A sentence where a schedule with whole backwards and as many stages per device is faster;
+        else nothing.
+
+    Example:
+        >>> from axon_dist.schedule import zero_bubble_h1
+        >>> split_advice(zero_bubble_h1(4, 64), Costs(f=1, i=1.3, w=1, b=2))
+        ('zero_bubble_h1 takes 252 in step and eager_1f1b 201: splitting the backward does not
+        pay here, I + W take 1.15 of a whole B.',)
+    """
+    if not schedule.splits_backward:
+        return ()
+    costs = Costs() if costs is None else costs
+    flat = schedule.chunks == 1
+    joined = PipelineSchedule.EAGER_1F1B if flat else PipelineSchedule.INTERLEAVED_1F1B
+    sizes = schedule.num_devices, schedule.num_microbatches, schedule.chunks
+    other = _row(joined, *sizes, costs)
+    own = simulate(schedule, costs, lockstep=True).makespan
+    if isinstance(other, Unavailable) or other.lockstep_makespan >= own:
+        return ()
+    halves, whole = costs.i + costs.w, costs.of(Phase.B)
+    why = (
+        f"I + W take {halves / whole:.2f} of a whole B"
+        if halves > whole
+        else f"a tick takes as long as its slowest action, with F {costs.f:g}, I {costs.i:g}, "
+        f"W {costs.w:g}"
+    )
+    return (
+        f"{schedule.name} takes {own:g} in step and {other.name} {other.lockstep_makespan:g}: "
+        f"splitting the backward does not pay here, {why}.",
+    )
 
 
 def _row(

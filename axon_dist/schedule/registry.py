@@ -23,7 +23,11 @@ from .zero_bubble_v import zero_bubble_v
 
 
 class PipelineSchedule(StrEnum):
-    """The schedules that have a name; `ONE_F_ONE_B` is the default."""
+    """The schedules that have a name.
+
+    `EAGER_1F1B` is the default: the step runs a table tick by tick, and a tick of `ONE_F_ONE_B` has
+    forwards on some ranks and backwards on others, which wait for each other.
+    """
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"

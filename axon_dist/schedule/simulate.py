@@ -94,12 +94,14 @@ class Timeline:
         makespan: time from the start of the step to the end of the last device.
         peak_live: per device, the most stage inputs between `F` and `B` (or `I`).
         peak_stashed: the same up to `B` or `W`: what a split backward keeps longer.
+        lockstep: whether devices were kept in step.
     """
 
     spans: tuple[tuple[tuple[Action, Span], ...], ...]
     makespan: float
     peak_live: tuple[int, ...]
     peak_stashed: tuple[int, ...]
+    lockstep: bool = False
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -168,11 +170,23 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = Fa
     """
     costs = Costs() if costs is None else costs
     walk = _walk_ticks if lockstep else _walk_freely
-    spans, makespan = walk(schedule, _times(schedule, costs), costs.transfer)
-    return Timeline(spans, makespan, peak_live(schedule), peak_live(schedule, STASH_ENDS))
+    spans, makespan = walk(schedule, times_of(schedule, costs), costs.transfer)
+    return Timeline(spans, makespan, peak_live(schedule), peak_live(schedule, STASH_ENDS), lockstep)
 
 
-def _times(schedule: Schedule, costs: Costs) -> _Times:
+def times_of(schedule: Schedule, costs: Costs) -> _Times:
+    """The time of each stage's phases.
+
+    Args:
+        schedule: for its stages and devices.
+        costs: times per microbatch and device.
+
+    Returns:
+        Times by stage and phase.
+
+    Raises:
+        ScheduleError: `stage_weights` has the wrong length.
+    """
     weights = costs.stage_weights or (1.0,) * schedule.num_stages
     if len(weights) != schedule.num_stages:
         raise ScheduleError(

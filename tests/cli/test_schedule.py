@@ -1,7 +1,8 @@
 import pytest
 
 from axon_dist.cli.main import main
-from axon_dist.schedule import SCHEDULES, Schedule, build_schedule
+from axon_dist.parallel import pipelined
+from axon_dist.schedule import SCHEDULES, STASH_ENDS, Schedule, build_schedule, peak_live
 
 SIZES = ("--stages", "4", "--microbatches", "8")
 
@@ -70,3 +71,60 @@ def test_a_table_has_its_own_sizes(capsys, tmp_path, option, message):
     path.write_text(build_schedule("interleaved_1f1b", 4, 8, 2).to_csv())
     assert message.format(path) in error_of(capsys, str(path), *option)
     assert main(["schedule", str(path), *SIZES, "--chunks", "2"]) == 0
+
+
+def test_draws_what_runs_and_says_both_readings(capsys):
+    assert main(["schedule", "1f1b", *SIZES]) == 0
+    out = capsys.readouterr().out
+    assert "in step: makespan 40, bubble 40.0 %" in out
+    assert "makespan 33, in step 40, which is 1.667 of the busiest rank's work" in out
+    assert main(["schedule", "1f1b", *SIZES, "--ahead"]) == 0
+    assert "microbatches, makespan 33, bubble 27.3 %" in capsys.readouterr().out
+
+
+def test_says_when_a_split_backward_does_not_pay(capsys):
+    pays = ["schedule", "zero_bubble_h1", *SIZES]
+    assert main(pays) == 0
+    assert "does not pay" not in capsys.readouterr().out
+    assert main([*pays, "--costs", "1", "2", "1"]) == 0
+    assert (
+        "zero_bubble_h1 takes 49 in step and eager_1f1b 44: splitting the backward does not pay "
+        "here, a tick takes as long as its slowest action, with F 1, I 2, W 1."
+        in capsys.readouterr().out
+    )
+    assert main([*pays, "--costs", "1", "1.3", "1", "2"]) == 0
+    assert "does not pay here, I + W take 1.15 of a whole B." in capsys.readouterr().out
+
+
+def test_the_default_is_what_a_step_takes(capsys):
+    assert main(["schedule", *SIZES]) == 0
+    assert capsys.readouterr().out.startswith("eager_1f1b: ")
+
+
+def test_searches_and_the_table_runs_by_its_path(capsys, tmp_path):
+    csv = tmp_path / "best.csv"
+    costs = ["--costs", "1", "2", "1", "--weights", *["1"] * 7, "2"]
+    words = ["schedule", "--search", *SIZES, *costs, "--memory", "4", "--csv", str(csv)]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("searched: ")
+    table = Schedule.from_csv(csv.read_text())
+    assert max(peak_live(table, STASH_ENDS)) <= 4 * table.chunks
+    assert pipelined(4, 8, str(csv)).pipeline.schedule.rows == table.rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["1f1b", *SIZES, "--search"],
+            "got 1f1b beside --search, which tries all schedules; leave",
+        ),
+        (["1f1b", *SIZES, "--memory", "4"], "got --memory 4 without --search; a named schedule"),
+        (["1f1b", *SIZES, "--costs", "1", "2"], "got --costs 1 2; it takes three times, F I W, or"),
+        (["--search", *SIZES, "--memory", "0.5"], "got memory=0.5 for 4 stages and 8 microbatches"),
+        (["--search", "--compare", *SIZES], "got --search beside --compare"),
+        (["--search", *SIZES, "--weights", "1", "2"], "got 2 weights for 4 devices with up to 2"),
+    ],
+)
+def test_mistakes_of_a_search(capsys, arguments, message):
+    assert message in error_of(capsys, *arguments)

@@ -118,7 +118,7 @@ def test_a_conflict_names_only_what_differs():
     assert "is per='step' in 'ddp' and per='microbatch' in 'full_shard'; say" in str(caught.value)
     with pytest.raises(StrategyConflictError) as caught:
         compose(pipelined(2, 4), pipelined(2, 8))
-    assert "schedule='1f1b' of 2 stages and 4 microbatches in 'pipeline'" in str(caught.value)
+    assert "schedule='eager_1f1b' of 2 stages and 4 microbatches in 'pipeline'" in str(caught.value)
 
 
 def test_axes_that_the_mesh_lacks(world):
