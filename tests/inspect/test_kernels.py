@@ -80,6 +80,9 @@ def test_an_expectation_that_fails_says_what_was_found():
         expect_kernels(HLO, attention=6)
     with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, where none"):
         expect_kernels(HLO, loss=(8, 96))
+    padded = HLO.replace("f32[2,4,96]", "f32[2,4,100]")
+    with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, where none"):
+        expect_kernels(padded, loss=(8, 96))
     with pytest.raises(ClaimError, match=r"by itself: 3 instructions, .*, instead of 0"):
         expect_kernels(HLO, remat=0)
     without = HLO.replace("__cudnn$fmhaSoftmax", "other").replace("splash_mha", "sort")
