@@ -302,7 +302,8 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
     classes = at.kernel.shape[1]
     start = 0 if axis is None else jax.lax.axis_index(axis) * classes
     num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
-    ids = jax.lax.broadcasted_iota(at.labels.dtype, (at.labels.size, classes), 1) + start
+    # One row of ids: those of all positions would not change, and be kept in memory by a loop.
+    ids = jax.lax.broadcasted_iota(at.labels.dtype, (1, classes), 1) + start
     is_label = ids == at.labels[:, None]
 
     logits, slope = _logits(how, at)
