@@ -302,13 +302,13 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
     classes = at.kernel.shape[1]
     start = 0 if axis is None else jax.lax.axis_index(axis) * classes
     num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
-    ids = jax.lax.broadcasted_iota(at.labels.dtype, (at.labels.size, classes), 1) + start
+    # One row of ids: those of all positions would not change, and be kept in memory by a loop.
+    ids = jax.lax.broadcasted_iota(at.labels.dtype, (1, classes), 1) + start
     is_label = ids == at.labels[:, None]
 
     logits, slope = _logits(how, at)
     largest = over(all_max, jax.lax.stop_gradient(logits).max(-1))
-    exponentials = jnp.exp(logits - largest[:, None])
-    total = over(all_sum, exponentials.sum(-1))
+    total = over(all_sum, jnp.exp(logits - largest[:, None]).sum(-1))
     log_total = jnp.log(total) + largest
     smooth = how.label_smoothing
     losses = log_total - (1 - smooth) * over(all_sum, jnp.where(is_label, logits, 0.0).sum(-1))
@@ -322,7 +322,8 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
         hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
     grads: tuple[Any, Any, Any] = (None, None, None)
     if any(wants):
-        back = exponentials * ((1 + 2 * how.z_loss * log_total) / total)[:, None]
+        # From the logits again: an exponential more costs less than an array of them in memory.
+        back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
         back = back - jnp.where(is_label, 1 - smooth, 0.0) - smooth / num_classes
         back = back * at.weights[:, None] * (1.0 if slope is None else slope)
         grads = _gradients(at, back, wants)

@@ -26,6 +26,9 @@ PALLAS = ("tpu_custom_call", "mosaic", "triton_kernel_call", "__gpu$xla.gpu.trit
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NUMBER = re.compile(r"(\.\d+)+$")
+PADDING = 128
+"""By how much less XLA fills up a dim that does not divide: 50 257 become 50 260 for cuBLAS."""
+
 REMAT = ".remat"
 """What XLA adds to the name of an instruction that it computes again to save memory."""
 
@@ -105,7 +108,7 @@ def recomputed(program: Program) -> Recomputed:
 
 
 def largest_logits(program: Program, classes: int) -> int:
-    """The positions of the largest float32 array that has an element for each of them and a class.
+    """The positions of the largest array of floats that has one for each of them and each class.
 
     What is within a fusion is no array, for it is never in memory as a whole.
 
@@ -114,7 +117,7 @@ def largest_logits(program: Program, classes: int) -> int:
         classes: how many classes a device has: of a vocabulary that is split, its part.
 
     Returns:
-        Elements over classes; 0 where no array has such a dim.
+        How many; 0 where no array has such a dim, or one that XLA has filled up for alignment.
     """
     module = as_module(program)
     shapes = (
@@ -123,8 +126,14 @@ def largest_logits(program: Program, classes: int) -> int:
         for instruction in visit.computation.instructions
         for shape in instruction.shapes
     )
-    sizes = (s.size for s in shapes if s.dtype == "f32" and classes in s.dims and len(s.dims) > 1)
-    return max(sizes, default=0) // classes
+    positions = (
+        shape.size // dim
+        for shape in shapes
+        if shape.dtype in ("f32", "bf16", "f16") and len(shape.dims) > 1
+        for dim in shape.dims
+        if classes <= dim < classes + PADDING
+    )
+    return max(positions, default=0)
 
 
 def expect_kernels(
@@ -141,7 +150,8 @@ def expect_kernels(
         attention: how often a device runs a fused kernel of attention in a step, forward,
             backward and recomputed together; a `range` for several allowed numbers, such as
             `range(1, 10**6)` for any but none, and None for any.
-        loss: (positions, classes) of one device, of which no float32 array may hold all logits.
+        loss: (positions, classes) of one device, of which no array may hold all logits, in float32
+            or in half precision.
         remat: how many instructions XLA may rematerialise by itself.
 
     Returns:
@@ -166,7 +176,7 @@ def expect_kernels(
         )
     if loss is not None and (held := largest_logits(module, loss[1])) >= loss[0]:
         wrong.append(
-            f"a float32 array of logits of {held} positions and {loss[1]} classes, where none "
+            f"an array of logits of {held} positions and {loss[1]} classes, where none "
             f"should hold those of {loss[0]}"
         )
     if remat is not None and not is_expected((own := recomputed(module)).count, remat):

@@ -52,6 +52,8 @@ def opaque_target(instruction: Instruction) -> str | None:
     if instruction.opcode != "custom-call":
         return None
     target = _target(instruction)
+    if _splash_products(instruction):
+        return None
     known = "matmul" in target or "gemm" in target or "fmha" in target or "$conv" in target
     if known or _NO_FLOPS.search(target) or _COST.search(instruction.attributes):
         return None
@@ -77,6 +79,8 @@ def _custom_call(computation: Computation, instruction: Instruction) -> int:
         return _attention(computation, instruction, backward="Backward" in target)
     if "$conv" in target:
         return _convolution(computation, instruction)
+    if products := _splash_products(instruction):
+        return _splash(computation, instruction, products)
     match = _COST.search(attributes)
     return int(json.loads(match.group(1)).get("flops", 0)) if match else 0
 
@@ -89,6 +93,26 @@ def _attention(computation: Computation, instruction: Instruction, backward: boo
         return 0
     head_dim = computation.operand_shapes(instruction)[0].dims[-1]
     return (5 if backward else 2) * 2 * math.prod(_dims(match.group(1))) * head_dim
+
+
+def _splash_products(instruction: Instruction) -> int:
+    """How many products of all pairs a splash attention kernel of TPUs forms; 0 for others.
+
+    Its backward pass is one kernel of five, or two of four and of three.
+    """
+    if "splash_m" not in instruction.name:
+        return 0
+    if "_dkv" not in instruction.name:
+        return 3 if "_dq" in instruction.name else 2
+    # The one kernel leaves an addend of the queries' gradient for every block of keys.
+    return 5 if len({len(shape.dims) for shape in instruction.shapes}) > 1 else 4
+
+
+def _splash(computation: Computation, instruction: Instruction, products: int) -> int:
+    """Of queries `[..., T, K]`, the largest operand, against as many keys."""
+    shapes = computation.operand_shapes(instruction)
+    queries = max((s for s in shapes if len(s.dims) > 2), key=lambda shape: shape.size)
+    return products * 2 * queries.size * queries.dims[-2]
 
 
 def _convolution(computation: Computation, instruction: Instruction) -> int:

@@ -13,7 +13,15 @@ from axon_dist.cli.main import main
 def test_says_what_is_here(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    for words in ("Versions", jax.__version__, "emulated", "dp=8", "pp=2,dp=2,tp=2", "Extras"):
+    for words in (
+        "Versions",
+        jax.__version__,
+        "emulated",
+        "dp=8",
+        "pp=2,dp=2,tp=2",
+        "Extras",
+        "no fused kernel",
+    ):
         assert words in text
 
 

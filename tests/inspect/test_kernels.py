@@ -10,7 +10,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, ddp
 from axon_dist.core.errors import ClaimError
-from axon_dist.inspect import attention_kernels, expect_kernels, kernels, recomputed, report
+from axon_dist.inspect import attention_kernels, expect_kernels, flops, kernels, recomputed, report
 
 HLO = """HloModule step, num_partitions=2
 
@@ -36,19 +36,35 @@ ENTRY %main (p: f32[8,4]) -> f32[8,4] {
   %p = f32[8,4]{1,0} parameter(0)
   %zero = s32[] constant(0)
   %logits = f32[2,4,96]{2,1,0} broadcast(%zero), dimensions={}
-  %splash_mha_dkv.1.2 = f32[8,4]{1,0} custom-call(%p), custom_call_target="tpu_custom_call"
+  %k = f32[2,4,256,64]{3,2,1,0} broadcast(%zero), dimensions={}
+  %splash_mha_fwd_residuals.7 = QUERIES custom-call(%k, %k, %k), KERNEL
+  %splash_mha_dkv_no_residuals.8 = (f32[2,2,4,256,64]{4,3,2,1,0}, QUERIES) custom-call(%k), KERNEL
   %gemm = f32[8,4]{1,0} custom-call(%p), custom_call_target="__cublas$gemm"
   %start = (s32[], f32[8,4]{1,0}) tuple(%zero, %p)
   %loop = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, body=%body
   ROOT %result = f32[8,4]{1,0} get-tuple-element(%loop), index=1
 }
-"""
+""".replace("QUERIES", "f32[2,4,256,64]{3,2,1,0}").replace(
+    "KERNEL", 'custom_call_target="tpu_custom_call"'
+)
 
 
 def test_custom_calls_are_counted_by_target_and_pallas_kernels_by_name():
-    fused = {"__cudnn$fmhaSoftmax": 3, "tpu_custom_call splash_mha_dkv": 1}
+    fused = {
+        "__cudnn$fmhaSoftmax": 3,
+        "tpu_custom_call splash_mha_dkv_no_residuals": 1,
+        "tpu_custom_call splash_mha_fwd_residuals": 1,
+    }
     assert attention_kernels(HLO) == fused
     assert kernels(HLO) == {"__cublas$gemm": 1, **fused}
+
+
+def test_the_products_of_splash_attention_are_counted():
+    """Two forward, and five in the backward kernel that leaves the queries' gradient in blocks."""
+    pair = 2 * 2 * 4 * 256 * 256 * 64
+    found = flops(HLO)
+    assert found.high == 7 * pair + 3 * 2 * 8 * 8 * 4
+    assert found.opaque == ()
 
 
 def test_what_xla_rematerialises_is_counted_with_its_work():
@@ -58,12 +74,15 @@ def test_what_xla_rematerialises_is_counted_with_its_work():
 
 
 def test_an_expectation_that_fails_says_what_was_found():
-    assert expect_kernels(HLO, attention=4, loss=(9, 96), remat=3) == kernels(HLO)
+    assert expect_kernels(HLO, attention=5, loss=(9, 96), remat=3) == kernels(HLO)
     expect_kernels(HLO, attention=range(1, 10))
-    with pytest.raises(ClaimError, match=r"4 fused kernels .* instead of 5 \(3 __cudnn\$fmhaSo"):
-        expect_kernels(HLO, attention=5)
+    with pytest.raises(ClaimError, match=r"5 fused kernels .* instead of 6 \(3 __cudnn\$fmhaSo"):
+        expect_kernels(HLO, attention=6)
     with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, where none"):
         expect_kernels(HLO, loss=(8, 96))
+    padded = HLO.replace("f32[2,4,96]", "f32[2,4,100]")
+    with pytest.raises(ClaimError, match=r"logits of 8 positions and 96 classes, where none"):
+        expect_kernels(padded, loss=(8, 96))
     with pytest.raises(ClaimError, match=r"by itself: 3 instructions, .*, instead of 0"):
         expect_kernels(HLO, remat=0)
     without = HLO.replace("__cudnn$fmhaSoftmax", "other").replace("splash_mha", "sort")

@@ -9,6 +9,7 @@ from axon_dist.models import (
     attention,
     auto_attention,
     cudnn_attention,
+    describe_attention,
     einsum_attention,
     flash_attention,
 )
@@ -123,3 +124,27 @@ def test_auto_takes_the_fused_kernel_when_lowered_for_cuda():
 
 def test_every_form_has_a_name():
     assert sorted(ATTENTION_FORMS) == ["auto", "cudnn", "einsum", "flash"]
+
+
+def test_what_runs_is_told_with_what_would_fuse_it(monkeypatch):
+    shape = 1024, 4, 64
+    assert describe_attention("auto", "cpu", "float32", shape) == (
+        "einsum, whose scores of all pairs lie in memory: there is no fused kernel for CPUs"
+    )
+    told = describe_attention("auto", "gpu", "float32", shape)
+    assert told.startswith("einsum, whose scores of all pairs lie in memory, for cudnn cannot run:")
+    assert "precision bf16" in told
+    assert describe_attention("auto", "tpu", "float32", shape).startswith(
+        "the fused kernel for TPU"
+    )
+    told = describe_attention("flash", "tpu", "bfloat16", (1000, 4, 64))
+    assert "the length of 1000 is no multiple of 128; a length that is a multiple" in told
+    monkeypatch.setattr(attention, "cudnn_obstacle", lambda *_: None)
+    assert describe_attention("auto", "gpu", "bfloat16", shape) == "the fused kernel of cuDNN"
+    told = describe_attention("auto", "gpu", "bfloat16", shape, segments=True)
+    assert told.endswith("reads a mask [B, 1, 1024, 1024] that is made of the segments")
+
+
+def test_the_kernel_of_tpus_is_for_tpus_alone():
+    query, *_ = heads(length=128)
+    assert attention.flash_obstacle(query) == "no TPU is compiled for."

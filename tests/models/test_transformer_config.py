@@ -70,6 +70,12 @@ def test_it_is_a_value():
         ({"norm_eps": 0.0}, ConfigError, r"norm_eps=0.0 must be above 0"),
         ({"rope_theta": -1.0}, ConfigError, r"rope_theta=-1.0 must be above 0"),
         ({"attention": "flush"}, ConfigError, r"attention='flush'.*Did you mean 'flash'\?"),
+        ({"logits": "hole"}, ConfigError, r"logits='hole' is not a way .*Did you mean 'whole'\?"),
+        (
+            {"logits_dtype": "bfloat16"},
+            ConfigError,
+            r"logits_dtype='bfloat16' is for chunked .* those of 256 tokens whole: set logits=",
+        ),
         ({"dtype": "bfloat15"}, DTypeError, r"dtype='bfloat15' is not a dtype.*'bfloat16'"),
         ({"param_dtype": "int32"}, DTypeError, r"param_dtype='int32' has no fractions.*'float32'"),
     ],
@@ -77,6 +83,13 @@ def test_it_is_a_value():
 def test_validate_names_value_and_remedy(fields, error, message):
     with pytest.raises(error, match=message):
         TransformerConfig(**fields).validate()
+
+
+def test_logits_are_chunked_from_a_stated_size_on():
+    assert not TransformerConfig(vocab_size=16_383).chunks_logits
+    assert TransformerConfig(vocab_size=16_384).chunks_logits
+    assert TransformerConfig(logits="chunked").chunks_logits
+    assert not TransformerConfig(vocab_size=50_257, logits="whole").chunks_logits
 
 
 def test_dtypes_may_be_given_as_jax_spells_them():
