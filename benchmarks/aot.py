@@ -7,8 +7,8 @@ The step is the whole one: the library's transformer, the strategy, AdamW, clipp
 bfloat16 compute over float32 parameters and moments, every block rematerialised, one sequence of
 4096 tokens per device and microbatch. Theory is counted in ring bytes of the compute dtype:
 FSDP two all-gathers of the blocks, one of embedding and head, and one reduce-scatter of the
-gradients; ZeRO-1 and 2 a reduce-scatter of the gradients and an all-gather of the float32
-parameters; DDP one all-reduce.
+gradients; ZeRO-1 and 2 a reduce-scatter of the gradients and one all-gather of the parameters;
+DDP one all-reduce.
 Needs the extra `cuda` for GPUs and `aot` for TPUs.
 """
 
@@ -32,7 +32,7 @@ from axon_dist import ActivationCheckpointing, Reduction, World, build_train_ste
 from axon_dist.hardware import prepare_environment
 from axon_dist.inspect import report, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
-from axon_dist.parallel import STRATEGIES
+from axon_dist.parallel import STRATEGIES, compose
 
 SEQUENCE = 4096
 # What an expert's hand-written step reaches (same shapes and optimizer, best spelling and
@@ -88,6 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--model", default="1b", choices=["1b", "7b", "8b"])
     parser.add_argument("--strategy", default="full_shard", choices=sorted(STRATEGIES))
+    parser.add_argument("--tensor", choices=["plain", "sequence"], help="with tensor parallelism")
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")
     parser.add_argument("--layers", default="list", choices=["list", "scan"])
     parser.add_argument("--num-layers", type=int, help="fewer than the model has")
@@ -109,11 +110,15 @@ def build(config: TransformerConfig, args: argparse.Namespace, world: World) -> 
     """The train step of a run: AdamW, clipping, bfloat16, remat of every block."""
     options = {} if args.per is None else {"reduction": Reduction(per=args.per)}
     factory = lambda: Transformer(config, rngs=nnx.Rngs(0))
+    strategy = STRATEGIES[args.strategy](factory, world, **options)
+    if args.tensor is not None:
+        tensor = STRATEGIES["tensor"](factory, world, sequence=args.tensor == "sequence")
+        strategy = compose(strategy, tensor)
     return build_train_step(
         factory,
         optax.adamw(3e-4),
         next_token_loss,
-        STRATEGIES[args.strategy](factory, world, **options),
+        strategy,
         world,
         accumulate=args.accumulate,
         clip_norm=1.0,
@@ -141,6 +146,10 @@ def summarize(
         "by_kind_mb": {str(kind): value / 1e6 for kind, value in ledger.by_kind().items()},
         "by_axis_mb": {str(axis): value / 1e6 for axis, value in ledger.by_axis().items()},
         "exposed_mb": ledger.exposed_bytes() / 1e6,
+        "light_mb": ledger.light_bytes() / 1e6,
+        "waited_ms": ledger.waited() * 1e3,
+        "wire_ms": ledger.seconds() * 1e3,
+        "temporaries_gib": found.memory.temporaries / 2**30,
         "theory_mb": theory(args, world, config) / 1e6,
         **{f"{name}_seconds": value for name, value in seconds.items()},
     }
@@ -150,16 +159,16 @@ def theory(args: argparse.Namespace, world: World, config: TransformerConfig) ->
     """Ring bytes per device and step, with what is gathered and reduced once per microbatch."""
     shape, params = world.spec.shape, num_params(config)
     ranks = shape.get("fsdp", 1) * shape.get("dp", 1)
-    ring, bf16, f32 = (ranks - 1) / ranks, 2 * params, 4 * params
+    ring, bf16 = (ranks - 1) / ranks, 2 * params
     root = 2 * config.vocab_size * config.width * (1 if config.tied_head else 2)
     per = args.per or ("step" if args.strategy in ("ddp", "zero1") else "microbatch")
     times = args.accumulate if per == "microbatch" else 1
     if args.strategy in ("ddp", "no_shard"):
         return 2 * ring * bf16 * times
     if args.strategy == "zero1":
-        return ring * (bf16 + f32)
+        return ring * 2 * bf16
     if args.strategy in ("zero2", "shard_grad_op"):
-        return ring * (bf16 * times + f32)
+        return ring * (bf16 * times + bf16)
     if args.strategy == "hybrid_shard":
         inner = (shape["fsdp"] - 1) / shape["fsdp"]
         across = 2 * (shape["dp"] - 1) / shape["dp"]
@@ -171,23 +180,26 @@ def theory(args: argparse.Namespace, world: World, config: TransformerConfig) ->
 def compare(args: argparse.Namespace, summary: dict[str, Any]) -> Table:
     """One row for us, one for theory and yardstick."""
     table = Table(title=f"{args.model} {args.strategy} on {args.target} ({summary['mesh']})")
-    for column in ("", "peak GiB", "wire MB", "x theory", "exposed MB", "exposed"):
+    columns = ("", "peak GiB", "temp GiB", "wire MB", "x theory", "light", "exposed", "waited ms")
+    for column in columns:
         table.add_column(column, justify="right")
-    wire, exposed = summary["wire_mb"], summary["exposed_mb"]
+    wire = summary["wire_mb"]
     table.add_row(
         f"axon_dist, {args.layers}",
         f"{summary['peak_gib']:.2f}",
+        f"{summary['temporaries_gib']:.2f}",
         f"{wire:.0f}",
         f"{wire / summary['theory_mb']:.3f}",
-        f"{exposed:.1f}",
-        f"{exposed / wire:.2%}",
+        f"{summary['light_mb'] / wire:.1%}",
+        f"{summary['exposed_mb'] / wire:.1%}",
+        f"{summary['waited_ms']:.1f} of {summary['wire_ms']:.1f}",
     )
-    table.add_row("theory", "-", f"{summary['theory_mb']:.0f}", "1", "-", "-")
+    table.add_row("theory", "-", "-", f"{summary['theory_mb']:.0f}", "1", "-", "-", "-")
     yardstick = YARDSTICK.get((args.target, args.model, args.strategy))
     if yardstick and args.accumulate == 1:
         peak, total = yardstick
-        table.add_row("hand-written", f"{peak:.2f}", f"{total}", "-", "-", "-")
-        table.add_row("ratio", f"{summary['peak_gib'] / peak:.3f}", f"{wire / total:.3f}")
+        table.add_row("hand-written", f"{peak:.2f}", "-", f"{total}")
+        table.add_row("ratio", f"{summary['peak_gib'] / peak:.3f}", "-", f"{wire / total:.3f}")
     return table
 
 

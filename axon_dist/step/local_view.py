@@ -196,10 +196,13 @@ class LocalPlan:
         reduced = self._last(frozen)
 
         def stacked(weights: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
+            # Else the compiler would see through the rows, and stack them anew in every turn.
+            weights = jax.lax.optimization_barrier(weights)
             sums, buffers = sums_of(stacking.unstack(weights), buffers, batch)
             return dataclasses.replace(sums, grads=stacking.stack(sums.grads)), buffers
 
         def last(sums: Sums, weights: PyTree, buffers: PyTree, batch: Batch) -> Any:
+            weights = jax.lax.optimization_barrier(weights)
             apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
             return reduced(apart, stacking.unstack(weights), buffers, batch)
 

@@ -128,7 +128,7 @@ def test_the_table_tells_how_many_milliseconds_are_covered():
         console.print(Ledger(rows).table())
     lines = [line.split() for line in capture.get().splitlines()]
     (light,) = [line for line in lines if line[:1] == ["light"]]
-    assert light[1:] == ["0.000", "6.0", "of", "8.0", "ms"]
+    assert light[1:] == ["400", "B", "6.0", "of", "8.0", "ms"]
     assert any("light 6.0 of 8.0 ms" in " ".join(line) for line in lines[:-4])
     (total,) = [line for line in lines if line[:1] == ["total"]]
-    assert total[1:] == ["0.001", "7.0", "of", "9.0", "ms"]
+    assert total[1:] == ["500", "B", "7.0", "of", "9.0", "ms"]

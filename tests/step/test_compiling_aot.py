@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp, lora
+from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp, lora, zero
 from axon_dist.core.errors import ConfigError
 from axon_dist.hardware import missing_compiler, target_options
 from axon_dist.inspect import collectives, target_devices
@@ -121,3 +121,22 @@ def test_adapters_on_a_frozen_base_send_two_thirds_and_keep_a_sixth():
     narrow = per_parameter(adapted, trainable=nnx.LoRAParam, frozen_dtype="bfloat16")
     assert full == pytest.approx([4, 2, 12], rel=0.02)
     assert narrow == pytest.approx([4, 0.01, 2.08], abs=0.03)
+
+
+def test_zero1_gathers_in_the_compute_dtype_and_hides_the_reduction_of_layers():
+    """2 bytes for each parameter there and back, the layers' reduced within their loop."""
+    config = TransformerConfig.preset("1b", num_layers=2, attention="cudnn", max_length=LENGTH)
+    world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
+    step = build_train_step(
+        lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.adamw(3e-4), next_token_loss,
+        zero(1, "fsdp"), world, accumulate=4, clip_norm=1.0, precision="bf16",
+        remat=ActivationCheckpointing(classes=("Block",)),
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((8 * 4, LENGTH + 1), jnp.int32)
+    ledger = collectives(step.lower({"tokens": tokens}).compile(), world.mesh)
+    once = 2 * num_params(config) * 7 / 8
+    for kind in ("all-gather", "reduce-scatter"):
+        assert ledger.total_wire_bytes(kind) == pytest.approx(once, rel=0.01)
+        assert {row.dtypes for row in ledger.select(kind)} == {("bf16",)}
+    assert ledger.total_wire_bytes("all-reduce") < 1e6
+    assert ledger.waited() < ledger.seconds()

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import GradScaler, MixedPrecision, World, build_train_step, ddp, fsdp, zero
+from axon_dist.inspect import collectives
 from axon_dist.models import MLP
 
 WIDTH = 16
@@ -219,3 +220,35 @@ def test_the_scale_changes_no_gradient():
     pairs = [step.gradients(step.init(), batch_of())[0] for step in (plain, scaled)]
     for want, got in zip(*map(jax.tree.leaves, pairs), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (2, 2)])
+def test_ranks_that_split_moments_split_parameters_and_gather_them_once(stage, accumulate):
+    """Float32 masters lie with their moments, and are gathered once per step."""
+    world = World.emulate(4, "dp=4")
+    make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    built = lambda precision: build_train_step(
+        make, optax.adam(1e-2), loss_fn, zero(stage), world,
+        accumulate=accumulate, precision=precision,
+    )  # fmt: skip
+    batch = {"x": np.ones((16, 64), np.float32)}
+    mixed, single = built("bf16"), built(None)
+    assert mixed.state_shardings.params["kernel"].shard_shape((64, 64)) == (16, 64)
+    assert mixed.abstract_state.params["kernel"].dtype == jnp.float32
+    assert single.state_shardings.params["kernel"].is_fully_replicated
+    ledger = collectives(mixed.lower(batch).compile(), world.mesh).select("all-gather")
+    gathers = [row for row in ledger if row.bytes_out >= 2 * 64 * 64]
+    # CPUs gather float32 for bfloat16; what GPUs send is tested where their compiler is.
+    assert [row.count for row in gathers] == [1]
+
+
+def test_frozen_parameters_need_no_gather():
+    world = World.emulate(4, "dp=4")
+    make = lambda: nnx.Sequential(*(nnx.Linear(64, 64, rngs=nnx.Rngs(0)) for _ in range(2)))
+    loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    step = build_train_step(
+        make, optax.adam(1e-2), loss_fn, zero(1), world, precision="bf16", trainable="layers/0"
+    )
+    assert not step.state_shardings.params["layers"][0]["kernel"].is_fully_replicated
+    assert step.state_shardings.frozen["layers"][1]["kernel"].is_fully_replicated
