@@ -31,7 +31,7 @@ from axon_dist.parallel import (
     pipelined,
     tensor_parallel,
 )
-from axon_dist.schedule import SCHEDULES, Schedule, one_f_one_b
+from axon_dist.schedule import SCHEDULES, Costs, Schedule, one_f_one_b, search
 from axon_dist.step.storage import block_keys
 
 from .models import (
@@ -337,6 +337,14 @@ def test_equals_one_device(row):
 @pytest.mark.parametrize("row", FULL, ids=str)
 def test_equals_one_device_full(row):
     check(row)
+
+
+@pytest.mark.full
+def test_a_searched_table_equals_one_device(tmp_path):
+    table = search(2, 8, Costs(f=1, i=2, w=1)).schedule
+    assert table.name == "searched"
+    (tmp_path / "best.csv").write_text(table.to_csv())
+    check(Row(str(tmp_path / "best.csv"), "pp=2", 8, "mlp"))
 
 
 def build(model, loss_fn, strategy, mesh="pp=2", **options):
