@@ -44,8 +44,9 @@ class Recorded:
 
     def curve(self, metric: str) -> Curve:
         """The values of a metric over the steps."""
-        points = ((row.get("step"), row.get(metric)) for row in self.rows)
-        return [(float(s), float(y)) for s, y in points if _is_finite(s) and _is_finite(y)]
+        wanted = ("step", metric)
+        rows = (row for row in self.rows if all(_is_finite(row.get(name)) for name in wanted))
+        return [(float(row["step"]), float(row[metric])) for row in rows]
 
     def metrics(self, prefix: str) -> list[str]:
         """The names of all metrics that begin so, in the order in which they came."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.scanner import ScannerError
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, read_text
@@ -106,10 +107,10 @@ class _StrictLoader(yaml.SafeLoader):
     What `<<` brings along gives way to the keys of the section itself.
     """
 
-    def fetch_flow_collection_start(self, token: Any) -> None:
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         """Begins `[` or `{`; each looks at all that it is in, so that thousands take minutes."""
         self._check_depth(self.flow_level)
-        super().fetch_flow_collection_start(token)
+        super().fetch_flow_collection_start(TokenClass)
 
     def add_indent(self, column: int) -> bool:
         """Begins a section by indentation."""
@@ -119,7 +120,7 @@ class _StrictLoader(yaml.SafeLoader):
     def _check_depth(self, depth: int) -> None:
         if depth > _DEEPEST:
             problem = f"values within values, more than {_DEEPEST} deep"
-            raise yaml.scanner.ScannerError(None, None, problem, self.get_mark())
+            raise ScannerError(None, None, problem, self.get_mark())
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""

@@ -200,7 +200,7 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, Any], path: str) -> O
     return _checked(lambda: cls.from_plain(value[key], data), path)
 
 
-def _pick(table: Mapping[str, Any], name: Any, path: str) -> Any:
+def _pick(table: Mapping[Any, Any], name: Any, path: str) -> Any:
     # Only a text can be a name; a list is not even looked up.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")

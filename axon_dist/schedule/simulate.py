@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any
 
 from ..core.errors import ScheduleError
 from .action import Action, Phase
@@ -55,11 +56,11 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b", "transfer"):
-            value = getattr(self, name)
-            if value is None and name == "b":
+            value: Any = getattr(self, name)
+            if name == "b" and self.b is None:
                 continue
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (is_number and 0 <= value < inf):
+            if not is_number or not 0 <= float(value) < inf:
                 raise ScheduleError(
                     f"got the cost {name}={value!r:.60}. A time must be a finite number of at "
                     "least 0."

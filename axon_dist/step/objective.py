@@ -288,7 +288,7 @@ def _differentiated(
     forward: Forward,
     weight_of: Callable[[Weighted], Any],
     scale: Array | None,
-    mean: Callable[[Weighted], Array],
+    mean: Callable[[Weighted], Any],
 ) -> Callable[..., Any]:
     def objective(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Any, Outcome]:
         outcome = forward(params, buffers, batch)
