@@ -64,7 +64,7 @@ class NewtonSchulz:
     Example:
         >>> x = jnp.diag(jnp.array([4.0, 1.0]))
         >>> NewtonSchulz()(x, jnp.asarray(JORDAN)).round(1).tolist()
-        [[0.699999988079071, 0.0], [0.0, 1.100000023841858]]
+        [[0.699999988079071, 0.0], [0.0, 0.699999988079071]]
     """
 
     steps: int = 5

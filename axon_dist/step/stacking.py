@@ -58,7 +58,7 @@ def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
         The stacking; what is no unit's, or what a unit has alone, stands alone.
 
     Example:
-        >>> leaf = jax.ShapeDtypeStruct((2,), jnp.float32)
+        >>> leaf = jnp.ones(2)
         >>> shapes = {"layers": {"2": {"w": leaf}, "10": {"w": leaf}}, "head": leaf}
         >>> stacking_of(shapes, ["layers/10", "layers/2"]).rows
         (('head',), ('layers/2/w', 'layers/10/w'))

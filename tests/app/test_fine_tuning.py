@@ -47,9 +47,8 @@ def by_path(model):
     return {"/".join(map(str, keys)): np.asarray(x[...]) for keys, x in flat}
 
 
-@pytest.mark.parametrize(
-    "is_measured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "and measured"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("is_measured", [False, True], ids=["", "and measured"])
 def test_a_run_from_weights_to_weights(is_measured, tiny, tmp_path):
     plain, base = tuned(tiny, tmp_path)
     console = Console(file=io.StringIO(), width=200)
@@ -93,6 +92,7 @@ def test_a_run_from_weights_to_weights(is_measured, tiny, tmp_path):
     np.testing.assert_allclose(exported(tokens), model(tokens), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_texts_are_drawn_in_the_precision_of_the_run(tiny):
     tiny |= {"precision": "bf16", "train": tiny["train"] | {"steps": 1, "eval_every": 0}}
     run = train(RunConfig.from_dict(tiny)).directory.path

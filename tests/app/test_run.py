@@ -201,7 +201,13 @@ def every_kind_of_text(folder):
     words = tokenizers.models.WordLevel({"to": 0, "or": 1, "<end>": 2}, unk_token="to")
     tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
     named = {"tokenizer": str(folder / "tokenizer.json"), "end_token": "<end>"}
+    turns = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    chats = [{"turns": turns}] * 40
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), folder / "chats.parquet")
+    told = {"messages": "turns", "template": "plain", "sequence_length": 32}
     for kind in ("jsonl", "parquet"):
+        yield {"kind": kind, **told, **of(f"chats.{kind}")}
         yield {"kind": kind, **asked, **of(f"rows.{kind}")}
         yield {"kind": kind, "text": "a", "sequence_length": 32, **named, **of(f"rows.{kind}")}
     yield {"kind": "tokens", "sequence_length": 32, **of("ids.npy")}
@@ -226,10 +232,12 @@ def test_every_field_is_used_by_a_run(tiny, pictures, tmp_path, monkeypatch):
 
     tensorboard = types.SimpleNamespace(SummaryWriter=mock.MagicMock())
     monkeypatch.setitem(sys.modules, "tensorboardX", tensorboard)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=mock.MagicMock()))
+    for name in ("wandb", "trackio", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     for cls in schema:
         monkeypatch.setattr(cls, "__getattribute__", record)
-    train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb"]}))
+    tiny["model"] |= {"logits": "chunked"}
+    train(read(RunConfig, tiny | {"loggers": ["tensorboard", "wandb", "trackio", "mlflow"]}))
     build_loader(read(RunConfig, {"data": {"max_bytes": 10**5}}), World.emulate(8))
     for picture in pictures:
         config = read(RunConfig, picture)

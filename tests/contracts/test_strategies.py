@@ -67,7 +67,8 @@ STRATEGIES: dict[str, Callable] = {
 REMAT = ActivationCheckpointing(2)
 
 ROWS = [
-    *(Row("ddp", "dp=8", model, k) for model in CASES for k in (1, 2) if model != "transformer"),
+    *(Row("ddp", "dp=8", model, 2) for model in CASES if model != "transformer"),
+    Row("ddp", "dp=8", "weighted", 1),
     Row("ddp", "dp=8", "transformer", 2),
     *(Row("ddp", mesh, "weighted", k) for mesh in ("dp=2", "dp=4") for k in (1, 4)),
     Row("ddp_buckets", "dp=4", "dropout", 2),

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.fuzz import main
 from benchmarks.fuzz_cells import LAYOUTS, Cell, Outcome, counts, run
 
-SEED, CELLS = 20261122, 40
+SEED, CELLS = 20261122, 24
 
 
 def cells():

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import signal
 import threading
+import types
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ class FakeStep:
 
     def __init__(self, world, losses=None, before=lambda number: None):
         self.options = StepOptions()
+        self.parts = types.SimpleNamespace(frozen={})
         self.world, self.losses, self.before = world, losses, before
         self.batches, self.taken = [], 0
 

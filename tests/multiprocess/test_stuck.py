@@ -70,7 +70,7 @@ def test_a_process_that_hangs_is_named_by_all(start):
         assert "process 1 (host " in text
         assert f"hangs: no sign for {STEP_SECONDS} s after step 5, and the others wait" in text
     # Where its main thread is: in the loop's request for a batch, in the wait of a lock.
-    assert "batch = next(batches, None)" in processes.text(1)
+    assert "batch = next(batches, _END)" in processes.text(1)
     assert "self.step(state, batch" in processes.text(0)
 
 

@@ -46,6 +46,7 @@ def run_two(folder):
     return [line.split()[1:] for line in told[0]]
 
 
+@pytest.mark.full
 def test_two_processes_fine_tune_as_one(tmp_path, make_world):
     write_weights(tmp_path)
     found = run_two(tmp_path)

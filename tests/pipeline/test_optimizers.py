@@ -160,14 +160,13 @@ DEFAULT = {
         "adamw ndim mask",
         "clip lamb",
         "adafactor",
-        "multi steps",
         "frozen layer, clip",
         "injected per layer",
     ),
     "holes": (),
     "vectors": ("clip adamw",),
     "alike stages": ("adamw ndim mask",),
-    "stack": ("clip lamb", "apply if finite"),
+    "stack": ("clip lamb",),
 }
 """The recipes that are tried on a form of storage in every run; a full one tries all."""
 

@@ -246,7 +246,7 @@ def test_skipping_counts_and_tells(steps):
     result = trainer.fit()
     assert (result.reason, result.num_steps, result.skipped_steps) == ("finished", 8, 3)
     assert notes == [
-        "1 steps skipped, 1 so far; step 3: the loss is nan",
+        "1 step skipped, 1 so far; step 3: the loss is nan",
         "2 steps skipped, 3 so far; step 5: the loss is nan",
     ]
     counts = [(step, row["train/skipped_steps"]) for step, row in rows]

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axon_dist import World, build_train_step
+from axon_dist import World, build_train_step, muon
 from axon_dist.core.errors import AxonDistError, DivisibilityError, UnsupportedError
 from axon_dist.core.weighted import Weighted
 from axon_dist.nn import ActivationCheckpointing
@@ -184,6 +184,10 @@ EXAMPLES = {
     "the optimizer works on stages": (
         lambda: build(pipelined(2, 4), PP, wide, optax.flatten(optax.adam(0.1))),
         "of 'grads/layers/0/",
+    ),
+    "matrices can be dealt": (
+        lambda: build(ddp(), optimizer=optax.apply_if_finite(muon(0.02), 3)),
+        "orthogonalises matrices within 'cond'",
     ),
     "every array can be laid out": (
         lambda: build(tensor_parallel({"layers": "column"}), "tp=8", lambda: Net(width=12)),

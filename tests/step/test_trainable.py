@@ -119,21 +119,21 @@ ROWS = {
     "by hand": ("fsdp=4", lambda: fsdp(**SMALL, reduction=Reduction(by_hand=True)), SOME, {}),
     "buckets": ("dp=4", lambda: ddp(bucket_capacity=1000), SOME, {"accumulate": 2}),
     "pp": ("pp=2,dp=2", lambda: compose(pipelined(2, 4), ddp()), nnx.LoRAParam, {}),
-    "pp kept": (
-        "pp=2",
-        lambda: pipelined(2, 4, "zero_bubble_h1", backward="residuals"),
-        SOME,
-        {},
-    ),
     "tp": ("tp=4", lambda: tensor_parallel({"up": "column", "down": "row"}), nnx.LoRAParam, {}),
+}
+MORE = {
     "per step": (
         "fsdp=4",
         lambda: fsdp(**SMALL, reduction=Reduction(per="step")),
         nnx.LoRAParam,
         {"accumulate": 2},
     ),
-}
-MORE = {
+    "pp kept": (
+        "pp=2",
+        lambda: pipelined(2, 4, "zero_bubble_h1", backward="residuals"),
+        SOME,
+        {},
+    ),
     "pp head": ("pp=2", lambda: pipelined(2, 2), "head", {}),
     "fsdp paths": ("fsdp=4", lambda: fsdp(**SMALL), SOME, {}),
     "zero1": ("dp=8", lambda: zero(1, **SMALL), SOME, {}),
