@@ -123,6 +123,11 @@ class DocumentSource:
         return ("tokens", "segments", "mask") if self._has_mask else ("tokens", "segments")
 
     @property
+    def learned(self) -> str:
+        """The field of what is learned: a text, a response, or a chat."""
+        return self.response or self.messages or self.text or "text"
+
+    @property
     def _has_mask(self) -> bool:
         return self.prompt is not None or self.messages is not None
 
@@ -183,8 +188,7 @@ class DocumentSource:
     def _documents(
         self, part: tuple[Records, np.ndarray], tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> RecordDocuments:
-        text = self.response or self.messages or self.text or "text"
-        return RecordDocuments(*part, tokenizer, self.prompt or "", text, template)
+        return RecordDocuments(*part, tokenizer, self.prompt or "", self.learned, template)
 
 
 _EXAMPLE = [{"role": role, "content": role} for role in ("user", "assistant")]

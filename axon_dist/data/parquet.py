@@ -27,7 +27,7 @@ class ParquetSource(DocumentSource):
 
     def records(self, files: Sequence[TextFile]) -> ParquetRows:
         """Reads the columns that are asked for into memory."""
-        names = (self.text or "text",) if self.prompt is None else (self.prompt, self.response)
+        names = (self.prompt, self.learned)
         return ParquetRows(files, tuple(name for name in names if name is not None))
 
 

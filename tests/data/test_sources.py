@@ -225,6 +225,19 @@ def test_parquet_is_jsonl_in_columns(tmp_path, texts):
         ParquetSource((texts,)).open(40)
 
 
+def test_chats_in_parquet_are_those_in_jsonl(tmp_path):
+    turns = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
+    records, (lines, columns) = [{"turns": turns}] * 8, (tmp_path / "c.jsonl", tmp_path / "c.pq")
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), columns)
+    ours, theirs = (
+        everything(kind((str(path),), messages="turns", validation_fraction=0.5).open(40))
+        for kind, path in ((ParquetSource, columns), (JsonlSource, lines))
+    )
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
 def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'axon_dist\[parquet\]'"):
