@@ -21,6 +21,7 @@ from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
 from .rules import STRATEGY_RULES, Placed
+from .slow_plan import SlowPlan
 from .wrap import AutoWrapPolicy
 
 
@@ -140,6 +141,8 @@ class Strategy:
         layers: what changes the calls of a merged model's layers, in order.
         gathers_once: whether parameters that lie split are whole for a whole step, in the dtype of
             the compute; else each unit gathers its own where it uses them. `with_masters` says so.
+        slow: which axis lies between replicas that train on their own, and when they meet; None
+            where all ranks take every step together.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -158,6 +161,7 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
+    slow: SlowPlan | None = None
 
     @property
     def reduces_per(self) -> str:
@@ -274,6 +278,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         offload=_only(parts, "offload", CPUOffload.NONE),
         pipeline=_only(parts, "pipeline", None),
         layers=tuple(layers for part in parts for layers in part.layers),
+        slow=_only(parts, "slow", None),
     )
 
 

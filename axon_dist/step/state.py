@@ -30,6 +30,11 @@ class TrainState:
         scaler: the state of the loss scale, or None without one.
         frozen: nested dict, the parameters that the optimizer leaves alone.
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
+        outer: of replicas that train on their own, what they have in common since they last met:
+            `params`, their outer parameters, in float32 or wider; `opt_state`, one of the outer
+            optimizer for each fragment; and `missing`, what each replica has left unsaid under
+            compression. `params`, `opt_state`, `buffers` and `scaler` then have a row for each
+            replica in dim 0. None where there is one.
     """
 
     step: Array
@@ -39,6 +44,7 @@ class TrainState:
     scaler: Any = None
     frozen: PyTree = dataclasses.field(default_factory=dict)
     ema: PyTree = None
+    outer: Any = None
 
 
 def averaged(state: TrainState) -> TrainState:
