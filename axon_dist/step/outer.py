@@ -42,37 +42,41 @@ class Outer:
         sizes = {path: num_params(x) for path, x in leaves_with_paths(self.spec.stored_shapes)}
         return self.plan.parts(sizes)
 
-    def first(self, params: PyTree) -> dict[str, Any]:
+    def first(self, params: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """What a run begins with.
 
         Args:
             params: of one replica, which are all alike.
+
+        Returns:
+            `outer` and `meeting` of a state.
         """
         wide = lambda p: jnp.array(p, _wide(p.dtype), copy=True)
         outer = jax.tree.map(wide, params)
         states = tuple(self.plan.outer.init(self._part(outer, n)) for n in range(self._count))
-        found = {"params": outer, "opt_state": states}
         if self.plan.compression is None:
-            return found
+            return outer, {"opt_state": states}
         rows = self.spec.mesh.shape[self.plan.axis]
         missing = lambda p: jnp.zeros((rows, *p.shape), jnp.float32)
-        return {**found, "missing": jax.tree.map(missing, params)}
+        return outer, {"opt_state": states, "missing": jax.tree.map(missing, params)}
 
-    def places(self, outer: Mapping[str, Any], rows: PyTree) -> dict[str, Any]:
+    def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Where it lies: the parameters as those of a replica, alike on all of them.
 
         Args:
-            outer: of shapes.
+            state: of shapes.
             rows: the shardings of the replicas' own parameters.
+
+        Returns:
+            The shardings of `outer` and `meeting`.
         """
         strategy, mesh = self.spec.storage.strategy, self.spec.mesh
-        params = outer["params"]
         states = tuple(
-            optimizer_shardings(strategy.opt_state, self._part(params, number), state, mesh)
-            for number, state in enumerate(outer["opt_state"])
+            optimizer_shardings(strategy.opt_state, self._part(state.outer, number), one, mesh)
+            for number, one in enumerate(state.meeting["opt_state"])
         )
-        found = {"params": shardings(strategy.params, params, mesh), "opt_state": states}
-        return {**found, "missing": rows} if "missing" in outer else found
+        left = {"missing": rows} if "missing" in state.meeting else {}
+        return shardings(strategy.params, state.outer, mesh), {"opt_state": states, **left}
 
     def meet(self, number: int) -> Callable[[TrainState], TrainState]:
         """The program of one fragment's meeting, to be traced.
@@ -85,23 +89,27 @@ class Outer:
         """
         paths = self.fragments[number]
 
-        def run(state: TrainState) -> TrainState:
+        # Profilers show a compiled program by the name of its function.
+        def outer_step(state: TrainState) -> TrainState:
             rest, params = parted(state.params, paths)
-            kept, outer = parted(state.outer["params"], paths)
-            others, missing = parted(state.outer.get("missing", {}), paths)
+            kept, outer = parted(state.outer, paths)
+            others, missing = parted(state.meeting.get("missing", {}), paths)
             grads, missing = self._mean(outer, params, missing)
-            states = list(state.outer["opt_state"])
+            states = list(state.meeting["opt_state"])
             with jax.named_scope("outer_optimizer"):
                 updates, states[number] = self.plan.outer.update(grads, states[number], outer)
                 outer = optax.apply_updates(outer, updates)
             follow = lambda o, p: jnp.broadcast_to(o.astype(p.dtype), p.shape)
             params = jax.tree.map(follow, outer, params)
-            found = {"params": joined(kept, outer), "opt_state": tuple(states)}
-            if "missing" in state.outer:
-                found["missing"] = joined(others, missing)
-            return dataclasses.replace(state, params=joined(rest, params), outer=found)
+            left = {"missing": joined(others, missing)} if missing else {}
+            return dataclasses.replace(
+                state,
+                params=joined(rest, params),
+                outer=joined(kept, outer),
+                meeting={"opt_state": tuple(states), **left},
+            )
 
-        return run
+        return outer_step
 
     def wire_bytes(self) -> int:
         """Bytes that one device sends over the slow axis in H steps, by the formula."""

@@ -44,6 +44,7 @@ class ReplicaForm(StateForm):
         moments = optimizer_shardings(
             strategy.opt_state, state.params, state.opt_state, spec.mesh
         )
+        outer, meeting = self.outer.places(state, params)
         return TrainState(
             step=self.whole,  # type: ignore[arg-type]
             params=params,
@@ -51,7 +52,8 @@ class ReplicaForm(StateForm):
             buffers=jax.tree.map(lambda _: row, state.buffers),
             scaler=jax.tree.map(lambda _: row, state.scaler),
             frozen=self._stored_places[1],
-            outer=self.outer.places(state.outer, params),
+            outer=outer,
+            meeting=meeting,
         )
 
     @cached_property
@@ -94,12 +96,13 @@ class ReplicaForm(StateForm):
         return weights, self.spec.parts.with_given(mean_rows(state.buffers), state.step, shared)
 
     def _met(self, state: TrainState) -> PyTree:
-        return jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer["params"], state.params)
+        return jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
 
     def _around(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
         one = super()._around(stored, buffers)
         rows = first_rows(one, self.spec.mesh.shape[self.outer.plan.axis])
-        return dataclasses.replace(rows, outer=self.outer.first(one.params))
+        outer, meeting = self.outer.first(one.params)
+        return dataclasses.replace(rows, outer=outer, meeting=meeting)
 
     @property
     def _rows(self) -> Strategy:

@@ -66,7 +66,7 @@ def replica_steps(spec: StepSpec) -> tuple[Gradients, Take]:
             return _with_rows(new, _stacked), _stacked(metrics)
 
         new, metrics = _on_each(spec, inner, run, (_specs(spec), _rows(spec)))(state, placed)
-        return dataclasses.replace(new, outer=state.outer), metrics
+        return dataclasses.replace(new, outer=state.outer, meeting=state.meeting), metrics
 
     return differentiate, step
 
@@ -86,7 +86,7 @@ def _on_each(spec: StepSpec, inner: StepSpec, run: Any, out_specs: Any) -> Any:
             check_vma=False,
         )
         # What they have in common stays out: no step looks at it.
-        return here(dataclasses.replace(state, outer=None), placed)
+        return here(dataclasses.replace(state, outer=None, meeting=None), placed)
 
     return mapped
 
@@ -150,7 +150,7 @@ def _specs(spec: StepSpec) -> Any:
     """The specs of a state in the region, but for what lies outside of it."""
     rows, whole = _rows(spec), PartitionSpec()
     placed: Any = {name: rows for name in ROWS}
-    return TrainState(step=whole, frozen=whole, ema=whole, outer=whole, **placed)  # type: ignore[arg-type]
+    return TrainState(step=whole, frozen=whole, ema=whole, outer=whole, meeting=whole, **placed)  # type: ignore[arg-type]
 
 
 def _own_row(state: TrainState) -> TrainState:
