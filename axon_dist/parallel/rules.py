@@ -56,11 +56,6 @@ def _policy_axes(placed: Placed) -> Found:
     return _lacking(placed, (*strategy.params.split_axes, *strategy.opt_state.split_axes))
 
 
-def _slow_axis(placed: Placed) -> Found:
-    slow = placed.strategy.slow
-    return None if slow is None else _lacking(placed, (slow.axis,))
-
-
 def _slow_split(placed: Placed) -> Found:
     strategy = placed.strategy
     if strategy.slow is None:
@@ -161,12 +156,6 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         MeshError,
         "strategy {name!r} splits arrays over axis {axis!r}, which mesh {mesh} lacks.{near}",
         _policy_axes,
-    ),
-    Requirement.row(
-        "the axis between replicas exists",
-        MeshError,
-        "strategy {name!r} has replicas over axis {axis!r}, which mesh {mesh} lacks.{near}",
-        _slow_axis,
     ),
     Requirement.row(
         "nothing is split over the axis between replicas",

@@ -169,7 +169,7 @@ REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
         UnsupportedError,
         "nonfinite={policy!r} keeps the state of all ranks from the first step that is not finite, "
         "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
-        "with which each leaves out its own batch",
+        "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
         _held_alone,
     ),
     Requirement.row(
