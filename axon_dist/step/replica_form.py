@@ -41,9 +41,7 @@ class ReplicaForm(StateForm):
         spec, state, strategy = self.spec, self.shapes, self._rows
         row = NamedSharding(spec.mesh, PartitionSpec(self.outer.plan.axis))
         params = shardings(strategy.params, state.params, spec.mesh)
-        moments = optimizer_shardings(
-            strategy.opt_state, state.params, state.opt_state, spec.mesh
-        )
+        moments = optimizer_shardings(strategy.opt_state, state.params, state.opt_state, spec.mesh)
         outer, meeting = self.outer.places(state, params)
         return TrainState(
             step=self.whole,  # type: ignore[arg-type]

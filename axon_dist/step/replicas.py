@@ -1,4 +1,4 @@
-"""The step of replicas that train on their own: each in a row of the state, none talking to others."""
+"""The step of replicas that train on their own: a row of the state each, and nothing between."""
 
 from __future__ import annotations
 

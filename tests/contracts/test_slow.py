@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, zero
-from axon_dist.inspect import collectives
 from axon_dist.parallel import (
     context_parallel,
     diloco,
