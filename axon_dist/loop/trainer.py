@@ -210,7 +210,7 @@ class Trainer:
             utilization = functools.partial(
                 model_flops_utilization,
                 # A frozen parameter has no gradient of its own: a third less to compute.
-                num_params(state.params) + 2 * num_params(self.step.parts.frozen) // 3,
+                num_params(self.step.parts.params) + 2 * num_params(self.step.parts.frozen) // 3,
                 peak_flops=options.peak_flops,
                 num_devices=self.step.world.size,
             )
