@@ -111,7 +111,7 @@ class ReplicaForm(StateForm):
             opt_state=Copies(strategy.opt_state, axis),
         )
 
-    @cached_property
+    @property
     def _stored_places(self) -> tuple[Any, Any]:
         spec = self.spec
         place = lambda shapes: shardings(spec.storage.strategy.params, shapes, spec.mesh)
