@@ -174,6 +174,12 @@ class Strategy:
         splits = not set(self.batch_axes).isdisjoint(self.params.split_axes)
         return said or ("microbatch" if splits else "step")
 
+    @property
+    def sends_only_sums(self) -> bool:
+        """Whether nothing travels but sums of gradients: data parallelism over whole parameters."""
+        splits = self.params.split_axes or self.opt_state.split_axes
+        return bool(self.batch_axes) and not splits and not self.layers and self.pipeline is None
+
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
         """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
 

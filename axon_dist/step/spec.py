@@ -74,8 +74,8 @@ class StepSpec:
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
-        options = self.options
-        return compiler_options(self.world, options.compiler_options, options.deterministic)
+        given, deterministic = self.options.compiler_options, self.options.deterministic
+        return compiler_options(self.world, given, deterministic, self.strategy.sends_only_sums)
 
     @property
     def is_local(self) -> bool:
