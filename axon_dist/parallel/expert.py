@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
 from .strategy import Strategy
 
-EXPERTS: MappingProxyType[str, int] = MappingProxyType({r"(^|/)mlp/(gate|up|down)$": -3})
+EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
 """Where the mixtures of this library keep their experts: pattern of the path, dim from the end."""
 
 MIX = "mix_experts"
@@ -47,7 +46,7 @@ def expert_parallel(
     form: ExpertForm | str = ExpertForm.AUTO,
     capacity: float | None = None,
     axis: str = "ep",
-    experts: Mapping[str, int] = EXPERTS,
+    experts: Iterable[tuple[str, int]] = EXPERTS,
 ) -> Strategy:
     """Splits the experts of a model over a mesh axis that splits the batch, too.
 
@@ -94,7 +93,7 @@ def expert_parallel(
         raise ConfigError(f"unknown form {form!r}.{did_you_mean(str(form), list(ExpertForm))}")
     if capacity is not None and not 0 < capacity < math.inf:
         raise ConfigError(f"capacity={capacity} must be above 0, such as 1.25; or None")
-    policy = ByExperts(tuple(experts.items()), axis)
+    policy = ByExperts(tuple((pattern, dim) for pattern, dim in experts), axis)
     return Strategy(
         "expert",
         batch_axes=(axis,),
