@@ -25,6 +25,9 @@ _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
         "hsdp": "hybrid_shard",
         "tp": "tensor",
         "cp": "context",
+        "ep": "expert",
+        "experts": "expert",
+        "moe": "expert",
         "pp": "pipeline",
     }
 )

@@ -144,6 +144,8 @@ class Strategy:
         layers: what changes the calls of a merged model's layers, in order.
         gathers_once: whether parameters that lie split are whole for a whole step, in the dtype of
             the compute; else each unit gathers its own where it uses them. `with_masters` says so.
+        resident: those of the batch axes along which parameters that lie split are never gathered:
+            each rank computes with its part for the samples of all, as with experts.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -162,6 +164,7 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
+    resident: tuple[str, ...] = ()
 
     @property
     def reduces_per(self) -> str:
@@ -284,6 +287,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         offload=_only(parts, "offload", CPUOffload.NONE),
         pipeline=_only(parts, "pipeline", None),
         layers=tuple(layers for part in parts for layers in part.layers),
+        resident=tuple(axis for part in parts for axis in part.resident),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,18 @@ def _microbatches(spec: StepSpec) -> Found:
 def _layers(spec: StepSpec) -> None:
     for layers in spec.strategy.layers:
         layers.check(spec.parts.abstract, spec.layout)
+
+
+def _residents(spec: StepSpec) -> Found:
+    strategy, reduction = spec.strategy, spec.reduction
+    if not strategy.resident or strategy.pipeline is not None:
+        return None
+    alone = dataclasses.replace(strategy, resident=())
+    is_local, asked = wants_ranks(alone, spec.parts, spec.num_microbatches)
+    if not is_local:
+        return None
+    per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
+    return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -107,6 +120,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _stage_classes,
     ),
     Requirement("modules to gather or recompute exist", lambda spec: spec.view),
+    Requirement.row(
+        "parameters that samples travel to are the compiler's to reduce",
+        UnsupportedError,
+        "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
+        "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
+        "every microbatch is reduced, in the dtype of the compute",
+        _residents,
+    ),
     Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,

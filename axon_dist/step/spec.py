@@ -80,8 +80,10 @@ class StepSpec:
     @property
     def is_local(self) -> bool:
         """Whether each rank differentiates its own samples; else the compiler divides the work."""
-        if self.strategy.pipeline is not None or not self.strategy.batch_axes:
-            # Without batch axes no rank has gradients of its own to hold back.
+        strategy = self.strategy
+        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
+            # Without batch axes no rank has gradients of its own to hold back; and parameters that
+            # are resident are for the samples of other ranks, too.
             return False
         precision = self.strategy.precision
         compute = self.parts.dtype if precision is None else precision.compute
