@@ -48,6 +48,9 @@ from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
 from .rules import STRATEGY_RULES as STRATEGY_RULES
 from .rules import Placed as Placed
+from .slow import diloco as diloco
+from .slow import local_sgd as local_sgd
+from .slow_plan import SlowPlan as SlowPlan
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
 from .strategy import Reduction as Reduction

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import optax
+
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
@@ -16,6 +18,7 @@ from .expert import ExpertForm, expert_parallel
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
 from .plan import PRESETS
+from .slow import diloco, local_sgd
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
@@ -140,6 +143,53 @@ def _expert(
             exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
     """
     return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
+def _diloco(
+    model: Any,
+    world: World,
+    every: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    compress: str | None = None,
+    fragments: int = 1,
+    axis: str = "nodes",
+) -> Strategy:
+    """DiLoCo over a slow axis: replicas train on their own, and an outer SGD joins them.
+
+    Args:
+        model: of which each replica has a copy.
+        world: the devices, and the mesh they form.
+        every: H, the steps that replicas take on their own before they meet.
+        lr: the learning rate of the outer SGD.
+        momentum: its momentum.
+        nesterov: whether that is Nesterov's.
+        compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
+        fragments: parts of the parameters that meet at steps of their own.
+        axis: the mesh axis between the replicas.
+    """
+    outer = optax.sgd(lr, momentum=momentum, nesterov=nesterov)
+    return diloco(axis, every=every, outer=outer, compress=compress, fragments=fragments)
+
+
+def _local_sgd(
+    model: Any,
+    world: World,
+    every: int,
+    compress: str | None = None,
+    fragments: int = 1,
+    axis: str = "nodes",
+) -> Strategy:
+    """Local SGD over a slow axis: replicas train on their own, and average their parameters.
+
+    Args:
+        model: of which each replica has a copy.
+        world: the devices, and the mesh they form.
+        every: H, the steps that replicas take on their own before they meet.
+        compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
+        fragments: parts of the parameters that meet at steps of their own.
+        axis: the mesh axis between the replicas.
+    """
+    return local_sgd(axis, every=every, compress=compress, fragments=fragments)
 
 
 STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
@@ -152,6 +202,8 @@ STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
         "context": _context,
         "expert": _expert,
         "pipeline": _pipeline,
+        "diloco": _diloco,
+        "local_sgd": _local_sgd,
         **{choice.value: _row(fsdp, sharding_strategy=choice) for choice in ShardingStrategy},
     }
 )

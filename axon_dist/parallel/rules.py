@@ -9,7 +9,7 @@ from ..collectives import GradSyncStrategy
 from ..core.errors import MeshError, StrategyConflictError, did_you_mean
 from ..core.requirement import Requirement
 from ..mesh import World
-from .offload import check_offload
+from .offload import CPUOffload, check_offload
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -54,6 +54,37 @@ def _layer_axes(placed: Placed) -> Found:
 def _policy_axes(placed: Placed) -> Found:
     strategy = placed.strategy
     return _lacking(placed, (*strategy.params.split_axes, *strategy.opt_state.split_axes))
+
+
+def _slow_split(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None:
+        return None
+    within = [axis for layers in strategy.layers for axis in layers.axes]
+    axes = (*strategy.params.split_axes, *strategy.opt_state.split_axes, *within)
+    if strategy.slow.axis not in axes:
+        return None
+    return {"name": strategy.name, "axis": strategy.slow.axis}
+
+
+def _slow_stages(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None or strategy.pipeline is None:
+        return None
+    return {"name": strategy.name, "slow": strategy.slow.axis, "axis": strategy.pipeline.axis}
+
+
+def _slow_offload(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None or strategy.offload is CPUOffload.NONE:
+        return None
+    return {"axis": strategy.slow.axis, "offload": strategy.offload.value}
+
+
+def _slow_statistics(placed: Placed) -> Found:
+    strategy = placed.strategy
+    said = strategy.reduction is None or strategy.reduction.sync_buffers
+    return None if strategy.slow is None or said else {"axis": strategy.slow.axis}
 
 
 def _buckets(placed: Placed) -> Found:
@@ -132,6 +163,37 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         MeshError,
         "strategy {name!r} splits arrays over axis {axis!r}, which mesh {mesh} lacks.{near}",
         _policy_axes,
+    ),
+    Requirement.row(
+        "nothing is split over the axis between replicas",
+        StrategyConflictError,
+        "strategy {name!r} has replicas over axis {axis!r} that send nothing to each other for "
+        "many steps, and splits arrays over it; split them over another axis of the mesh",
+        _slow_split,
+    ),
+    Requirement.row(
+        "replicas are no pipelines",
+        StrategyConflictError,
+        "strategy {name!r} has replicas over axis {slow!r}, and cuts each into stages over "
+        "{axis!r}; stages of a pipeline train together on every step. Split the replicas by "
+        "fsdp() or tensor_parallel() instead, or leave out what makes replicas over {slow!r}",
+        _slow_stages,
+    ),
+    Requirement.row(
+        "replicas stay in device memory",
+        StrategyConflictError,
+        "replicas over axis {axis!r} keep all they have in device memory, and the strategy asks "
+        "for cpu_offload={offload!r}; leave the offload out, or split each replica over more "
+        "devices with fsdp()",
+        _slow_offload,
+    ),
+    Requirement.row(
+        "replicas have statistics of their own already",
+        StrategyConflictError,
+        "replicas over axis {axis!r} keep statistics of their own, and the strategy asks for "
+        "those of each rank: broadcast_buffers=False; leave it at True, which is about the ranks "
+        "within a replica",
+        _slow_statistics,
     ),
     Requirement.row(
         "buckets are of whole gradients",

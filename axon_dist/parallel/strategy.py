@@ -21,6 +21,7 @@ from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
 from .rules import STRATEGY_RULES, Placed
+from .slow_plan import SlowPlan
 from .wrap import AutoWrapPolicy
 
 
@@ -146,6 +147,8 @@ class Strategy:
             the compute; else each unit gathers its own where it uses them. `with_masters` says so.
         resident: those of the batch axes along which parameters that lie split are never gathered:
             each rank computes with its part for the samples of all, as with experts.
+        slow: which axis lies between replicas that train on their own, and when they meet; None
+            where all ranks take every step together.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -165,6 +168,7 @@ class Strategy:
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
     resident: tuple[str, ...] = ()
+    slow: SlowPlan | None = None
 
     @property
     def reduces_per(self) -> str:
@@ -288,6 +292,7 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         pipeline=_only(parts, "pipeline", None),
         layers=tuple(layers for part in parts for layers in part.layers),
         resident=tuple(axis for part in parts for axis in part.resident),
+        slow=_only(parts, "slow", None),
     )
 
 
