@@ -213,6 +213,7 @@ class Run:
         history: Sequence[Mapping[str, Any]] = (),
         on_compiled: Callable[[], None] = lambda: None,
         profile_dir: str | None = None,
+        copy: Callable[[TrainState, int], None] | None = None,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -224,6 +225,7 @@ class Run:
             history: the metrics of earlier legs, as those of a `Trainer`.
             on_compiled: called after the first step.
             profile_dir: the folder for traces.
+            copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
         """
         train = self.config.train
         profile = {}
@@ -237,6 +239,7 @@ class Run:
                 log_every=train.log_every,
                 eval_every=train.eval_every,
                 save_every=self.config.checkpoint.every,
+                copy_every=0 if copy is None else self.config.checkpoint.memory_every,
                 items_per_step=self.items_per_step,
                 item=self.item,
                 peak_flops=self.peak_flops,
@@ -247,6 +250,7 @@ class Run:
             writers=writers,
             progress=progress,
             save=save,
+            copy=copy,
             give_back=self.give_back,
             go_back=go_back,
             history=history,

@@ -15,4 +15,6 @@ from .environment import from_env as from_env
 from .local import INTERRUPTED as INTERRUPTED
 from .local import LaunchPlan as LaunchPlan
 from .local import launch as launch
+from .local import PLANNED as PLANNED
+from .memory import MEMORY as MEMORY
 from .spec import LaunchSpec as LaunchSpec
