@@ -71,10 +71,11 @@ class Runs:
 
     Args:
         folder: for the texts, the runs and the compilation cache.
+        overrides: of the config.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.config = folder, folder / "config.yaml"
+    def __init__(self, folder: Path, overrides: tuple[str, ...] = ()):
+        self.folder, self.config, self.overrides = folder, folder / "config.yaml", overrides
         for name in ("a.txt", "b.txt"):
             (folder / name).write_text(f"{name}: the quick brown fox jumps over a lazy dog. " * 200)
         self.config.write_text(CONFIG.format(texts=folder, steps=STEPS, every=EVERY))
@@ -91,11 +92,11 @@ class Runs:
         axon = [sys.executable, "-m", "axon_dist.cli"]
         logs = self.folder / f"{name}-logs"
         launch = [*axon, "launch", "-n", str(count), "--devices-per-process", "1"]
-        train = [*axon, "train", str(self.config), f"run_dir={self.folder / name}", *overrides]
+        train = [*axon, "train", str(self.config), f"run_dir={self.folder / name}"]
         with open(self.folder / f"{name}.log", "wb") as log:
             return subprocess.Popen(
                 [*launch, "--max-restarts", "3", "--log-dir", str(logs), *options, "--"]
-                + [*train, "--resume", "auto"],
+                + [*train, *self.overrides, *overrides, "--resume", "auto"],
                 env=env,
                 stdout=log,
                 stderr=log,
@@ -118,22 +119,21 @@ class Runs:
         rows = [json.loads(line) for line in lines if line.endswith("}")]
         return [row for row in rows if "train/loss" in row]
 
-    def expected(self, kind: str, name: str, copied: int) -> dict[str, bytes]:
+    def expected(self, kind: str, copied: int) -> dict[str, bytes]:
         """The bits that a run should end with which went on from the copy of a step.
 
-        A run of three begins with the checkpoint of that step, which the run of four has written,
-        too, and is told the microbatches.
+        A run of three begins with the checkpoint that an undisturbed run of four has written after
+        that step, and is told the microbatches.
         """
-        key = copied if kind == FEWER else STEPS
-        if key not in self._expected and kind == FEWER:
-            source, to = self.folder / name / "checkpoints", f"from-{copied}"
-            begun = self.folder / to / "checkpoints"
-            shutil.copytree(source / f"step_{copied:08d}", begun / f"step_{copied:08d}")
-            self._expected[key] = self.finish(to, PROCESSES - 1, "train.accumulate=2")
-        return self._expected.setdefault(key, self._expected.get(key) or self._undisturbed())
-
-    def _undisturbed(self) -> dict[str, bytes]:
-        return self.finish("undisturbed", PROCESSES)
+        if STEPS not in self._expected:
+            self._expected[STEPS] = self.finish("undisturbed", PROCESSES)
+        if kind == WHOLE:
+            return self._expected[STEPS]
+        if copied not in self._expected:
+            name, checkpoint = f"from-{copied}", f"checkpoints/step_{copied:08d}"
+            shutil.copytree(self.folder / "undisturbed" / checkpoint, self.folder / name / checkpoint)
+            self._expected[copied] = self.finish(name, PROCESSES - 1, "train.accumulate=2")
+        return self._expected[copied]
 
 
 def pid_of(launcher: subprocess.Popen, rank: int) -> int:
@@ -162,7 +162,7 @@ def lose_one(runs: Runs, name: str, kind: str, chance: random.Random) -> Loss:
         return Loss(kind, at, -1, float("nan"), False)
     copied = int(found[1])
     beyond = [r["time/unix"] for r in runs.records(name) if r["step"] > at]
-    expected = runs.expected(kind, name, copied)
+    expected = runs.expected(kind, copied)
     return Loss(
         kind, at, copied, min(beyond) - killed, final_bits(runs.folder / name) == expected
     )
