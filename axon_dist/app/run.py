@@ -32,6 +32,7 @@ from axon_dist.step import PortableForm, TrainState
 
 from ..config.build import Run, build_run
 from ..config.schema import RunConfig
+from .ahead import compiling_ahead
 from .copies import check_copies, open_copies
 from .directory import RunDirectory, check_writable, create_directory
 from .lock import locked
@@ -108,9 +109,9 @@ def train(
             checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
             save = functools.partial(save_state, run, form, checkpoints)
             go_back = functools.partial(newest_state, form, checkpoints, copies)
-            keep = (
-                functools.partial(_keep_program, run, directory, progress) if is_main else _nothing
-            )
+            ahead = inner.enter_context(compiling_ahead(run, os.environ, progress.note))
+            keep = functools.partial(_keep_program, run, directory, progress, ahead)
+            keep = keep if is_main else _nothing
             trainer = run.trainer(
                 progress,
                 writers,
@@ -187,7 +188,9 @@ def _nothing() -> None:
     """What other processes do where process 0 writes."""
 
 
-def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None:
+def _keep_program(
+    run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
+) -> None:
     """Writes what the compiled step is made of; a run goes on without that."""
     with progress.phase("reading the compiled step"):
         try:
@@ -195,6 +198,7 @@ def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None
         except Exception as error:  # nothing here is worth the run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             progress.note(f"{directory.program.name} is not written: {reason}")
+    then()
 
 
 def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:

@@ -311,7 +311,7 @@ def build_run(config: RunConfig) -> Run:
     for logger in config.loggers:
         logger.check()
     world = build_world(config)
-    step, note = _step_for(config, world)
+    step, note = step_for(config, world)
     check_memory(config, step)
     loader = build_loader(config, world, step.strategy.batch_axes)
     agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
@@ -319,8 +319,16 @@ def build_run(config: RunConfig) -> Run:
     return Run(config, world, step, loader, note)
 
 
-def _step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
-    """The step on the processes that there are; what it does otherwise where some are lost."""
+def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
+    """The step on the processes that there are; what it does otherwise where some are lost.
+
+    Args:
+        config: a run as YAML describes it.
+        world: their devices, and the mesh that they form.
+
+    Returns:
+        The step, and a sentence; "" where none is lost.
+    """
     step = build_step(config, world)
     planned, present = missing_share(os.environ, world.num_processes)
     smaller = for_fewer(config, world, step, planned, present)

@@ -33,6 +33,10 @@ INTERRUPTED = 75
 PLANNED = "AXON_PLANNED_WORLD_SIZE"
 """The variable with how many processes a run has when none is lost."""
 
+ELASTIC = "AXON_ELASTIC"
+"""The variable that is there where a run goes on without the processes that it loses."""
+
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
 _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
@@ -155,6 +159,8 @@ def rank_environments(
         "LOCAL_WORLD_SIZE": str(num_processes),
         PLANNED: str(plan.nnodes * plan.num_processes),
     }
+    if plan.elastic:
+        shared[ELASTIC] = "1"
     if plan.nnodes == 1 and not shared.get(TOKEN):
         shared[TOKEN] = secrets.token_hex(32)
     if plan.devices_per_process is not None:
@@ -196,12 +202,16 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
-    """The environment of the ranks, with memory that outlives them where they may start again."""
+    """The environment of the ranks, with memory that outlives them where they may start again.
+
+    What they have compiled is kept there too, unless the environment says where.
+    """
     if not plan.max_restarts or os.environ.get(MEMORY):
         yield dict(os.environ)
         return
     with host_folder() as folder:
-        yield {**os.environ, **({} if folder is None else {MEMORY: str(folder)})}
+        kept = {} if folder is None else {MEMORY: str(folder), _CACHE: str(folder / "compiled")}
+        yield {**kept, **os.environ}
 
 
 def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
