@@ -77,6 +77,9 @@ class CheckpointConfig:
 
     Args:
         every: steps between checkpoints; 0 saves only the last state.
+        memory_every: steps between copies of the state in the memory of the hosts, from which a run
+            that has lost a process goes on without reading a checkpoint; the steps since the newest
+            are taken again. 0 makes none. `axon launch --max-restarts N` keeps them.
         keep: how many of the newest stay.
         best: how many of those with the lowest validation loss stay.
         keep_every: those whose step is a multiple of it stay, too; 0 for none.
@@ -86,6 +89,7 @@ class CheckpointConfig:
     """
 
     every: Natural = 100
+    memory_every: Natural = 0
     keep: Count = 3
     best: Natural = 0
     keep_every: Natural = 0

@@ -70,6 +70,8 @@ class Trainer:
             returns. It gets the last state too, however the run ends but by an error; where that
             is a step that was not finite, the state before, if it is still there. All that
             `batches` has handed out by then went into the state.
+        copy: `copy(state, number)` keeps a state where it can be had back sooner than what `save`
+            writes; must be done with the arrays when it returns.
         give_back: takes how many of the last batches went into no state after all; called before
             the last state of a run that stops because a step was not finite is saved.
         go_back: returns the newest good state that was saved, or None if there is none; has to be
@@ -126,6 +128,7 @@ class Trainer:
     progress: Progress = SilentProgress()
     should_stop: Callable[[Mapping[str, float]], bool] | None = None
     save: Callable[[TrainState, int, float | None], None] | None = None
+    copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
     history: Sequence[Mapping[str, Any]] = ()
@@ -230,7 +233,11 @@ class Trainer:
                 "skip"
             )
 
-        given = {"save": ("save_every", self.save), "validation": ("eval_every", self.validation)}
+        given = {
+            "save": ("save_every", self.save),
+            "copy": ("copy_every", self.copy),
+            "validation": ("eval_every", self.validation),
+        }
         for name, (option, function) in given.items():
             every = getattr(self.options, option)
             if every and function is None:
@@ -315,7 +322,7 @@ class Trainer:
 
     def _is_pause(self, number: int) -> bool:
         options = self.options
-        cadences = (options.eval_every, options.save_every, options.num_steps)
+        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         return any(_is_multiple(number, every) for every in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
@@ -342,14 +349,23 @@ class Trainer:
             has_stopped = not self._validate(state, record, stops)
         if _is_multiple(number, self.options.save_every):
             self._save(number, state, record)
+        if _is_multiple(number, self.options.copy_every):
+            self._copy(number, state, record)
         return has_stopped
+
+    def _copy(self, number: int, state: TrainState, record: Record) -> None:
+        if self.copy is not None:
+            self._check_finite(number, state)
+            with record.aside(SAVE):
+                self.copy(state, number)
+
+    def _check_finite(self, number: int, state: TrainState) -> None:
+        if self._policy is None and not nonfinite.is_finite(state):
+            raise NonfiniteError(f"the parameters after step {number} are not finite. {_ADVICE}")
 
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
-            if self._policy is None and not nonfinite.is_finite(state):
-                raise NonfiniteError(
-                    f"the parameters after step {number} are not finite. {_ADVICE}"
-                )
+            self._check_finite(number, state)
             losses = dict(record.validation_curve[-1:])
             with record.aside(SAVE):
                 self.save(state, number, losses.get(number))
@@ -399,6 +415,8 @@ class Trainer:
             self._stop_before(record.lost, state, record)
         if reason == FINISHED and self.validation is not None:
             self._validate(state, record, stops)
+        if reason != FINISHED and not _is_multiple(record.step, self.options.copy_every):
+            self._copy(record.step, state, record)
         if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
             self._save(record.step, state, record)
 
