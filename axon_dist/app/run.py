@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from axon_dist.step import PortableForm, TrainState
 
 from ..config.build import Run, build_run
 from ..config.schema import RunConfig
+from .ahead import compiling_ahead
+from .copies import check_copies, open_copies
 from .directory import RunDirectory, check_writable, create_directory
 from .lock import locked
 from .out_of_memory import explained
@@ -80,6 +83,7 @@ def train(
             written, when the last state could not be saved.
     """
     start = time.perf_counter()
+    check_copies(config, os.environ, resume)
     run = build_run(config)
     is_main = _is_main(run)
     console = console if console is not None and is_main else Console(quiet=True)
@@ -90,7 +94,8 @@ def train(
     with contextlib.ExitStack() as stack:
         on_main(lambda: _take(config, directory, stack, tell))
         form = PortableForm(run.step)
-        state = find_start(run, form, directory, resume, tell)
+        copies = open_copies(run, form, os.environ, tell)
+        state = find_start(run, form, directory, resume, tell, copies)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
@@ -103,12 +108,19 @@ def train(
             writers = _open_writers(config, directory, inner) if is_main else []
             checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
             save = functools.partial(save_state, run, form, checkpoints)
-            go_back = functools.partial(newest_state, form, checkpoints)
-            keep = (
-                functools.partial(_keep_program, run, directory, progress) if is_main else _nothing
-            )
+            go_back = functools.partial(newest_state, form, checkpoints, copies)
+            ahead = inner.enter_context(compiling_ahead(run, os.environ, progress.note))
+            keep = functools.partial(_keep_program, run, directory, progress, ahead)
+            keep = keep if is_main else _nothing
             trainer = run.trainer(
-                progress, writers, save, go_back, history, keep, str(directory.profile)
+                progress,
+                writers,
+                save,
+                go_back,
+                history,
+                keep,
+                str(directory.profile),
+                None if copies is None else copies.save,
             )
             with explained(run, directory.path):
                 result = _fit(trainer, state, checkpoints)
@@ -176,7 +188,9 @@ def _nothing() -> None:
     """What other processes do where process 0 writes."""
 
 
-def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None:
+def _keep_program(
+    run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
+) -> None:
     """Writes what the compiled step is made of; a run goes on without that."""
     with progress.phase("reading the compiled step"):
         try:
@@ -184,6 +198,7 @@ def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None
         except Exception as error:  # nothing here is worth the run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             progress.note(f"{directory.program.name} is not written: {reason}")
+    then()
 
 
 def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:

@@ -26,6 +26,7 @@ from axon_dist.mesh import World, agree, self_test
 from axon_dist.parallel import SlowPlan
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
+from .fewer import for_fewer, missing_share
 from .models import make_model
 from .schema import RunConfig
 from .strategies import build_strategy
@@ -187,12 +188,14 @@ class Run:
         world: the devices, and the mesh they form.
         step: what the config's model, strategy and optimizer come to.
         loader: the batches of this process, and those of the validation.
+        note: what is done otherwise because processes were lost; empty where none is.
     """
 
     config: RunConfig
     world: World
     step: TrainStep
     loader: Loader
+    note: str = ""
 
     @property
     def item(self) -> str:
@@ -219,6 +222,7 @@ class Run:
         history: Sequence[Mapping[str, Any]] = (),
         on_compiled: Callable[[], None] = lambda: None,
         profile_dir: str | None = None,
+        copy: Callable[[TrainState, int], None] | None = None,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -230,6 +234,7 @@ class Run:
             history: the metrics of earlier legs, as those of a `Trainer`.
             on_compiled: called after the first step.
             profile_dir: the folder for traces.
+            copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
         """
         train = self.config.train
         profile = {}
@@ -243,6 +248,7 @@ class Run:
                 log_every=train.log_every,
                 eval_every=train.eval_every,
                 save_every=self.config.checkpoint.every,
+                copy_every=0 if copy is None else self.config.checkpoint.memory_every,
                 items_per_step=self.items_per_step,
                 item=self.item,
                 peak_flops=self.peak_flops,
@@ -253,6 +259,7 @@ class Run:
             writers=writers,
             progress=progress,
             save=save,
+            copy=copy,
             give_back=self.give_back,
             go_back=go_back,
             history=history,
@@ -310,12 +317,40 @@ def build_run(config: RunConfig) -> Run:
     for logger in config.loggers:
         logger.check()
     world = build_world(config)
-    step = build_step(config, world)
+    step, note = step_for(config, world)
     check_memory(config, step)
     loader = build_loader(config, world, step.strategy.batch_axes)
     agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
     step.check(abstract_batch(config))
-    return Run(config, world, step, loader)
+    return Run(config, world, step, loader, note)
+
+
+def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
+    """The step on the processes that there are; what it does otherwise where some are lost.
+
+    Args:
+        config: a run as YAML describes it.
+        world: their devices, and the mesh that they form.
+
+    Returns:
+        The step, and a sentence; "" where none is lost.
+    """
+    step = build_step(config, world)
+    planned, present = missing_share(os.environ, world.num_processes)
+    smaller = for_fewer(config, world, step, planned, present)
+    few, count = config.train.accumulate, smaller.train.accumulate
+    if count == few:
+        return step, ""
+    missing = f"{present} of {planned} processes: "
+    if why := step.coupling(abstract_batch(config)):
+        return step, (
+            f"{missing}each device holds more of the global batch at a time, for {why}, and more "
+            "microbatches would change that"
+        )
+    return build_step(smaller, world), (
+        f"{missing}{count} microbatches a step in place of {few} keep the global batch of "
+        f"{config.train.global_batch} samples"
+    )
 
 
 def check_memory(config: RunConfig, step: TrainStep) -> None:

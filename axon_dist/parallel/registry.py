@@ -14,6 +14,7 @@ from ..mesh import World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
 from .ddp import ddp
+from .expert import ExpertForm, expert_parallel
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
 from .plan import PRESETS
@@ -128,6 +129,20 @@ def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> 
     return context_parallel(mode)
 
 
+def _expert(
+    model: Any, world: World, form: ExpertForm = ExpertForm.AUTO, capacity: float | None = None
+) -> Strategy:
+    """Expert parallelism over the axis `ep`, which splits the batch, too.
+
+    Args:
+        model: whose stacked experts are split.
+        world: the devices, and the mesh they form.
+        form: how tokens travel: `ring` brings those of all ranks to each and sums the results back,
+            `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.
+        capacity: how many times its even share of the tokens an expert takes at most. **What
+            exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
+    """
+    return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
 def _diloco(
     model: Any,
     world: World,
@@ -185,6 +200,7 @@ STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
         "zero3": _row(zero, stage=ZeROStage.STAGE3),
         "tensor": _tensor,
         "context": _context,
+        "expert": _expert,
         "pipeline": _pipeline,
         "diloco": _diloco,
         "local_sgd": _local_sgd,

@@ -122,6 +122,13 @@ def _stage_samples(placed: Placed) -> Found:
     return {"name": strategy.name, "axis": strategy.pipeline.axis}
 
 
+def _stage_residents(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.pipeline is None or not strategy.resident:
+        return None
+    return {"name": strategy.name, "axis": strategy.resident[0]}
+
+
 def _stage_statistics(placed: Placed) -> Found:
     reduction = placed.strategy.reduction
     if placed.strategy.pipeline is None or reduction is None or reduction.sync_buffers:
@@ -223,6 +230,15 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         "lie, and every stage needs every sample; use another axis for the batch, such as 'dp' of "
         "a mesh pp=2,dp=2, or leave the data parallelism out",
         _stage_samples,
+    ),
+    Requirement.row(
+        "stages hold their experts whole",
+        StrategyConflictError,
+        "strategy {name!r} is a pipeline, whose ranks compute each from its own samples, and has "
+        "parameters along axis {axis!r} to which the samples of other ranks travel; leave "
+        "expert_parallel out beside a pipeline, and split them by fsdp or tensor_parallel, or "
+        "leave the pipeline out",
+        _stage_residents,
     ),
     Requirement.row(
         "stages keep no statistics",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,18 @@ def _layers(spec: StepSpec) -> None:
         layers.check(spec.parts.abstract, spec.layout)
 
 
+def _residents(spec: StepSpec) -> Found:
+    strategy, reduction = spec.strategy, spec.reduction
+    if not strategy.resident or strategy.pipeline is not None:
+        return None
+    alone = dataclasses.replace(strategy, resident=())
+    is_local, asked = wants_ranks(alone, spec.parts, spec.num_microbatches)
+    if not is_local:
+        return None
+    per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
+    return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
+
+
 def _statistics(spec: StepSpec) -> Found:
     if not (spec.is_local and spec.reduction.sync_buffers):
         return None
@@ -62,9 +75,9 @@ def _stage_classes(spec: StepSpec) -> Found:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    if spec.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+    if spec.dealt.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
         return None
-    kind = spec.matrices_within
+    kind = spec.dealt.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
@@ -112,6 +125,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement("modules to gather or recompute exist", lambda spec: spec.view),
     Requirement.row(
+        "parameters that samples travel to are the compiler's to reduce",
+        UnsupportedError,
+        "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
+        "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
+        "every microbatch is reduced, in the dtype of the compute",
+        _residents,
+    ),
+    Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
@@ -119,7 +140,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _statistics,
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.next_opt_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.dealt.next_state),
     Requirement.row(
         "matrices can be dealt",
         UnsupportedError,

@@ -218,6 +218,15 @@ class TrainStep(MadeOfSpec):
         replica = self.spec.replica(region=False)
         return separation_of(replica, self.spec, self.layout.abstract(batch))
 
+    def coupling(self, batch: Batch) -> str:
+        """What in the loss couples samples, so that other microbatches would change it; "" if not.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+        """
+        placed = self.layout.abstract(batch)
+        return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
+
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
