@@ -161,6 +161,17 @@ class CheckpointManager:
             found.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
         return sorted(found, key=lambda entry: entry.serial)
 
+    def passed_over(self) -> list[str]:
+        """What is wrong with each checkpoint that would be newer than the newest finished one."""
+        found = []
+        for path in self._newest_first():
+            try:
+                read_manifest(path)
+                break
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
     def restore_newest(self, target: PyTree) -> Restored | None:
         """Restores the newest good checkpoint, and tells about every newer one that is damaged.
 

@@ -99,6 +99,11 @@ class LaunchPlan:
             )
         if self.master_port is not None:
             parse_port(str(self.master_port), "the master port")
+        if not self.master_addr or not self.master_addr.isprintable() or " " in self.master_addr:
+            raise LaunchError(
+                f"the master address is {self.master_addr!r:.80}; give the name or the address of "
+                "a host, such as localhost"
+            )
         if self.nnodes > 1:
             self._check_hosts()
 

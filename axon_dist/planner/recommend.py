@@ -88,7 +88,7 @@ class Recommendation:
     def devices_needed(self) -> int:
         """Devices over which the training state alone would fit, if all of it is split."""
         whole = self.best.memory.states * self.num_devices
-        return -(-whole // int(USABLE * self.best.device_bytes))
+        return -(-whole // max(int(USABLE * self.best.device_bytes), 1))
 
 
 def recommend(
