@@ -136,4 +136,5 @@ OPTIMIZER = Kind(
         and not isinstance(x, nnx.Optimizer)
     ),
 )
+RNGS = Kind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 FUNCTION = Kind("a function", callable)
