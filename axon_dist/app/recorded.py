@@ -29,6 +29,7 @@ class Recorded:
         program: of `program.json`; empty where it cannot be read.
         config: the text of `config.yaml`.
         notes: a sentence for everything that is missing or broken.
+        called: what it is called beside another run of its name; empty for that name.
     """
 
     folder: Path
@@ -37,11 +38,12 @@ class Recorded:
     program: Mapping[str, Any]
     config: str
     notes: tuple[str, ...]
+    called: str = ""
 
     @property
     def name(self) -> str:
         """What the run is called."""
-        return str(self.summary.get("name") or self.folder.name)
+        return self.called or str(self.summary.get("name") or self.folder.name)
 
     def curve(self, metric: str) -> Curve:
         """The values of a metric over the steps."""
