@@ -154,7 +154,8 @@ def _axis_items(axes: AxesLike) -> tuple[tuple[str, int], ...]:
     if isinstance(axes, MeshSpec):
         return axes.axes
     if isinstance(axes, str):
-        return tuple(_parse_axis(part, axes) for part in axes.split(",")) if axes.strip() else ()
+        text = axes.rstrip().removesuffix(",")
+        return tuple(_parse_axis(part, axes) for part in text.split(",")) if text.strip() else ()
     pairs = axes.items() if isinstance(axes, Mapping) else axes
     try:
         return tuple((name, size) for name, size in pairs)
