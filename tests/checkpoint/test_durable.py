@@ -51,7 +51,10 @@ def test_a_power_cut_loses_no_save_that_had_ended(tmp_path):
     assert rows == [("power cut, sharded", 8, 8), ("power cut, full", 8, 8)]
 
 
-@pytest.mark.parametrize("lost", ["files", "folders", "the folder of all"])
+@pytest.mark.parametrize(
+    "lost",
+    [*(pytest.param(x, marks=pytest.mark.full) for x in ("files", "folders")), "the folder of all"],
+)
 def test_a_power_cut_finds_what_was_not_synced(tmp_path, monkeypatch, lost):
     """The disk is worth nothing as a witness if it does not see a sync that is missing."""
     sync = Disk.sync
