@@ -116,6 +116,11 @@ class LaunchPlan:
                 "elastic; processes rejoin a run that has shrunk, after more than 0 seconds: give "
                 "--elastic --rejoin-after 600, or neither"
             )
+        if not self.master_addr or not self.master_addr.isprintable() or " " in self.master_addr:
+            raise LaunchError(
+                f"the master address is {self.master_addr!r:.80}; give the name or the address of "
+                "a host, such as localhost"
+            )
         if self.nnodes > 1:
             self._check_hosts()
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import RNGS, Kind, told
 from axon_dist.core.typing import Array
 
 from .decoding import Cache, Past, Place
@@ -48,6 +49,12 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x))), past
 
 
+_CONFIG = Kind(
+    "a TransformerConfig, such as TransformerConfig.preset('tiny')",
+    lambda x: isinstance(x, TransformerConfig),
+)
+
+
 class Transformer(nnx.Module):
     """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU by default.
 
@@ -71,6 +78,7 @@ class Transformer(nnx.Module):
         (2, 8, 256)
     """
 
+    @told("Transformer", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, UnsupportedError
+from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain
@@ -47,6 +48,7 @@ class TensorParallelAttention(nnx.Module):
         (2, 5, 16)
     """
 
+    @told("TensorParallelAttention", features=COUNT, num_heads=COUNT, rngs=RNGS)
     def __init__(
         self,
         features: int,

@@ -11,7 +11,7 @@ from flax import nnx
 from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
 from ..core.requirement import check_all
-from ..core.told import TEXTS
+from ..core.told import TEXTS, WHOLE
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup, World
 from ..nn import ActivationCheckpointing, Layout
@@ -65,6 +65,7 @@ class Reduction:
                 f"reduction per {self.per!r} is unknown."
                 f"{did_you_mean(str(self.per), ['step', 'microbatch'])}"
             )
+        WHOLE.or_none().check("a Reduction", "bucket_capacity", self.bucket_capacity)
         if self.bucket_capacity is not None and self.bucket_capacity < 1:
             raise ConfigError(
                 f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "

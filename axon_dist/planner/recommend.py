@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import optax
 
 from ..core.errors import ConfigError
-from ..core.told import WHOLE
+from ..core.told import NUMBER, WHOLE, Kind
 from ..hardware.chips import MOST_DEVICES, Hardware
 from ..hardware.chips import hardware as look_up
 from ..precision import MixedPrecision
@@ -88,7 +88,12 @@ class Recommendation:
     def devices_needed(self) -> int:
         """Devices over which the training state alone would fit, if all of it is split."""
         whole = self.best.memory.states * self.num_devices
-        return -(-whole // int(USABLE * self.best.device_bytes))
+        return -(-whole // max(int(USABLE * self.best.device_bytes), 1))
+
+
+_HARDWARE = Kind(
+    "the name of a chip, such as 'h100', or a Hardware", lambda x: isinstance(x, (str, Hardware))
+)
 
 
 def recommend(
@@ -133,6 +138,8 @@ def recommend(
         >>> recommend(70e9, 8, 80e9).reason[:82]
         'does not fit: split over all 8 devices, the training state alone is 140 GB on each'
     """
+    _HARDWARE.check("recommend", "hardware", hardware)
+    NUMBER.or_none().check("recommend", "device_bytes", device_bytes)
     row = look_up(hardware) if isinstance(hardware, str) else hardware
     memory = int(row.memory_bytes if device_bytes is None else device_bytes)
     WHOLE.check("recommend", "num_devices", num_devices)

@@ -228,7 +228,7 @@ def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
                 "one batch of them, not what makes batches"
             )
         if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind in "OSUMm":
+            if leaf.dtype.kind in "OSUMmV":
                 raise ConfigError(
                     f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
                     "token ids"
