@@ -67,9 +67,7 @@ class Experts(nnx.Module):
         if config.gated:
             self.gate: Any = make((experts.count, width, hidden), std)
         self.up: Any = make((experts.count, width, hidden), std)
-        self.down: Any = make(
-            (experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5
-        )
+        self.down: Any = make((experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5)
         if experts.shared:
             shared = _shared_config(config, experts.shared * hidden)
             kind = GatedMLP if config.gated else PlainMLP

@@ -58,9 +58,7 @@ def next_token_loss(
     """
     labels, counts = batch["tokens"][:, 1:], _counts(batch)
     if (head := _before_head(model, batch)) is not None:
-        return _with_auxiliary(
-            model, linear_cross_entropy(labels=labels, weights=counts, **head)
-        )
+        return _with_auxiliary(model, linear_cross_entropy(labels=labels, weights=counts, **head))
     losses = cross_entropy(_predict(model, batch), labels)
     return _with_auxiliary(model, Weighted(jnp.sum(losses * counts), jnp.sum(counts)))
 
