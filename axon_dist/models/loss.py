@@ -15,7 +15,6 @@ from axon_dist.core.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted
 
-
 AUXILIARY = "auxiliary"
 """The method by which a model tells what its call has added to the loss, and metrics of it."""
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: every way to split them equals one device, gradients of experts times one."""
+"""Mixtures of experts equal one device however they are split, gradients of experts times one."""
 
 import functools
 import math
@@ -58,10 +58,22 @@ ROWS = {
         {"scan_layers": True},
         {},
     ),
-    "zero1": ("dp=2,ep=2", lambda: compose(zero(1, min_elements=8), expert_parallel()), 2)
-    + ("adam", {}, {}),
-    "zero2": ("dp=2,ep=2", lambda: compose(zero(2, min_elements=8), expert_parallel()), 2)
-    + ("sgd", {}, {"per_token": 1}),
+    "zero1": (
+        "dp=2,ep=2",
+        lambda: compose(zero(1, min_elements=8), expert_parallel()),
+        2,
+        "adam",
+        {},
+        {},
+    ),
+    "zero2": (
+        "dp=2,ep=2",
+        lambda: compose(zero(2, min_elements=8), expert_parallel()),
+        2,
+        "sgd",
+        {},
+        {"per_token": 1},
+    ),
     "hybrid": (
         "dp=2,fsdp=2,ep=2",
         lambda: compose(
