@@ -87,6 +87,25 @@ def test_balance_and_z_terms():
     np.testing.assert_allclose(model.report[...][0], 4 * over(1).mean(), rtol=1e-5)
 
 
+def test_the_balance_term_moves_the_router():
+    model, x = layer(count=4), inputs()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def balance(params):
+        made = nnx.merge(graph, params, rest, copy=True)
+        made(x)
+        return made.report[...][0]
+
+    def by_hand(router):
+        scores = jax.nn.softmax(x @ router)
+        chosen = jax.nn.one_hot(jax.lax.top_k(scores, 2)[1], 4).sum(2) / 2
+        return 4 * (chosen.mean((0, 1)) * scores.mean((0, 1))).sum()
+
+    want = jax.grad(by_hand)(model.router[...])
+    np.testing.assert_allclose(jax.grad(balance)(params)["router"][...], want, atol=1e-6)
+    assert float(jnp.abs(want).max()) > 1e-3
+
+
 def test_slots_leave_out_the_last_and_count_them():
     tokens = inputs(shape=(6, 3))
     choice = Choice(jnp.array([[0], [1], [0], [0], [1], [0]]), jnp.ones((6, 1)))
