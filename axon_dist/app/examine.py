@@ -87,9 +87,7 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     compiled = step.lower(abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
     line, parameters = attention_line(config, step), parameters_of(step.parts)
-    meetings = tuple(
-        report(lowered.compile(), world.mesh) for lowered in step.lower_meetings()
-    )
+    meetings = tuple(report(lowered.compile(), world.mesh) for lowered in step.lower_meetings())
     slow = step.strategy.slow
     return Examination(
         found,

@@ -23,6 +23,7 @@ from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
+from axon_dist.parallel import SlowPlan
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from .fewer import for_fewer, missing_share
@@ -81,7 +82,7 @@ def build_step(
     metrics: tuple[str, ...] = ("loss",),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
-    together: bool = False,
+    meeting: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -92,7 +93,8 @@ def build_step(
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
         compiler_options: beside and over those of the chip.
-        together: for a step that trains nothing: replicas that train on their own are one model.
+        meeting: changes when and how replicas meet that train on their own; None for a plan makes
+            one model of them, as for a step that trains nothing.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -102,8 +104,7 @@ def build_step(
     """
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
-    if together:
-        strategy = dataclasses.replace(strategy, slow=None)
+    strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps, factory),

@@ -40,7 +40,7 @@ def by_links(spec: MeshSpec, devices: Sequence[Any]) -> list[list[Any]]:
     fast = [axis for axis in spec.names if axis not in SLOW_AXES]
     if list(spec.names[: len(spec.names) - len(fast)]) != [a for a in spec.names if a in SLOW_AXES]:
         raise MeshError(
-            f"mesh {spec} has {slow[0]!r} behind another axis; the axes over slow links come first, "
+            f"mesh {spec} has {slow[0]!r} behind another axis; axes over slow links come first, "
             f"so that the others lie within: {','.join(f'{a}={spec[a]}' for a in [*slow, *fast])}"
         )
     kind, nodes = _nodes(devices)

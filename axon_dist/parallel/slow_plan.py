@@ -1,4 +1,4 @@
-"""How replicas over a slow axis train apart and meet, described: when, what of them, in how many bytes."""
+"""How replicas over a slow axis train apart and meet: when, what of them, in how many bytes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class SlowPlan:
         total, before = sum(sizes.values()), 0
         for path, size in sizes.items():
             # By the middle of each: what is large does not drag its neighbours along.
-            found[min((2 * before + size) * self.fragments // (2 * total), len(found) - 1)].add(path)
+            found[min((2 * before + size) * self.fragments // (2 * total), len(found) - 1)].add(
+                path
+            )
             before += size
         return tuple(map(frozenset, found))
 

@@ -41,9 +41,7 @@ class ReplicaForm(StateForm):
         spec, state, strategy = self.spec, self.shapes, self._rows
         row = NamedSharding(spec.mesh, PartitionSpec(self.outer.plan.axis))
         params = shardings(strategy.params, state.params, spec.mesh)
-        moments = optimizer_shardings(
-            strategy.opt_state, state.params, state.opt_state, spec.mesh
-        )
+        moments = optimizer_shardings(strategy.opt_state, state.params, state.opt_state, spec.mesh)
         outer, meeting = self.outer.places(state, params)
         return TrainState(
             step=self.whole,  # type: ignore[arg-type]
@@ -113,7 +111,7 @@ class ReplicaForm(StateForm):
             opt_state=Copies(strategy.opt_state, axis),
         )
 
-    @cached_property
+    @property
     def _stored_places(self) -> tuple[Any, Any]:
         spec = self.spec
         place = lambda shapes: shardings(spec.storage.strategy.params, shapes, spec.mesh)

@@ -1,4 +1,4 @@
-"""The step of replicas that train on their own: each in a row of the state, none talking to others."""
+"""The step of replicas that train on their own: a row of the state each, and nothing between."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .batch import Placed
 from .local_view import batch_spec
 from .nonfinite import FLAG
 from .objective import GradientResult
+from .separable import Separation
 from .spec import StepSpec
 from .state import TrainState
 from .take import Gradients, Take, one_step, unscaled_gradients
@@ -75,7 +76,8 @@ def _on_each(spec: StepSpec, inner: StepSpec, run: Any, out_specs: Any) -> Any:
     """A function of one replica's state and share as one of all of them."""
 
     def mapped(state: TrainState, placed: Placed) -> Any:
-        _look_at_loss(inner, spec, placed)
+        # Looked at here, and known in the region, where it could not be traced.
+        separation_of(inner, spec, placed)
         batch: Any = batch_spec(_axes(spec), spec.num_microbatches)
         here = jax.shard_map(
             run,
@@ -126,15 +128,23 @@ def _repeated(x: Array, replicas: int) -> Array:
     return jnp.stack([x, *folded])
 
 
-def _look_at_loss(inner: StepSpec, spec: StepSpec, placed: Placed) -> None:
-    """Learns what the loss of a share is to its samples, which cannot be traced in the region."""
+def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation:
+    """How the loss of a replica's share is made of those of its parts.
+
+    Args:
+        inner: the step of one replica; itself where there is one.
+        spec: the step of all of them.
+        placed: the batch of all of them, arrays or shapes.
+    """
+    if spec.strategy.slow is None:
+        return spec.with_shared(placed.shared).separator.of(placed.arrays)
     lead, ranks = int(spec.num_microbatches > 1), spec.mesh.shape[_axes(spec)[0]]
 
     def share(x: Any) -> jax.ShapeDtypeStruct:
         samples = (*x.shape[:lead], x.shape[lead] // ranks, *x.shape[lead + 1 :])
         return jax.ShapeDtypeStruct(samples, x.dtype)
 
-    inner.with_shared(placed.shared).separator.of(jax.tree.map(share, placed.arrays))
+    return inner.with_shared(placed.shared).separator.of(jax.tree.map(share, placed.arrays))
 
 
 def _axes(spec: StepSpec) -> tuple[str, ...]:

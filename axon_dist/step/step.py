@@ -22,7 +22,7 @@ from .claims import Claims
 from .deadlock_guard import jit_of
 from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
-from .replicas import shared_metrics, steps_of
+from .replicas import separation_of, shared_metrics, steps_of
 from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
 from .state import TrainState, averaged, check_fits, check_usable
@@ -215,8 +215,8 @@ class TrainStep(MadeOfSpec):
             UnsupportedError: when the strategy needs ranks that compute the loss each from its own
                 samples, and the loss couples them.
         """
-        placed = self.layout.abstract(batch)
-        return self.spec.with_shared(placed.shared).separator.of(placed.arrays)
+        replica = self.spec.replica(region=False)
+        return separation_of(replica, self.spec, self.layout.abstract(batch))
 
     def coupling(self, batch: Batch) -> str:
         """What in the loss couples samples, so that other microbatches would change it; "" if not.

@@ -93,13 +93,13 @@ def test_feedback_brings_everything_in_the_end(kind):
 
 
 def test_wrong_compressions_are_refused():
-    with pytest.raises(ConfigError, match="there is no compression 'int9'. Did you mean 'int8'"):
+    with pytest.raises(ConfigError, match=r"there is no compression 'int9'\. Did you mean 'int8'"):
         compression_of("int9")
     with pytest.raises(ConfigError, match="there is no rounding 'int4'"):
         Rounded("int4")
     with pytest.raises(ConfigError, match="block is 0; give how many numbers"):
         Rounded("int8", 0)
-    with pytest.raises(ConfigError, match="share is 1.5; give the part"):
+    with pytest.raises(ConfigError, match=r"share is 1\.5; give the part"):
         TopK(1.5)
     assert compression_of("top_k") == TopK()
     assert compression_of(None) is None

@@ -54,7 +54,11 @@ def test_meshes_without_slow_axes_keep_the_order():
     ("axes", "nodes", "message"),
     [
         ("fsdp=2,nodes=2", [0, 0, 1, 1], "'nodes' behind another axis.*first.*nodes=2,fsdp=2"),
-        ("nodes=2,fsdp=4", [0, 0, 1, 1, 2, 2, 3, 3], "4 slices of 2 devices; give nodes the size 4"),
+        (
+            "nodes=2,fsdp=4",
+            [0, 0, 1, 1, 2, 2, 3, 3],
+            "4 slices of 2 devices; give nodes the size 4",
+        ),
         ("nodes=2,fsdp=2", [0, 0, 0, 1], "2 slices of 1 or 3 devices"),
     ],
 )

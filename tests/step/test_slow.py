@@ -19,7 +19,6 @@ from axon_dist.sharding import LargestDim
 from axon_dist.step import PortableForm
 from axon_dist.step.outer import Outer
 
-
 OUTER = optax.sgd(1.0)
 
 
@@ -66,12 +65,14 @@ def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
     for slow in ({}, {"compress": "int8"}, {"compress": "top_k", "fragments": 2}, {"fragments": 3}):
         step = step_of(4, **slow)
         inner = collectives(step.lower(batch()).compile(), step.world.mesh)
-        assert inner.by_link().keys() == {"fast"} and set(inner.by_axis()) == {"fsdp"}
+        assert inner.by_link().keys() == {"fast"}
+        assert set(inner.by_axis()) == {"fsdp"}
         meetings = [
             collectives(lowered.compile(), step.world.mesh) for lowered in step.lower_meetings()
         ]
         sent = [ledger.total_wire_bytes(axis="nodes") for ledger in meetings]
-        assert len(sent) == slow.get("fragments", 1) and all(sent)
+        assert len(sent) == slow.get("fragments", 1)
+        assert all(sent)
         assert [ledger.by_link()["slow"] for ledger in meetings] == sent
         assert sum(sent) == Outer(step.spec).wire_bytes()
     # Half of every kernel and whole biases, 2(R-1)/R times four bytes each.
@@ -138,13 +139,16 @@ def test_what_is_left_unsaid_is_what_the_meeting_missed(compress):
     step = step_of(2, outer=OUTER, compress=compress)
     want, state = (trained(s, s.init(), range(2)) for s in (plain, step))
     for name in ("kernel", "bias"):
-        met, missing = (np.asarray(x["layers"][1][name]) for x in (state.outer, state.meeting["missing"]))
+        met, missing = (
+            np.asarray(x["layers"][1][name]) for x in (state.outer, state.meeting["missing"])
+        )
         first = np.asarray(step.init().outer["layers"][1][name])
         # The outer step is plain: what was left out is all that tells the two apart.
         np.testing.assert_allclose(
             met - missing.mean(0), np.asarray(want.outer["layers"][1][name]), atol=1e-6
         )
-        assert np.abs(missing).max() > 0 and not np.allclose(met, first)
+        assert np.abs(missing).max() > 0
+        assert not np.allclose(met, first)
 
 
 REFUSED = {
@@ -214,4 +218,5 @@ def test_gradients_are_those_of_each_replica():
     state = step.init()
     grads, _ = step.gradients(state, batch())
     kernel = grads["layers"][0]["kernel"]
-    assert kernel.shape == (2, 16, 16) and not np.allclose(kernel[0], kernel[1])
+    assert kernel.shape == (2, 16, 16)
+    assert not np.allclose(kernel[0], kernel[1])
