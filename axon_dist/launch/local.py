@@ -248,6 +248,18 @@ def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
     return max(count - 1, 1) if plan.elastic and is_lost else count
 
 
+def may_end_at_once(failed: Child, memory: str | None) -> bool:
+    """Whether the other ranks have no more to say than the launcher knows, and nothing to save.
+
+    Args:
+        failed: the rank that failed first.
+        memory: the folder of the host's memory, which may hold copies of the state.
+    """
+    # JAX aborts a process after it has found out more than the launcher sees.
+    is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
+    return is_killed and memory is not None and any(Path(memory).glob("*.copy"))
+
+
 def free_port() -> int:
     """A port of this host that nothing listens on."""
     with socket.socket() as probe:
@@ -331,16 +343,10 @@ class _Attempt:
 
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")
-        deadline = time.monotonic() + (0.0 if self._goes_on(failed) else self.plan.grace)
+        is_at_once = self.may_restart and may_end_at_once(failed, self.base.get(MEMORY))
+        deadline = time.monotonic() + (0.0 if is_at_once else self.plan.grace)
         while any(child.code is None for child in self.children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-
-    def _goes_on(self, failed: Child) -> bool:
-        """Whether the others have no more to say: one was killed, and the state is in memory."""
-        folder = self.base.get(MEMORY)
-        is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
-        has_copy = folder is not None and any(Path(folder).glob("*.copy"))
-        return self.may_restart and is_killed and has_copy
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:

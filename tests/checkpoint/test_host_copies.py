@@ -143,6 +143,14 @@ def test_pieces_of_different_moments_are_no_copy(tmp_path, changes):
     assert not list(complete_copies(tmp_path))
 
 
+def test_a_copy_waits_for_a_process_that_has_nothing_to_add(tmp_path):
+    values, place = np.arange(4, dtype=np.float32), ((0, 4),)
+    write_copy(tmp_path, HEADER, [("w", place, np.dtype(np.float32), values)])
+    assert not list(complete_copies(tmp_path))
+    write_copy(tmp_path, dataclasses.replace(HEADER, process=1), [])
+    assert len(list(complete_copies(tmp_path))) == 1
+
+
 def test_a_copy_that_lacks_a_shard_is_none(tmp_path):
     write_half(tmp_path, 0, writers=(0,))
     assert not list(complete_copies(tmp_path))

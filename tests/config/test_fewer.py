@@ -32,7 +32,10 @@ def test_the_batch_is_kept_and_no_device_holds_more(rows, accumulate, planned, r
     count = microbatches_for_fewer(batch, accumulate, planned, ranks)
     assert count >= accumulate
     assert batch % (count * ranks) == 0
-    assert batch // (count * ranks) <= batch // (accumulate * planned)
+    most = batch // (accumulate * planned)
+    assert batch // (count * ranks) <= most
+    fewer = range(accumulate, count)
+    assert all(batch % (c * ranks) or batch // (c * ranks) > most for c in fewer)
 
 
 @pytest.mark.parametrize(

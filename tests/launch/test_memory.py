@@ -3,12 +3,15 @@
 import os
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import MEMORY, PLANNED, LaunchPlan, launch
+from axon_dist.launch.child import Child
+from axon_dist.launch.local import may_end_at_once
 from axon_dist.launch.memory import host_folder
 
 # Each start notes what it got; the first one dies, a start of two waits to be stopped.
@@ -42,8 +45,8 @@ def run(tmp_path, **options):
     return code, told, [path.read_text().splitlines() for path in sorted(starts.iterdir())]
 
 
-def test_a_lost_rank_starts_again_at_once_beside_the_same_memory(tmp_path):
-    code, told, starts = run(tmp_path, grace=50.0)
+def test_a_lost_rank_starts_again_beside_the_same_memory(tmp_path):
+    code, told, starts = run(tmp_path, grace=0.0)
     assert code == 0
     assert [len(lines) for lines in starts] == [2, 2, 2]
     assert len({line for lines in starts for line in lines}) == 1
@@ -65,6 +68,19 @@ def test_ranks_that_were_lost_come_back_between_two_steps(tmp_path):
         "stopping 2 processes after this step, for the others to come back",
         "going on with all 3 processes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "has_copy", "at_once"),
+    [(-9, True, True), (-9, False, False), (-6, True, False), (1, True, False), (75, True, False)],
+)
+def test_only_what_a_signal_killed_ends_the_others_at_once(tmp_path, code, has_copy, at_once):
+    if has_copy:
+        (tmp_path / "step_00000002-a-0.copy").touch()
+    process = types.SimpleNamespace(poll=lambda: code)
+    failed = Child(0, process, tmp_path / "log")  # pyright: ignore[reportArgumentType]
+    assert may_end_at_once(failed, str(tmp_path)) == at_once
+    assert not may_end_at_once(failed, None)
 
 
 def test_rejoining_needs_a_run_that_can_shrink():
