@@ -1,11 +1,15 @@
 """A process of several is lost, and the run goes on from copies in memory, with the right bits."""
 
+import os
 import random
 import re
+import signal
+import time
 
 import pytest
 
-from benchmarks.replicas import EVERY, FEWER, WHOLE, Runs, lose_one
+from axon_dist.launch import INTERRUPTED
+from benchmarks.replicas import EVERY, FEWER, WHOLE, Runs, lose_one, pid_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -85,3 +89,39 @@ def test_a_killed_replica_costs_a_few_steps_and_no_bit(tmp_path, kind, overrides
     loss = lose_one(Runs(tmp_path, overrides), "run", kind, random.Random(1))
     assert loss.has_same_bits
     assert 0 <= loss.at - loss.copied <= EVERY + 2
+
+
+def wait_for(launcher, runs, is_there):
+    """Waits until something is true of the log and the records of a run."""
+    deadline = time.monotonic() + 300
+    while not is_there(runs.log("run"), runs.records("run")):
+        assert launcher.poll() is None, runs.log("run")
+        assert time.monotonic() < deadline, runs.log("run")
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
+    runs = Runs(tmp_path, ("train.steps=100000",))
+    launcher = runs.start("run", 4, "--elastic", "--rejoin-after", "10")
+    try:
+        kept = "'jit_train_step' took at least"
+        wait_for(launcher, runs, lambda log, rows: log.count(kept) == 2 and len(rows) > 10)
+        os.kill(pid_of(launcher, 1), signal.SIGKILL)
+        wait_for(launcher, runs, lambda log, rows: "going on with all 4 processes" in log)
+        seen = len(runs.records("run"))
+        wait_for(launcher, runs, lambda log, rows: len(rows) > seen + 5)
+        launcher.terminate()
+        assert launcher.wait(120) == INTERRUPTED, runs.log("run")
+    finally:
+        launcher.kill()
+    steps = [record["step"] for record in runs.records("run")]
+    assert steps == list(range(1, len(steps) + 1))
+    alone, fewer, whole = re.split(r"restart 1 of 3|going on with all", runs.log("run"))
+    assert "microbatches" not in alone + whole
+    assert "3 of 4 processes: 2 microbatches a step in place of 1" in fewer
+    assert "cache hit for 'jit_train_step'" in fewer
+    # What was stopped between two steps goes on after the very step.
+    ended = re.search(r"ended +SIGTERM after (\d+) steps", fewer)
+    assert f"going on after step {ended[1]} from the copies in memory" in whole
