@@ -27,6 +27,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
 from axon_dist.precision import Int8Form, int8, narrowed, widened
 from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
+from axon_dist.step.replicas import mean_rows
 
 from ..config.build import build_world, model_of
 from ..config.load import load_config
@@ -187,10 +188,15 @@ def load_arrays(
         CheckpointError: when the checkpoint is damaged, or belongs to another model.
     """
     saved = read_manifest(checkpoint).leaves
+    # Replicas that train on their own have a row each of all but those on which they last agreed.
+    rows = (s.shape[0] for path, s in saved.items() if _met(path) in saved)
+    replicas = next(rows, 0)
 
     def target(path: LeafPath, leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
         if path not in saved:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if replicas and path.startswith("buffers/"):
+            return jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype, sharding=sharding)
         shape = saved[path].shape if _is_per_rank(saved[path], leaf) else leaf.shape
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -199,7 +205,8 @@ def load_arrays(
     forms = _saved_forms(saved, parts.weights)
     weights = jax.eval_shape(lambda weights: narrowed(weights, forms), parts.weights)
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
-    params = "ema" if any(path.startswith("ema/") for path in saved) else "params"
+    kept = ("ema", "outer", "params")
+    params = next(name for name in kept if any(path.startswith(f"{name}/") for path in saved))
     divided = lambda tree: dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
     everywhere = jax.tree.map(lambda _: buffers_where, parts.buffers)
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
@@ -213,8 +220,10 @@ def load_arrays(
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
     def own(path: LeafPath, leaf: Any, value: Any) -> Any:
-        if path.startswith("ema/"):
-            return value.astype(saved[path.replace("ema", "params", 1)].dtype)
+        if path.startswith(("ema/", "outer/")):
+            return value.astype(saved[path.replace(params, "params", 1)].dtype)
+        if replicas and path.startswith("buffers/"):
+            return mean_rows(value)
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
     found = map_with_path(own, wanted, found)
@@ -242,3 +251,8 @@ def _is_per_rank(saved: LeafSpec, leaf: Any) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _met(path: LeafPath) -> LeafPath:
+    """Where that of a replica's parameter is kept on which all agreed; "" of other leaves."""
+    return f"outer/{path.removeprefix('params/')}" if path.startswith("params/") else ""

@@ -81,6 +81,7 @@ def build_step(
     metrics: tuple[str, ...] = ("loss",),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
+    together: bool = False,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -91,6 +92,7 @@ def build_step(
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
         compiler_options: beside and over those of the chip.
+        together: for a step that trains nothing: replicas that train on their own are one model.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -99,11 +101,14 @@ def build_step(
         StrategyConflictError: when strategies contradict each other.
     """
     factory = functools.partial(model_of, config)
+    strategy = build_strategy(config.parallel, factory, world)
+    if together:
+        strategy = dataclasses.replace(strategy, slow=None)
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps, factory),
         loss_fn or config.kind.task.loss_fn,
-        build_strategy(config.parallel, factory, world),
+        strategy,
         world,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,

@@ -25,13 +25,19 @@ _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
         "hsdp": "hybrid_shard",
         "tp": "tensor",
         "cp": "context",
+        "ep": "expert",
+        "experts": "expert",
+        "moe": "expert",
         "pp": "pipeline",
     }
 )
 """Names from elsewhere, mesh axes among them, and the strategy that an error then points to."""
 
 _REQUIRED: MappingProxyType[str, tuple[str, Any]] = MappingProxyType(
-    {"num_microbatches": ("the number of parts that a batch is cut into", 8)}
+    {
+        "num_microbatches": ("the number of parts that a batch is cut into", 8),
+        "every": ("the steps that replicas take on their own before they meet", 100),
+    }
 )
 """Options without a default: what they are, and a value to show."""
 

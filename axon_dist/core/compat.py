@@ -46,19 +46,23 @@ def rendezvous_flags() -> tuple[str, ...]:
     return _RENDEZVOUS_FLAGS if (0, 10) <= (major, minor) <= (0, 12) else ()
 
 
-def gpu_pipelining() -> dict[str, str | bool]:
+def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:
     """Options of XLA:GPU that move a collective in a loop into the iteration before or after.
 
     XLA renamed them and made modes of their flags (openxla/xla#45836), which jaxlib 0.11.1 was the
     first to bring; the old names it refuses.
 
+    Args:
+        kinds: of collectives: `all_gather`, `reduce_scatter`, `all_reduce`.
+        on: whether they are moved.
+
     Returns:
         Names and values, as `jax.jit(..., compiler_options=...)` takes them.
     """
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < (0, 11, 1):
-        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
-    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
+        return {f"xla_gpu_enable_pipelined_{kind}": on for kind in kinds}
+    mode = "COLLECTIVE_PIPELINING_MODE_ON" if on else "COLLECTIVE_PIPELINING_MODE_OFF"
+    return {f"xla_gpu_pipeline_{kind}": mode for kind in kinds}
 
 
 class SharedStore:

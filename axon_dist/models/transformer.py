@@ -13,6 +13,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.typing import Array
 
 from .decoding import Cache, Past, Place
+from .experts import Experts, Findings
 from .layers import GatedMLP, PlainMLP, RMSNorm, SelfAttention, init_std, linear
 from .transformer_config import TransformerConfig
 
@@ -29,7 +30,8 @@ class Block(nnx.Module):
         self.attention_norm: Any = _norm(config, rngs)
         self.attention: SelfAttention = SelfAttention(config, rngs=rngs)
         self.mlp_norm: Any = _norm(config, rngs)
-        self.mlp: Any = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
+        kind = GatedMLP if config.gated else PlainMLP
+        self.mlp: Any = (Experts if config.experts else kind)(config, rngs=rngs)
         self.dropout: Any = _dropout(config, rngs)
 
     def __call__(
@@ -136,6 +138,22 @@ class Transformer(nnx.Module):
             "kernel": found.astype(dtype),
             "logits_dtype": self.config.logits_dtype,
         }
+
+    def auxiliary(self) -> tuple[Array, dict[str, Array]] | None:
+        """What experts add to the loss of the call before, and what they report of it.
+
+        Returns:
+            A scalar, the sum over layers of their weighed terms; and as metrics the means over
+            layers of `Findings`. None without experts.
+        """
+        experts = self.config.experts
+        if experts is None:
+            return None
+        blocks = [self.blocks] if self.config.scan_layers else list(self.blocks)
+        rows = [block.mlp.report[...].reshape(-1, len(Findings._fields)) for block in blocks]
+        found = Findings(*jnp.concatenate(rows).T)
+        terms = experts.balance * found.balance + experts.z_loss * found.router_z
+        return jnp.sum(terms), {name: jnp.mean(x) for name, x in found._asdict().items()}
 
     def start_cache(self, padding: Array, length: int) -> Cache:
         """Makes an empty cache.

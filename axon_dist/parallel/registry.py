@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import optax
+
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
 from .ddp import ddp
+from .expert import ExpertForm, expert_parallel
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
 from .plan import PRESETS
+from .slow import diloco, local_sgd
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
@@ -125,6 +129,69 @@ def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> 
     return context_parallel(mode)
 
 
+def _expert(
+    model: Any, world: World, form: ExpertForm = ExpertForm.AUTO, capacity: float | None = None
+) -> Strategy:
+    """Expert parallelism over the axis `ep`, which splits the batch, too.
+
+    Args:
+        model: whose stacked experts are split.
+        world: the devices, and the mesh they form.
+        form: how tokens travel: `ring` brings those of all ranks to each and sums the results back,
+            `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.
+        capacity: how many times its even share of the tokens an expert takes at most. **What
+            exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
+    """
+    return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
+def _diloco(
+    model: Any,
+    world: World,
+    every: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    compress: str | None = None,
+    fragments: int = 1,
+    axis: str = "nodes",
+) -> Strategy:
+    """DiLoCo over a slow axis: replicas train on their own, and an outer SGD joins them.
+
+    Args:
+        model: of which each replica has a copy.
+        world: the devices, and the mesh they form.
+        every: H, the steps that replicas take on their own before they meet.
+        lr: the learning rate of the outer SGD.
+        momentum: its momentum.
+        nesterov: whether that is Nesterov's.
+        compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
+        fragments: parts of the parameters that meet at steps of their own.
+        axis: the mesh axis between the replicas.
+    """
+    outer = optax.sgd(lr, momentum=momentum, nesterov=nesterov)
+    return diloco(axis, every=every, outer=outer, compress=compress, fragments=fragments)
+
+
+def _local_sgd(
+    model: Any,
+    world: World,
+    every: int,
+    compress: str | None = None,
+    fragments: int = 1,
+    axis: str = "nodes",
+) -> Strategy:
+    """Local SGD over a slow axis: replicas train on their own, and average their parameters.
+
+    Args:
+        model: of which each replica has a copy.
+        world: the devices, and the mesh they form.
+        every: H, the steps that replicas take on their own before they meet.
+        compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
+        fragments: parts of the parameters that meet at steps of their own.
+        axis: the mesh axis between the replicas.
+    """
+    return local_sgd(axis, every=every, compress=compress, fragments=fragments)
+
+
 STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
     {
         "ddp": _row(ddp),
@@ -133,7 +200,10 @@ STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
         "zero3": _row(zero, stage=ZeROStage.STAGE3),
         "tensor": _tensor,
         "context": _context,
+        "expert": _expert,
         "pipeline": _pipeline,
+        "diloco": _diloco,
+        "local_sgd": _local_sgd,
         **{choice.value: _row(fsdp, sharding_strategy=choice) for choice in ShardingStrategy},
     }
 )

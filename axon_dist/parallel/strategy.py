@@ -21,6 +21,7 @@ from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
 from .rules import STRATEGY_RULES, Placed
+from .slow_plan import SlowPlan
 from .wrap import AutoWrapPolicy
 
 
@@ -144,6 +145,10 @@ class Strategy:
         layers: what changes the calls of a merged model's layers, in order.
         gathers_once: whether parameters that lie split are whole for a whole step, in the dtype of
             the compute; else each unit gathers its own where it uses them. `with_masters` says so.
+        resident: those of the batch axes along which parameters that lie split are never gathered:
+            each rank computes with its part for the samples of all, as with experts.
+        slow: which axis lies between replicas that train on their own, and when they meet; None
+            where all ranks take every step together.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -162,6 +167,8 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
+    resident: tuple[str, ...] = ()
+    slow: SlowPlan | None = None
 
     @property
     def reduces_per(self) -> str:
@@ -173,6 +180,12 @@ class Strategy:
         said = None if self.reduction is None else self.reduction.per
         splits = not set(self.batch_axes).isdisjoint(self.params.split_axes)
         return said or ("microbatch" if splits else "step")
+
+    @property
+    def sends_only_sums(self) -> bool:
+        """Whether nothing travels but sums of gradients: data parallelism over whole parameters."""
+        splits = self.params.split_axes or self.opt_state.split_axes
+        return bool(self.batch_axes) and not splits and not self.layers and self.pipeline is None
 
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
         """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
@@ -278,6 +291,8 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         offload=_only(parts, "offload", CPUOffload.NONE),
         pipeline=_only(parts, "pipeline", None),
         layers=tuple(layers for part in parts for layers in part.layers),
+        resident=tuple(axis for part in parts for axis in part.resident),
+        slow=_only(parts, "slow", None),
     )
 
 

@@ -19,9 +19,9 @@ from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
 from .options import StepOptions
 from .parts import ModelLike, stored_as, take_apart
+from .replica_form import form_of
 from .rules import check_rules
 from .spec import StepSpec
-from .state_form import StateForm
 from .step import TrainStep
 
 
@@ -157,7 +157,7 @@ def build_train_step(
     extended = optax.with_extra_args_support(optimizer)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
     check_rules(spec)
-    step = TrainStep(spec, StateForm(spec, source))
+    step = TrainStep(spec, form_of(spec, source))
     if batch is not None:
         step.check(batch)
     return step

@@ -93,7 +93,8 @@ def gather_of(spec: StepSpec, gathered: bool = False) -> Callable[[Path], Global
         gathered: whether trained weights are whole already.
     """
     strategy, mesh = spec.strategy, spec.mesh
-    others = tuple(axis for axis in mesh.axis_names if axis not in strategy.batch_axes)
+    gathered_over = set(strategy.batch_axes) - set(strategy.resident)
+    others = tuple(axis for axis in mesh.axis_names if axis not in gathered_over)
 
     def make(path: Path) -> GlobalGather:
         shape = spec.parts.shape_of(path)

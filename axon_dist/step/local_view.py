@@ -258,7 +258,7 @@ class LocalPlan:
         return last
 
     def _slot(self, grad: Any, owner: PartitionSpec) -> Any:
-        sharding = jax.sharding.NamedSharding(self.spec.mesh, owner)
+        sharding = jax.sharding.NamedSharding(self.spec.world.mesh, owner)
         # What has travelled in a narrower dtype has no more digits than that.
         dtype = on_wire(grad, self.spec.reduction.dtype).dtype
         return jnp.zeros(sharding.shard_shape(grad.shape), dtype)

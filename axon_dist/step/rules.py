@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
+from ..core.tree import leaves_with_paths
 from ..parallel import STRATEGY_RULES, Placed, check_sums
 from ..program import linen_modules
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
 from .evaluation import check_eval_kwargs
 from .normalization import own_statistics
+from .outer import Outer
 from .separable import wants_ranks
 from .spec import StepSpec
 
@@ -29,6 +34,18 @@ def _microbatches(spec: StepSpec) -> Found:
 def _layers(spec: StepSpec) -> None:
     for layers in spec.strategy.layers:
         layers.check(spec.parts.abstract, spec.layout)
+
+
+def _residents(spec: StepSpec) -> Found:
+    strategy, reduction = spec.strategy, spec.reduction
+    if not strategy.resident or strategy.pipeline is not None:
+        return None
+    alone = dataclasses.replace(strategy, resident=())
+    is_local, asked = wants_ranks(alone, spec.parts, spec.num_microbatches)
+    if not is_local:
+        return None
+    per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
+    return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -108,6 +125,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement("modules to gather or recompute exist", lambda spec: spec.view),
     Requirement.row(
+        "parameters that samples travel to are the compiler's to reduce",
+        UnsupportedError,
+        "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
+        "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
+        "every microbatch is reduced, in the dtype of the compute",
+        _residents,
+    ),
+    Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
@@ -129,6 +154,71 @@ RULES: tuple[Requirement[StepSpec], ...] = (
 """What a step must fulfil, whatever its batch; what depends on the batch is traced."""
 
 
+def _held_alone(spec: StepSpec) -> Found:
+    slow, policy = spec.strategy.slow, spec.options.nonfinite
+    if slow is None or policy is None or not policy.holds:
+        return None
+    return {"axis": slow.axis, "policy": policy.value}
+
+
+def _averaged_alone(spec: StepSpec) -> Found:
+    slow, ema = spec.strategy.slow, spec.options.ema
+    return None if slow is None or ema is None else {"axis": slow.axis, "ema": ema}
+
+
+def _fragments(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    count = len(jax.tree.leaves(spec.stored_shapes))
+    if slow is None or all(Outer(spec).fragments):
+        return None
+    return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
+
+
+def _compressed(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    found = leaves_with_paths(spec.stored_shapes)
+    complex_ = next((p for p, x in found if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
+    if slow is None or slow.compression is None or complex_ is None:
+        return None
+    return {"path": complex_, "how": slow.compression}
+
+
+REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
+    *(rule.of(lambda spec: Placed(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    Requirement.row(
+        "no replica waits for another",
+        UnsupportedError,
+        "nonfinite={policy!r} keeps the state of all ranks from the first step that is not finite, "
+        "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
+        "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
+        _held_alone,
+    ),
+    Requirement.row(
+        "what is averaged is one",
+        UnsupportedError,
+        "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} have "
+        "none in common but where they meet; leave ema out, for the outer optimizer averages: "
+        "diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
+        _averaged_alone,
+    ),
+    Requirement.row(
+        "fragments have parameters",
+        StrategyConflictError,
+        "strategy {name!r} has fragments={count}, and the model's {params} parameters do not fill "
+        "that many of about one size; use fewer",
+        _fragments,
+    ),
+    Requirement.row(
+        "what is compressed is real",
+        UnsupportedError,
+        "the parameter {path!r} is complex, and {how} is of real numbers; leave the compression "
+        "out",
+        _compressed,
+    ),
+)
+"""What a step with several replicas must fulfil besides."""
+
+
 def check_rules(spec: StepSpec) -> None:
     """Raises what the first broken rule says, if there is one.
 
@@ -138,4 +228,6 @@ def check_rules(spec: StepSpec) -> None:
     Raises:
         AxonDistError: of the kind that names what is wrong.
     """
-    check_all(RULES, spec)
+    if spec.strategy.slow is not None:
+        check_all(REPLICA_RULES, spec)
+    check_all(RULES, spec.replica(region=False))

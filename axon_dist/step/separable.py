@@ -227,7 +227,9 @@ def wants_ranks(
     compute = parts.dtype if strategy.precision is None else strategy.precision.compute
     reduction = strategy.reduction or Reduction()
     # Without batch axes no rank has gradients of its own to hold back.
-    if not (strategy.batch_axes and reduction.is_local(num_microbatches, compute)):
+    if strategy.resident or not strategy.batch_axes:
+        return False, []
+    if not reduction.is_local(num_microbatches, compute):
         return False, []
     recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
     capacity, overlaps = reduction.bucket_capacity, reduction.sync is GradSyncStrategy.OVERLAPPED

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from ..core.typing import LossFn, OptionValue, PyTree
 from ..mesh import World
@@ -41,6 +41,8 @@ class StepSpec:
         strategy: about the model's own leaves.
         world: the devices, and the mesh they form.
         options: what the step does besides.
+        region: the mesh as one of several replicas sees it that train on their own, within the
+            region where the axis between them is manual; None outside of such a region.
     """
 
     parts: ModelParts
@@ -49,11 +51,34 @@ class StepSpec:
     strategy: Strategy
     world: World
     options: StepOptions
+    region: AbstractMesh | None = None
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self.world.mesh
+    def mesh(self) -> Any:
+        """The mesh, as it is in context where the step is traced."""
+        return self.world.mesh if self.region is None else self.region
+
+    def replica(self, region: bool = True) -> StepSpec:
+        """The step of one replica, where the strategy has several that train on their own.
+
+        Args:
+            region: to be traced where the axis between the replicas is manual; else it is a step
+                of all devices that leaves this axis alone.
+        """
+        slow = self.strategy.slow
+        if slow is None:
+            return self
+        axes = tuple(axis for axis in self.strategy.batch_axes if axis != slow.axis)
+        strategy = dataclasses.replace(self.strategy, slow=None, batch_axes=axes)
+        manual = {slow.axis: AxisType.Manual}
+        mesh = self.world.mesh.abstract_mesh.update_axis_types(manual) if region else None
+        return dataclasses.replace(self, strategy=strategy, region=mesh)
+
+    def together(self) -> StepSpec:
+        """The step of all replicas together, as if they met on every step."""
+        if self.strategy.slow is None:
+            return self
+        return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, slow=None))
 
     @property
     def num_microbatches(self) -> int:
@@ -74,14 +99,16 @@ class StepSpec:
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
-        options = self.options
-        return compiler_options(self.world, options.compiler_options, options.deterministic)
+        given, deterministic = self.options.compiler_options, self.options.deterministic
+        return compiler_options(self.world, given, deterministic, self.strategy.sends_only_sums)
 
     @property
     def is_local(self) -> bool:
         """Whether each rank differentiates its own samples; else the compiler divides the work."""
-        if self.strategy.pipeline is not None or not self.strategy.batch_axes:
-            # Without batch axes no rank has gradients of its own to hold back.
+        strategy = self.strategy
+        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
+            # Without batch axes no rank has gradients of its own to hold back; and parameters that
+            # are resident are for the samples of other ranks, too.
             return False
         precision = self.strategy.precision
         compute = self.parts.dtype if precision is None else precision.compute
@@ -181,12 +208,12 @@ class StepSpec:
     @property
     def layout(self) -> Layout:
         """Where the activations of all layers lie."""
-        return layout_of(self.strategy, self.mesh)
+        return layout_of(self.strategy, self.world.mesh)
 
     @cached_property
     def change_layers(self) -> Prepare:
         """What the strategy changes about the calls of the model's layers."""
-        return layers_of(self.strategy, self.mesh)
+        return layers_of(self.strategy, self.world.mesh)
 
 
 class MadeOfSpec:
