@@ -112,8 +112,11 @@ def train(
             save = functools.partial(save_state, run, form, checkpoints)
             go_back = functools.partial(newest_state, form, checkpoints, copies)
             ahead = inner.enter_context(compiling_ahead(run, os.environ, progress.note))
-            keep = functools.partial(_keep_program, run, directory, progress, ahead)
-            keep = keep if is_main else _nothing
+            keep = (
+                functools.partial(_keep_program, run, directory, progress, ahead)
+                if is_main
+                else _nothing
+            )
             trainer = run.trainer(
                 progress,
                 writers,
