@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core.typing import Array, LossFn, OptionValue, PyTree
+from ..core.typing import Array, Batch, LossFn, OptionValue, PyTree
 from ..mesh import World
 from ..nn import Layout
 from ..optim import Deal, Dealer
 from ..parallel import Reduction, Strategy
+from ..pipeline import Calls, Keys, Stacks
 from ..program.matrices import has_matrices, hidden_in
 from ..sharding import optimizer_shardings, shardings
 from .compiling import compiler_options
@@ -26,6 +27,7 @@ from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
 from .separable import Separator
+from .staged_loss import calls_in
 from .storage import Storage, storage_of
 from .view import View, layers_of, layout_of, view_of
 
@@ -43,6 +45,8 @@ class StepSpec:
         strategy: about the model's own leaves.
         world: the devices, and the mesh they form.
         options: what the step does besides.
+        batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
+            None where no batch is known.
     """
 
     parts: ModelParts
@@ -51,6 +55,7 @@ class StepSpec:
     strategy: Strategy
     world: World
     options: StepOptions
+    batch: Batch | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -130,9 +135,15 @@ class StepSpec:
     def _for_shared(self) -> dict[Any, StepSpec]:
         return {}
 
+    def _calls(self, blocks: Sequence[Keys], stacks: Stacks) -> Calls | None:
+        """The calls of blocks in the loss, where there is a batch to look at."""
+        if self.batch is None:
+            return None
+        return calls_in(self.parts, self.loss_fn, blocks, stacks, self.batch)
+
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
-        storage = storage_of(self.parts, self.strategy)
+        storage = storage_of(self.parts, self.strategy, self._calls)
         return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
 
     @property
