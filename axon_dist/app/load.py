@@ -25,12 +25,8 @@ from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
-from axon_dist.precision import Int8Form, narrowed, widened
-from axon_dist.precision.int8 import NUMBERS, SCALE
-from axon_dist.step import PortableForm, TrainState, TrainStep
-from axon_dist.step.local_view import stack_buffers
-from axon_dist.step.parts import ModelParts, take_apart
-from axon_dist.step.update import first_average
+from axon_dist.precision import Int8Form, int8, narrowed, widened
+from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
 
 from ..config.build import build_world, model_of
 from ..config.load import load_config
@@ -162,26 +158,11 @@ def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
     Returns:
         The state, to evaluate with.
     """
-    form, spec, parts = PortableForm(step), step.spec, step.parts
     targets: Any = step.weight_targets
-    where = map_with_path(lambda path, _: targets[path].sharding, parts.weights)
+    where = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
     whole = NamedSharding(step.world.mesh, PartitionSpec())
-    weights, buffers = load_arrays(checkpoint, parts, where, whole)
-    params, frozen = parted(weights, [path for path, _ in leaves_with_paths(parts.kept)])
-    stacked = jax.jit(
-        lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
-        out_shardings=step.state_shardings.buffers,
-    )
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=form.target.opt_state,
-        buffers=stacked(buffers),
-        scaler=None if step.options.scaler is None else step.options.scaler.init(),
-        frozen=frozen,
-        ema=first_average(step.options.ema, params),
-    )
-    return form.take_up(state)
+    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    return PortableForm(step).with_weights(weights, buffers)
 
 
 def load_arrays(
@@ -224,7 +205,9 @@ def load_arrays(
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
     wanted["buffers"] = parts.buffers
     # Scales are few, and lie on every device.
-    beside = lambda path, place: {NUMBERS: place, SCALE: buffers_where} if path in forms else place
+    beside = lambda path, place: (
+        {int8.NUMBERS: place, int8.SCALE: buffers_where} if path in forms else place
+    )
     places = {**divided(map_with_path(beside, where)), "buffers": everywhere}
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
@@ -245,8 +228,8 @@ def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[Le
     """The weights that a checkpoint has in eight bits."""
     found: dict[LeafPath, Int8Form] = {}
     for path, leaf in leaves_with_paths(weights):
-        scale = saved.get(f"frozen/{path}/{SCALE}")
-        if scale is not None and f"frozen/{path}/{NUMBERS}" in saved:
+        scale = saved.get(f"frozen/{path}/{int8.SCALE}")
+        if scale is not None and f"frozen/{path}/{int8.NUMBERS}" in saved:
             pairs = zip(scale.shape, leaf.shape, strict=True)
             dim = next((dim for dim, (one, size) in enumerate(pairs) if one != size), 0)
             found[path] = Int8Form(tuple(leaf.shape), leaf.dtype, dim - len(leaf.shape))

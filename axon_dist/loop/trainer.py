@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -13,18 +12,14 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError
-from axon_dist.core.tree import num_params
 from axon_dist.core.typing import Batch
 from axon_dist.mesh import agree, watch_steps
-from axon_dist.precision import all_finite
 
-from ..step.nonfinite import FLAG, Loss, Nonfinite
-from ..step.state import TrainState
-from ..step.step import TrainStep
+from ..step import Nonfinite, TrainState, TrainStep, nonfinite
 from .arguments import BATCHES, KINDS
 from .cadence import LoopOptions
 from .clock import COMPILE, DATA, INITIALIZE, SAVE, VALIDATE, TimeSheet
-from .meters import bytes_per_device, model_flops_utilization, percentiles
+from .meters import bytes_per_device, percentiles, utilization_of
 from .metrics import MetricWriter
 from .profiling import StepProfile
 from .progress import Progress, SilentProgress
@@ -205,15 +200,7 @@ class Trainer:
         )
 
     def _record(self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet) -> Record:
-        options, utilization = self.options, None
-        if options.peak_flops is not None:
-            utilization = functools.partial(
-                model_flops_utilization,
-                # A frozen parameter has no gradient of its own: a third less to compute.
-                num_params(state.params) + 2 * num_params(self.step.parts.frozen) // 3,
-                peak_flops=options.peak_flops,
-                num_devices=self.step.world.size,
-            )
+        options = self.options
         return Record(
             int(state.step),
             options.num_steps,
@@ -222,7 +209,7 @@ class Trainer:
             self.progress,
             bytes_per_device(state),
             options.items_per_step,
-            utilization,
+            utilization_of(self.step, options.peak_flops),
             item=options.item,
             skips=self._policy is Nonfinite.SKIP,
             tell=tell,
@@ -322,7 +309,7 @@ class Trainer:
                 return state, "out of data"
             record.sign()
             with profile.around(record.taken + 1, record.settle):
-                state, metrics = self.step(state, batch, metrics.get(FLAG))
+                state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
             record.settle(keep=_LAG)
 
@@ -359,7 +346,7 @@ class Trainer:
 
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
-            if self._policy is None and not bool(jax.jit(all_finite)(state.params)):
+            if self._policy is None and not nonfinite.is_finite(state):
                 raise NonfiniteError(
                     f"the parameters after step {number} are not finite. {_ADVICE}"
                 )
@@ -415,7 +402,7 @@ class Trainer:
         if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
             self._save(record.step, state, record)
 
-    def _stop_before(self, lost: Loss, state: TrainState, record: Record) -> NoReturn:
+    def _stop_before(self, lost: nonfinite.Loss, state: TrainState, record: Record) -> NoReturn:
         """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
         kept = ""
         if self._policy is not None:

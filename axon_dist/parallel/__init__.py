@@ -39,6 +39,7 @@ from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
 from .plan import Rule as Rule
 from .plan import plan_of as plan_of
+from .reduce import reduce_tree as reduce_tree
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
 from .rules import STRATEGY_RULES as STRATEGY_RULES

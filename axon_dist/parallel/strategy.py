@@ -70,6 +70,11 @@ class Reduction:
                 "None to leave the grouping to the compiler"
             )
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several gradients travel together, in an order of their own."""
+        return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
+
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be held per rank before they are reduced.
 
@@ -83,9 +88,8 @@ class Reduction:
             compute: the compute dtype; None where it does not differ from the parameters'.
         """
         held_back = self.per != "microbatch" and num_microbatches > 1
-        grouped = self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
         recast = None not in (self.dtype, compute) and self.dtype != compute
-        return self.by_hand or held_back or grouped or recast or not self.sync_buffers
+        return self.by_hand or held_back or self.is_grouped or recast or not self.sync_buffers
 
 
 class AdaptLayers(Protocol):

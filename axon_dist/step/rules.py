@@ -58,9 +58,9 @@ def _stage_classes(spec: StepSpec) -> Found:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    if spec.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+    if spec.dealt.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
         return None
-    kind = spec.matrices_within
+    kind = spec.dealt.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
@@ -115,7 +115,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _statistics,
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.next_opt_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.dealt.next_state),
     Requirement.row(
         "matrices can be dealt",
         UnsupportedError,

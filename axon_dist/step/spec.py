@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from ..core.typing import Array, Batch, LossFn, OptionValue, PyTree
+from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import World
 from ..nn import Layout
-from ..optim import Deal, Dealer
 from ..parallel import Reduction, Strategy
-from ..pipeline import Calls, Keys, Stacks
-from ..program.matrices import has_matrices, hidden_in
-from ..sharding import optimizer_shardings, shardings
+from ..sharding import shardings
 from .compiling import compiler_options
+from .dealt import DealtUpdate
 from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
 from .separable import Separator
-from .staged_loss import calls_in
+from .staged_loss import calls_finder
 from .storage import Storage, storage_of
 from .view import View, layers_of, layout_of, view_of
 
@@ -135,15 +132,10 @@ class StepSpec:
     def _for_shared(self) -> dict[Any, StepSpec]:
         return {}
 
-    def _calls(self, blocks: Sequence[Keys], stacks: Stacks) -> Calls | None:
-        """The calls of blocks in the loss, where there is a batch to look at."""
-        if self.batch is None:
-            return None
-        return calls_in(self.parts, self.loss_fn, blocks, stacks, self.batch)
-
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
-        storage = storage_of(self.parts, self.strategy, self._calls)
+        find_calls = calls_finder(self.parts, self.loss_fn, self.batch)
+        storage = storage_of(self.parts, self.strategy, find_calls)
         return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
 
     @property
@@ -177,58 +169,11 @@ class StepSpec:
         return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
 
     @cached_property
-    def _traced_update(self) -> tuple[Any, Any]:
-        """The update of the stored optimizer as a program, and the shapes that it returns."""
-        update = lambda grads, state, params, loss: self.stored_optimizer.update(
-            grads, state, params, value=loss
-        )
-        params, loss = self.stored_shapes, jax.ShapeDtypeStruct((), jnp.float32)
-        trace = jax.make_jaxpr(update, return_shape=True)
-        return trace(params, self.first_opt_state, params, loss)
-
-    @cached_property
-    def next_opt_state(self) -> PyTree:
-        """The shapes of the optimizer's state after an update."""
-        return self._traced_update[1][1]
-
-    @cached_property
-    def dealer(self) -> Dealer | None:
-        """What deals the matrices that the optimizer needs whole; None where it needs none."""
-        if not has_matrices(self._traced_update[0]):
-            return None
-        policy, shapes = self.storage.strategy.opt_state, self.first_opt_state
-        moments = optimizer_shardings(policy, self.stored_shapes, shapes, self.mesh)
-        params = shardings(self.storage.strategy.params, self.stored_shapes, self.mesh)
-        places = jax.tree.leaves((self.owners, moments, params))
-        return Dealer(self.mesh, (*(place.spec for place in places), PartitionSpec()))
-
-    @property
-    def matrices_within(self) -> str | None:
-        """The operation of the optimizer that hides matrices which it needs whole."""
-        return hidden_in(self._traced_update[0])
-
-    @property
-    def deals(self) -> tuple[Deal, ...]:
-        """How the matrices are dealt that the optimizer needs whole."""
-        return () if self.dealer is None else self.dealer.deals(self._traced_update[0])
-
-    def update(self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array) -> Any:
-        """What the stored optimizer does, with the matrices dealt that it needs whole.
-
-        Args:
-            grads: like the stored parameters, laid out as `owners`.
-            state: of the optimizer.
-            params: as stored.
-            value: the loss.
-
-        Returns:
-            The updates, and the next state.
-        """
-        if self.dealer is None or self.mesh.size == 1:
-            return self.stored_optimizer.update(grads, state, params, value=value)
-        program, shapes = self._traced_update
-        leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), self.dealer.run(program, leaves))
+    def dealt(self) -> DealtUpdate:
+        """The update of the stored optimizer, with the matrices dealt that it needs whole."""
+        policies = self.storage.strategy.params, self.storage.strategy.opt_state
+        optimizer, params = self.stored_optimizer, self.stored_shapes
+        return DealtUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
 
     @cached_property
     def view(self) -> View:

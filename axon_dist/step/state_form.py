@@ -15,8 +15,8 @@ from ..core.errors import ConfigError
 from ..core.tree import joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..mesh import agree, checksums, digest
+from .buffers import mean_buffers, stack_buffers
 from .claims import Claims, claims_of
-from .local_view import mean_buffers, stack_buffers
 from .parts import Source
 from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from flax import nnx
@@ -32,6 +32,7 @@ from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition, stage_ranges
 from ..sharding import InPlaceOf
 from .parts import ModelParts
+from .staged_loss import FindCalls
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
@@ -89,10 +90,6 @@ class Storage:
         return dataclasses.replace(
             self, strategy=dataclasses.replace(self.strategy, opt_state=policy)
         )
-
-
-FindCalls: TypeAlias = Callable[[Sequence[Keys], Stacks], Calls | None]
-"""(keys of blocks, stacked modules) -> their calls in the loss, or None where nobody knows them."""
 
 
 def storage_of(
