@@ -24,7 +24,6 @@ from .optimizer import optimizer_for
 from .options import StepOptions
 from .parts import ModelParts
 from .separable import Separator
-from .staged_loss import calls_finder
 from .storage import Storage, storage_of
 from .view import View, layers_of, layout_of, view_of
 
@@ -134,8 +133,7 @@ class StepSpec:
 
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
-        find_calls = calls_finder(self.parts, self.loss_fn, self.batch)
-        storage = storage_of(self.parts, self.strategy, find_calls)
+        storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,23 +72,6 @@ def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Wei
     alone = {name: value for (name, part), value in found.items() if not part}
     own = {name for name, part in found if part}
     return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
-
-
-FindCalls: TypeAlias = Callable[[Sequence[Keys], Stacks], Calls | None]
-"""(keys of blocks, stacked modules) -> their calls in the loss, or None where nobody knows them."""
-
-
-def calls_finder(parts: ModelParts, loss_fn: LossFn, batch: Batch | None) -> FindCalls:
-    """What finds the calls of blocks in the loss of a batch; nothing where there is no batch.
-
-    Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        loss_fn: the user's loss.
-        batch: arrays or shapes, with what samples have in common unwrapped; or None.
-    """
-    if batch is None:
-        return lambda blocks, stacks: None
-    return lambda blocks, stacks: calls_in(parts, loss_fn, blocks, stacks, batch)
 
 
 def calls_in(

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..core.errors import UnsupportedError
 from ..core.tree import joined, leaves_with_paths, parted
-from ..core.typing import Path, PyTree
+from ..core.typing import Batch, LossFn, Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     Calls,
@@ -32,7 +32,7 @@ from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition, stage_ranges
 from ..sharding import InPlaceOf
 from .parts import ModelParts
-from .staged_loss import FindCalls
+from .staged_loss import calls_in
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
@@ -93,14 +93,18 @@ class Storage:
 
 
 def storage_of(
-    parts: ModelParts, strategy: Strategy, find_calls: FindCalls = lambda blocks, stacks: None
+    parts: ModelParts,
+    strategy: Strategy,
+    loss_fn: LossFn | None = None,
+    batch: Batch | None = None,
 ) -> Storage:
     """The storage that a strategy needs.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         strategy: its pipeline cuts the model; without one the state holds the model's own dict.
-        find_calls: looks for the calls of the blocks.
+        loss_fn: the user's loss, in which a pipeline finds the calls of blocks.
+        batch: for it, as the loss sees it, arrays or shapes; None where no batch is known.
 
     Returns:
         The storage.
@@ -117,7 +121,7 @@ def storage_of(
             "keep the widened weights of all their blocks beside the eight bits for the whole "
             "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
         )
-    stages, stacks = _stages(parts, strategy.pipeline, find_calls)
+    stages, stacks = _stages(parts, strategy.pipeline, loss_fn, batch)
     rows = storage_for(stages, stacks.apart(parts.weights))
     return Storage(
         _staged(strategy, rows, stacks),
@@ -167,14 +171,15 @@ def _frozen_rows(parts: ModelParts, rows: ModelStorage, stacks: Stacks) -> froze
 
 
 def _stages(
-    parts: ModelParts, plan: PipelinePlan, find_calls: FindCalls
+    parts: ModelParts, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
 ) -> tuple[Stages, Stacks]:
     model, count = parts.abstract, plan.schedule.num_stages
     blocks = tuple(block_keys(model, plan.classes))
     stacks = Stacks(tuple(item for item in _stacked(model).items() if (*item[0], 0) in blocks))
-    calls = find_calls(blocks, stacks) if blocks else None
-    own = [n for n, block in enumerate(blocks) if any(_is_in(k, [block]) for k in _leaves(parts, stacks))]
-    if calls is None or not calls.called.issuperset(own) or _fits(calls, blocks, plan):
+    calls = None
+    if loss_fn is not None and batch is not None and blocks:
+        calls = calls_in(parts, loss_fn, blocks, stacks, batch)
+    if calls is None or _fits(calls, blocks, plan) or _hides(calls, parts, stacks, blocks):
         _check_enough(model, plan, blocks)
         boundaries = partition(len(blocks), count, plan.costs, plan.boundaries)
         stages = Stages.of(plan.schedule, blocks, boundaries)
@@ -184,6 +189,15 @@ def _stages(
     return dataclasses.replace(stages, shared=shared), stacks
 
 
+def _hides(
+    calls: Calls, parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]
+) -> bool:
+    """Whether a block with parameters of its own has no call, which the stages will refuse."""
+    leaves = _leaves(parts, stacks)
+    own = {_owner(keys, blocks) for keys in leaves} - {None}
+    return not calls.called.issuperset(own)
+
+
 def _leaves(parts: ModelParts, stacks: Stacks) -> dict[Keys, Any]:
     return flatten(stacks.apart(parts.weights))
 
@@ -191,7 +205,9 @@ def _leaves(parts: ModelParts, stacks: Stacks) -> dict[Keys, Any]:
 def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
     """Whether blocks may be cut in the order in which the model holds them."""
     count = plan.schedule.num_stages
-    if len(blocks) < count:
+    # Boundaries and costs may be about the calls, of which there are more than blocks.
+    said = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
+    if len(blocks) < count or said != (len(blocks),):
         return False
     ranges = stage_ranges(partition(len(blocks), count, plan.costs, plan.boundaries))
     return calls.fits([stage for stage, numbers in enumerate(ranges) for _ in numbers])
