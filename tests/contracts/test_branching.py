@@ -29,7 +29,7 @@ class Encoder(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, dropout: float = 0.0):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.up, self.down = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else lambda x: x
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x):
         return x + self.dropout(self.down(jnp.tanh(self.up(self.norm(x)))))
