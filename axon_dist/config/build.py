@@ -23,6 +23,7 @@ from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
+from axon_dist.parallel import Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from .models import make_model
@@ -98,11 +99,12 @@ def build_step(
         StrategyConflictError: when strategies contradict each other.
     """
     factory = functools.partial(model_of, config)
+    strategy = build_strategy(config.parallel, factory, world)
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps, factory),
         loss_fn or config.kind.task.loss_fn,
-        build_strategy(config.parallel, factory, world),
+        strategy,
         world,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
@@ -115,9 +117,19 @@ def build_step(
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options=compiler_options,
+        batch=_example(config, strategy, world),
     )
     _check_batch(config, step)
     return step
+
+
+def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:
+    """The batch in which a pipeline looks for the calls of blocks; None where nobody looks."""
+    if strategy.pipeline is None:
+        return None
+    ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
+    divides = config.train.global_batch % (ranks * strategy.pipeline.num_microbatches) == 0
+    return abstract_batch(config) if divides else None
 
 
 def model_of(config: RunConfig) -> nnx.Module:
