@@ -123,8 +123,8 @@ def why_not_seen(
         The message of an error.
 
     Example:
-        >>> print(why_not_seen(["blocks/0", "blocks/1"], [{1}], {}).split(".")[0])
-        the loss has no call of 1 of the model's 2 blocks ('blocks/0') and does not use their parameters
+        >>> print(why_not_seen(["blocks/0", "blocks/1"], [{1}], {}).split(" and")[0])
+        the loss has no call of 1 of the model's 2 blocks ('blocks/0')
     """
     count = Counter(number for owners in calls for number in owners)
     unseen = [number for number in range(len(blocks)) if not count[number]]

@@ -189,9 +189,7 @@ def _stages(
     return dataclasses.replace(stages, shared=shared), stacks
 
 
-def _hides(
-    calls: Calls, parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]
-) -> bool:
+def _hides(calls: Calls, parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]) -> bool:
     """Whether a block with parameters of its own has no call, which the stages will refuse."""
     leaves = _leaves(parts, stacks)
     own = {_owner(keys, blocks) for keys in leaves} - {None}

@@ -331,20 +331,16 @@ def test_a_rank_keeps_what_it_alone_calls(model, schedule, num_own, num_shared):
 def test_without_a_batch_the_order_of_calls_is_asked_for(model, message):
     case = MODELS[model].case
     world = World.emulate(2, "pp=2")
-    step = build_train_step(
-        case.make(), OPTIMIZERS["sgd"], case.loss_fn, pipelined(2, 4), world
-    )
+    step = build_train_step(case.make(), OPTIMIZERS["sgd"], case.loss_fn, pipelined(2, 4), world)
     with pytest.raises(UnsupportedError, match=message):
         step.lower(case.batch(0))
 
 
 def test_too_few_calls_raise():
+    case, world = MODELS["recurrent"].case, World.emulate(2, "pp=2")
+    pipe = pipelined(2, 4, classes="Encoder")
     with pytest.raises(UnsupportedError, match=r"1 block to cut.*batch=\.\.\."):
-        case = MODELS["recurrent"].case
-        pipe = pipelined(2, 4, classes="Encoder")
-        build_train_step(
-            case.make(), OPTIMIZERS["sgd"], case.loss_fn, pipe, World.emulate(2, "pp=2")
-        )
+        build_train_step(case.make(), OPTIMIZERS["sgd"], case.loss_fn, pipe, world)
     with pytest.raises(UnsupportedError, match=r"16 stages.* 8 calls of blocks.*fewer stages"):
         build("recurrent", "interleaved_1f1b", "pp=4", chunks=4)
 
