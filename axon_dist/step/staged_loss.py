@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
@@ -91,8 +92,10 @@ def calls_in(
     """
     modules = {"/".join(map(str, stacks.in_model(keys))) for keys in blocks}
 
+    def mark(model: nnx.Module) -> None:
+        mark_units(model, lambda path, _: path in modules)
+
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
-        mark = lambda model: mark_units(model, lambda path, _: path in modules)
         return evaluate(parts, loss_fn, params, buffers, batch, mark)
 
     # What samples have in common stands in the batch itself here, as the loss sees it.

@@ -14,6 +14,7 @@ from axon_dist import World, build_train_step, compose, ddp, zero
 from axon_dist.core.errors import ScheduleError, UnsupportedError
 from axon_dist.models.loss import cross_entropy
 from axon_dist.parallel import pipelined, tensor_parallel
+from axon_dist.pipeline import Stages
 
 from .models import Case, mean_square, mean_square_with_metrics, regression_batch, token_batch
 from .reference import METRICS, assert_close, assert_metrics, train
@@ -126,7 +127,7 @@ class Recurrent(nnx.Module):
         return x[:, :4]
 
 
-def chain(num_blocks: int = 4, times: int = 1, dropout: float = 0.0) -> nnx.Module:
+def chain(num_blocks: int = 4, times: int = 1, dropout: float = 0.0) -> Chain:
     """Blocks of their own, the whole list called several times."""
     rngs = nnx.Rngs(0, dropout=1)
     return Chain([Encoder(rngs, dropout) for _ in range(num_blocks)] * times, rngs)
@@ -293,10 +294,10 @@ def test_equals_one_device(model, schedule, mesh, others, optimizer, backward):
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")
 
 
-def shapes_by_stage(step) -> tuple[set, set]:
-    """The keys of what each rank has of its own, and of what all have."""
-    stages = step.storage.rows.stages
-    return set(stages.blocks), set(stages.shared)
+def stages_of(step) -> Stages:
+    """Which blocks lie on which rank."""
+    assert step.storage.rows is not None
+    return step.storage.rows.stages
 
 
 @pytest.mark.parametrize(
@@ -315,8 +316,8 @@ def shapes_by_stage(step) -> tuple[set, set]:
     ],
 )
 def test_a_rank_keeps_what_it_alone_calls(model, schedule, num_own, num_shared):
-    own, shared = shapes_by_stage(build(model, schedule, "pp=2"))
-    assert (len(own), len(shared)) == (num_own, num_shared)
+    stages = stages_of(build(model, schedule, "pp=2"))
+    assert (len(stages.blocks), len(stages.shared)) == (num_own, num_shared)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_too_few_calls_raise():
 
 def test_boundaries_of_calls_count_depths():
     step = build("tied", "1f1b", "pp=2", boundaries=(0, 6, 8))
-    stages = step.storage.rows.stages
+    stages = stages_of(step)
     # Six calls in the first stage: blocks 0 and 1 are called there alone, and twice.
     assert stages.blocks == (("blocks", 0), ("blocks", 1))
     assert stages.shared == (("blocks", 2), ("blocks", 3))
