@@ -71,7 +71,7 @@ def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.storage.rows
     if rows is None or remat is None or not remat.classes:
         return None
-    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.blocks}
+    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
