@@ -33,9 +33,10 @@ import jax
 import jax.numpy as jnp
 
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.splash import no_blocks, splash_obstacle
 from axon_dist.core.typing import Array
 
-from .flash import flash_attention, flash_obstacle, no_blocks
+from .flash import flash_attention
 
 
 def einsum_attention(
@@ -120,7 +121,7 @@ def auto_attention(
     query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
 ) -> Array:
     """Computes attention with the fused kernel of the platform if it can, else by `einsum`."""
-    if flash_obstacle(query) is None:
+    if splash_obstacle(query) is None:
         return flash_attention(query, key, value, causal, segments)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
     einsum = lambda q, k, v, s=None: einsum_attention(q, k, v, causal, s)

@@ -40,6 +40,8 @@ from .remat import block_classes as block_classes
 from .remat import block_paths as block_paths
 from .remat import by_class as by_class
 from .remat import summed as summed
+from .ring import AROUND as AROUND
+from .ring import Ring as Ring
 from .ring import ring_attention as ring_attention
 from .ring import ulysses_attention as ulysses_attention
 

@@ -161,14 +161,17 @@ class SplitAttention:
 
         def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
             if self.mode is ContextMode.RING:
-                return ring_attention(query, key, value, self.axis, causal, *segments)
+                form = getattr(module, "form", "auto")
+                return ring_attention(query, key, value, self.axis, causal, *segments, form=form)
             names = ("query", "key", "value", "segments")
             whole = lambda *x: attend(module, **dict(zip(names, x, strict=False)))
             return ulysses_attention(query, key, value, self.axis, whole, *segments)
 
         more = () if segments is None else (segments,)
         specs = (spec,) * 3 + (PartitionSpec(*spec[:2]),) * len(more)
-        return self.layout.mapped(local, specs, spec)(query, key, value, *more)
+        # Kernels say nothing of what varies over which axes.
+        run = self.layout.mapped(local, specs, spec, check_vma=False)
+        return run(query, key, value, *more)
 
     @property
     def size(self) -> int:
