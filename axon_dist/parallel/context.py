@@ -83,6 +83,11 @@ class ContextLayers:
         """Under the mode `ring`."""
         return self.mode is ContextMode.RING
 
+    @property
+    def splits_positions(self) -> bool:
+        """Always."""
+        return True
+
     def extend(self, layout: Layout) -> Layout:
         """Positions are split in every layer."""
         return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
