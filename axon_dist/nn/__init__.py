@@ -18,6 +18,7 @@ from ..program import wrap_calls as wrap_calls
 from .attention import TensorParallelAttention as TensorParallelAttention
 from .attention import attended as attended
 from .attention import check_attend as check_attend
+from .attention import in_any_order as in_any_order
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

@@ -119,6 +119,20 @@ def test_dealing_is_undone(make_world, size):
     np.testing.assert_array_equal(over(lambda x: ring.undeal(ring.deal(x)))(x), x)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_backwards_the_lighter_half_goes_around(make_world, kv_heads):
+    """Keys, values and their gradients; or queries, cotangents, their gradients and two numbers."""
+    world = make_world("cp=4")
+    attend = split(functools.partial(ring_attention, axis="cp", causal=False), world.mesh)
+    arrays = [heads(16, 4, 8), heads(16, kv_heads, 8), heads(16, kv_heads, 8)]
+    gradients = jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2))
+    ledger = collectives(jax.jit(gradients).lower(*arrays).compile(), world.mesh)
+    query, key = arrays[0].nbytes // 4, arrays[1].nbytes // 4
+    numbers = 2 * 4 * query // 8 // 4
+    back = 4 * key if kv_heads == 1 else 3 * query + numbers
+    assert ledger.by_kind() == {"collective-permute": 3 * (2 * key + back)}
+
+
 def test_the_ring_sends_keys_and_values_and_nothing_else(make_world):
     world = make_world("cp=4")
     attend = split(functools.partial(ring_attention, axis="cp", causal=False), world.mesh)
