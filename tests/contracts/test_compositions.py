@@ -151,12 +151,13 @@ def test_state_is_split_over_the_ranks_of_positions(name):
     step, state = equals_one_device(decoder(), strategy, mesh, accumulate, adam)
     assert "cp" not in strategy.batch_axes
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.size >= 1024]
-    assert {x.size // x.addressable_shards[0].data.size for x in moments} == {step.mesh.size}
+    ways = math.prod(step.world.mesh.shape[axis] for axis in axes if axis != "tp")
+    assert min(x.size // x.addressable_shards[0].data.size for x in moments) == ways
     if strategy.params.split_axes:
         held = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
         program = step.lower(decoder().batch(0)).compile()
         arguments = program.memory_analysis().argument_size_in_bytes
-        assert arguments < 1.2 * held / step.mesh.size
+        assert arguments < 1.2 * held / ways
 
 
 def test_too_few_heads_advise_what_works():
