@@ -109,12 +109,26 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
-        return self.head(self.residual(tokens, segments))
+        return self.head(self.residual(tokens, *_places(segments)))
 
-    def residual(self, tokens: Array, segments: Array | None = None) -> Array:
-        """The residual stream behind the last block, `[B, T, D]`; arguments as of a call."""
-        more = () if segments is None else (segments, positions_in(segments))
-        x = self.embed(tokens, *more[1:])
+    def residual(
+        self, tokens: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """The residual stream behind the last block.
+
+        Where tokens lie in a row says nothing here but which of them attention sees: it is
+        `positions` that says where they stand.
+
+        Args:
+            tokens: integers `[B, T]`.
+            segments: integers `[B, T]`, the document of each token; None for one in each row.
+            positions: integers, `[B, T]` or `[1, T]`; None for those of the sequence index.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        more = () if positions is None else (segments, positions)
+        x = self.embed(tokens, positions)
         if self.config.scan_layers:
             return scan_layers(self.blocks, x, *more)
         for block in self.blocks:
@@ -139,7 +153,7 @@ class Transformer(nnx.Module):
         found = _plain_kernel(layer)
         if found is None:
             return None
-        x = self.final_norm(self.residual(tokens, segments))
+        x = self.final_norm(self.residual(tokens, *_places(segments)))
         dtype = layer.dtype or jnp.promote_types(x.dtype, found.dtype)
         return {
             "hidden": x.astype(dtype),
@@ -255,7 +269,11 @@ def positions_in(segments: Array) -> Array:
     return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
-def scan_layers(stacked: nnx.Module, x: Array, *more: Array) -> Array:
+def _places(segments: Array | None) -> tuple[Array, ...]:
+    return () if segments is None else (segments, positions_in(segments))
+
+
+def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
     Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer
