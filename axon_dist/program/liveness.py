@@ -81,7 +81,9 @@ class _Allocation:
         for buffer in node.writes:
             if buffer < 0:
                 continue
-            if node.kind != "fused" or self._is_stored(node, buffer, read):
+            if node.kind == "barrier":
+                self.sources[buffer] = read
+            elif node.kind != "fused" or self._is_stored(node, buffer, read):
                 self.stored.add(buffer)
                 self.sources[buffer] = frozenset([buffer])
             else:
@@ -94,6 +96,9 @@ class _Allocation:
         if buffer in self.outputs:
             return True
         readers = [self.tape.nodes[number] for number in self.readers[buffer]]
+        if not sources:
+            # A constant is made where it is read, but for one that a loop changes.
+            return any(buffer in _carried(reader) for reader in readers)
         if node.name in DEAR and len(readers) > 1:
             return True
         if any(_wants_stored(reader) for reader in readers):
@@ -128,7 +133,7 @@ class _Allocation:
     def _reused(self, node: Node, dying: list[int]) -> int:
         """Bytes of results that take the place of what is read for the last time."""
         if node.kind == "loop":
-            handed = zip(node.reads[node.num_consts :], node.writes[: node.num_carry], strict=False)
+            handed = zip(_carried(node), node.writes[: node.num_carry], strict=True)
             return sum(self._bytes(b) for a, b in handed if a in dying and b in self.stored)
         if node.name in IN_PLACE:
             first = node.reads[0]
@@ -143,7 +148,7 @@ class _Allocation:
         """When each buffer that is written out is read for the last time."""
         last: dict[int, int] = {}
         for number, node in enumerate(self.tape.nodes):
-            is_run = node.kind != "fused" or any(b in self.stored for b in node.writes)
+            is_run = node.kind not in ("fused", "barrier") or any(b in self.stored for b in node.writes)
             for buffer in node.writes:
                 if buffer in self.stored:
                     last[buffer] = max(last.get(buffer, number), number)
@@ -158,7 +163,11 @@ class _Allocation:
         return last
 
 
+def _carried(node: Node) -> tuple[int, ...]:
+    return node.reads[node.num_consts : node.num_consts + node.num_carry]
+
+
 def _wants_stored(node: Node) -> bool:
-    if node.kind in ("product", "loop"):
+    if node.kind in ("product", "loop", "barrier"):
         return True
     return node.kind == "other" and node.name not in READS_FUSED

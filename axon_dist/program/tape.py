@@ -80,7 +80,7 @@ class Node:
 
     Args:
         name: of the primitive.
-        kind: `"fused"`, `"reduction"`, `"product"`, `"other"` or `"loop"`.
+        kind: `"fused"`, `"reduction"`, `"product"`, `"other"`, `"barrier"` or `"loop"`.
         reads: buffers.
         writes: buffers.
         flops: of its products.
@@ -164,12 +164,15 @@ class _Sum:
         node: what made it.
         axes: of the ranks.
         num_bytes: that a rank has of it.
+        trips: turns of the loop that adds to it. Where it is scattered, every turn scatters its own
+            part, for the compiler lays what a loop carries out as those lie who read it.
         is_done: whether it was added up already, for another reader.
     """
 
     node: Node
     axes: Axes
     num_bytes: int
+    trips: int = 1
     is_done: bool = False
 
 
@@ -292,12 +295,24 @@ class _Reader:
             return self._mapped(equation, operands)
         inner = None if name in LOOPS or name == "pallas_call" else called_program(equation)
         if inner is not None:
+            if equation.params.get("differentiated") and _is_kept_apart(equation):
+                operands = [self._behind_barrier(one) for one in operands]
             return self.run(inner.jaxpr, inner.consts, operands[-len(inner.jaxpr.invars) :])
         if name == "optimization_barrier":
-            return operands
+            return [self._behind_barrier(one) for one in operands]
         if name == "sharding_constraint":
             return [self._constrained(equation, operands[0])]
         return self._operation(equation, operands)
+
+    def _behind_barrier(self, operand: _Value) -> _Value:
+        """The same value, which is in memory before and cannot be computed again behind."""
+        operand = self.resolved(operand)
+        if operand.buffer < 0:
+            return operand
+        self.sizes.append(0)
+        value = _Value(len(self.sizes) - 1, operand.splits)
+        self.nodes.append(Node("barrier", "barrier", (operand.buffer,), (value.buffer,)))
+        return value
 
     def _platform(self, platforms: Any) -> int:
         for number, names in enumerate(platforms):
@@ -320,7 +335,7 @@ class _Reader:
         if shard and self.platform == "cpu":
             shard, rest = NONE, one.axes
         if shard:
-            one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size),)
+            one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
             size //= self.ways(shard)
         if rest:
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
@@ -468,7 +483,7 @@ class _Reader:
         for value, result in zip(values, results, strict=True):
             axes = frozenset().union(*(one.axes for one in result.partial))
             if axes:
-                sums = (_Sum(self.nodes[-1], axes, self.sizes[value.buffer]),)
+                sums = (_Sum(self.nodes[-1], axes, self.sizes[value.buffer], length),)
                 value.partial = sums
         return values
 
@@ -521,6 +536,12 @@ class _Reader:
             rows = local(shapes[0], operands[0].splits)
             return (4.0 if "fwd" in name else 10.0) * rows * shapes[1][1]
         return 0.0
+
+
+def _is_kept_apart(equation: Any) -> bool:
+    """Whether what is recomputed is kept apart from the first computation by a barrier."""
+    prevents = equation.params.get("prevent_cse", False)
+    return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
 
 
 def _handed(name: str, operands: list[_Value]) -> tuple[_Sum, ...]:
