@@ -30,8 +30,14 @@ from .memory import estimate_memory as estimate_memory
 from .memory import model_size as model_size
 from .plan import Plan as Plan
 from .plan import evaluate as evaluate
+from .profile import Profile as Profile
+from .profile import workload_of as workload_of
 from .quantity import parse_bytes as parse_bytes
+from .profile import Profile as Profile
+from .profile import workload_of as workload_of
 from .quantity import parse_count as parse_count
+from .reading import Reading as Reading
+from .reading import read_program as read_program
 from .recommend import Recommendation as Recommendation
 from .recommend import recommend as recommend
 from .scaling import effective_batch as effective_batch
@@ -46,4 +52,5 @@ from .traffic import sequence_bytes as sequence_bytes
 from .traffic import tensor_bytes as tensor_bytes
 from .transfer import Transfer as Transfer
 from .transfer import transfers as transfers
+from .workload import ModelCost as ModelCost
 from .workload import Workload as Workload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import optax
 
@@ -16,8 +17,8 @@ from .candidates import candidates
 from .lint import Finding, lint
 from .plan import ROOMY, USABLE, Plan, evaluate
 from .quantity import parse_count
-from .shape import TransformerShape, guess_shape
-from .workload import Workload
+from .shape import guess_shape
+from .workload import ModelCost, Workload
 
 GLOBAL_BATCH = 1024
 """Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
@@ -92,7 +93,7 @@ class Recommendation:
 
 
 def recommend(
-    num_params: float | TransformerShape,
+    num_params: float | ModelCost,
     num_devices: int,
     device_bytes: float | None = None,
     *,
@@ -110,8 +111,9 @@ def recommend(
     Where nothing leaves room, nothing is held twice. Among equals the faster one is better.
 
     Args:
-        num_params: trainable scalars, or the sizes of a transformer; a number is taken for a
-            transformer of usual proportions.
+        num_params: trainable scalars, or what a model costs: the sizes of a transformer, or the
+            `shape` of a `workload_of` any model; a number is taken for a transformer of usual
+            proportions.
         num_devices: all of them are used.
         device_bytes: memory of a device, bytes; None takes the hardware's.
         hardware: a name of `HARDWARE`, or any description.
@@ -142,15 +144,17 @@ def recommend(
         raise ConfigError(
             f"got num_devices={num_devices} and device_bytes={memory}; both must be positive"
         )
-    known = isinstance(num_params, TransformerShape)
-    shape = num_params if known else guess_shape(parse_count(num_params), sequence_length)
+    is_count = isinstance(num_params, (int, float, str))
+    shape: Any = num_params
+    if is_count:
+        shape = guess_shape(parse_count(num_params), sequence_length)
     batch = -(-GLOBAL_BATCH // num_devices) * num_devices if global_batch is None else global_batch
     work = Workload(shape=shape, global_batch=batch, optimizer=optimizer, precision=precision)
     found = [evaluate(one, work, row, memory) for one in candidates(work, num_devices, row)]
     if not found:
         raise ConfigError(
             f"no mesh of {num_devices} devices divides global_batch={batch}, "
-            f"{shape.num_heads} heads and {shape.num_layers} layers; make the batch a multiple "
+            f"{shape.words}; make the batch a multiple "
             f"of {num_devices}, such as {-(-batch // num_devices) * num_devices}"
         )
     plans = best_of_each(found)
@@ -172,7 +176,7 @@ def preference(plan: Plan) -> tuple[float, ...]:
     arrangement = plan.arrangement
     wasteful = not plan.is_roomy and arrangement.shards[0] < arrangement.data_ranks
     simplicity = (
-        2 * (arrangement.pp > 1) + (arrangement.tp > 1),
+        4 * (arrangement.pp > 1) + 2 * (arrangement.cp > 1) + (arrangement.tp > 1),
         SIMPLICITY.index(arrangement.strategy),
     )
     wishes = (not plan.is_roomy, wasteful, not plan.is_quiet)
