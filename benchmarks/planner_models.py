@@ -170,9 +170,7 @@ SUBJECTS: dict[str, Subject] = {
         16,
     ),
     "resnet": Subject(
-        lambda: ResNet(
-            ResNetConfig.preset("resnet18"), rngs=nnx.Rngs(0)
-        ),
+        lambda: ResNet(ResNetConfig.preset("resnet18"), rngs=nnx.Rngs(0)),
         classification_loss,
         _IMAGES,
         8,

@@ -33,9 +33,8 @@ from .plan import evaluate as evaluate
 from .profile import Profile as Profile
 from .profile import workload_of as workload_of
 from .quantity import parse_bytes as parse_bytes
-from .profile import Profile as Profile
-from .profile import workload_of as workload_of
 from .quantity import parse_count as parse_count
+from .quantity import parse_memory as parse_memory
 from .reading import Reading as Reading
 from .reading import read_program as read_program
 from .recommend import Recommendation as Recommendation

@@ -108,8 +108,8 @@ def workload_of(
     """Reads what is to be trained from the programs of its loss and their derivative.
 
     Nothing is computed and no parameter is made: forward and backward pass are traced for many
-    and for twice as many samples, as they are and with every block recomputed, and what is alive at their peak
-    is counted.
+    and for twice as many samples, as they are and with every block recomputed, and what is alive at
+    their peak is counted.
 
     Args:
         model: any NNX module, or a function that makes one.

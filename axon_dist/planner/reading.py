@@ -25,6 +25,9 @@ ROUNDS: Mapping[str, float] = {
 }
 """How often a ring passes the share `(N-1)/N` of an array on, by the kind of the collective."""
 
+COMBINED = 30e6
+"""The bytes up to which compilers join collectives that nothing waits for into one."""
+
 WAITED = frozenset({"tp", "pp"})
 """The axes whose collectives the next product waits for; others hide behind compute."""
 
@@ -72,6 +75,13 @@ class Reading:
             return sent.num_bytes
         return ROUNDS[sent.kind] * around(self._ranks(sent)) * sent.num_bytes
 
+    def _joined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
+        """The sizes of the collectives of a kind over the same axes that run equally often."""
+        found: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
+        for sent, times in self.sends:
+            found.setdefault((sent.kind, sent.axes, times), []).append(sent.num_bytes)
+        return found
+
     def _ranks(self, sent: Sent) -> int:
         return math.prod(self.mesh[axis] for axis in sent.axes)
 
@@ -105,17 +115,17 @@ class Reading:
         """
         busy = (self.flops if flops is None else flops) / (hardware.rate(compute) * efficiency)
         hidden, waited = 0.0, 0.0
-        for sent, times in self.sends:
-            ranks, stride = self._ranks(sent), self._stride(sent)
+        for (kind, axes, times), sizes in self._joined().items():
+            one = Sent(kind, axes, sum(sizes))
+            ranks, stride = self._ranks(one), self._stride(one)
             if ranks == 1:
                 continue
-            rate = hardware.bandwidth(ranks, stride)
-            calls = max(1, round(ROUNDS.get(sent.kind, 1.0)))
-            one = calls * hardware.ring_latency(ranks, stride) + self._wire(sent) / rate
-            if WAITED.isdisjoint(sent.axes):
-                hidden += one * times
-            else:
-                waited += one * times
+            is_waited = not WAITED.isdisjoint(axes)
+            calls = len(sizes) if is_waited else math.ceil(one.num_bytes / COMBINED)
+            calls *= max(1, round(ROUNDS.get(kind, 1.0)))
+            latency = calls * hardware.ring_latency(ranks, stride)
+            took = times * (latency + self._wire(one) / hardware.bandwidth(ranks, stride))
+            hidden, waited = hidden + took * (not is_waited), waited + took * is_waited
         return StepTime(
             compute=busy,
             bubble=busy * idle,

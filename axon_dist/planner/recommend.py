@@ -150,15 +150,50 @@ def recommend(
         shape = guess_shape(parse_count(num_params), sequence_length)
     batch = -(-GLOBAL_BATCH // num_devices) * num_devices if global_batch is None else global_batch
     work = Workload(shape=shape, global_batch=batch, optimizer=optimizer, precision=precision)
-    found = [evaluate(one, work, row, memory) for one in candidates(work, num_devices, row)]
-    if not found:
-        raise ConfigError(
-            f"no mesh of {num_devices} devices divides global_batch={batch}, "
-            f"{shape.words}; make the batch a multiple "
-            f"of {num_devices}, such as {-(-batch // num_devices) * num_devices}"
-        )
+    found = evaluated(work, num_devices, row, memory)
     plans = best_of_each(found)
     return Recommendation(work, row, num_devices, plans, lint(plans[0], work, row))
+
+
+def evaluated(
+    work: Workload, num_devices: int, hardware: Hardware, device_bytes: int | None = None
+) -> list[Plan]:
+    """The estimates of every candidate.
+
+    Args:
+        work: what is trained.
+        num_devices: all of them are used.
+        hardware: the chip.
+        device_bytes: memory of a device; None takes the chip's.
+
+    Raises:
+        ConfigError: for a batch that no mesh of all the devices divides.
+    """
+    tried = candidates(work, num_devices, hardware)
+    found = [evaluate(one, work, hardware, device_bytes) for one in tried]
+    if not found:
+        batch = work.global_batch
+        raise ConfigError(
+            f"no mesh of {num_devices} devices divides global_batch={batch}, "
+            f"{work.shape.words}; make the batch a multiple "
+            f"of {num_devices}, such as {-(-batch // num_devices) * num_devices}"
+        )
+    return found
+
+
+def quickest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Of every name the plan with the shortest step that fits, the shortest first.
+
+    Where nothing of a name fits it is the smallest, behind all that fit.
+
+    Args:
+        plans: estimates.
+    """
+    order = lambda p: (1, p.memory.total) if not p.fits else (0, p.time.total)
+    best: dict[str, Plan] = {}
+    for plan in sorted(plans, key=order):
+        best.setdefault(plan.name, plan)
+    return tuple(best.values())
 
 
 def best_of_each(plans: Sequence[Plan]) -> tuple[Plan, ...]:

@@ -148,7 +148,9 @@ class _Allocation:
         """When each buffer that is written out is read for the last time."""
         last: dict[int, int] = {}
         for number, node in enumerate(self.tape.nodes):
-            is_run = node.kind not in ("fused", "barrier") or any(b in self.stored for b in node.writes)
+            is_run = node.kind not in ("fused", "barrier") or any(
+                b in self.stored for b in node.writes
+            )
             for buffer in node.writes:
                 if buffer in self.stored:
                     last[buffer] = max(last.get(buffer, number), number)

@@ -199,6 +199,17 @@ def _concatenate(equation: Any, operands: Sequence[Splits]) -> Placed:
     return once(joined), NONE
 
 
+def _stack(equation: Any, operands: Sequence[Splits]) -> Placed:
+    joined = [frozenset().union(*axes) for axes in zip(*operands, strict=True)]
+    at = equation.params["axis"]
+    return once([*joined[:at], NONE, *joined[at:]]), NONE
+
+
+def _unstack(equation: Any, operands: Sequence[Splits]) -> Placed:
+    at = equation.params["axis"]
+    return (*operands[0][:at], *operands[0][at + 1 :]), NONE
+
+
 def _update(equation: Any, operands: Sequence[Splits]) -> Placed:
     return once([a | b for a, b in zip(*operands[:2], strict=True)]), NONE
 
@@ -224,6 +235,8 @@ RULES: MappingProxyType[str, Callable[[Any, Sequence[Splits]], Placed]] = Mappin
         "scatter-add": _scatter,
         "scatter_add": _scatter,
         "concatenate": _concatenate,
+        "stack": _stack,
+        "unstack": _unstack,
         "dynamic_update_slice": _update,
         "sharding_constraint": _constraint,
         **{

@@ -56,7 +56,7 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
     "ppermute": ("collective-permute", "axis_name"),
     "all_to_all": ("all-to-all", "axis_name"),
 }
-"""What is sent where every rank runs a program of its own, and the parameter that names the axes."""
+"""What is sent where every rank runs a program of its own, and which parameter names the axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +176,7 @@ class _Sum:
     is_done: bool = False
 
 
-def tape_of(
-    closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], platform: str
-) -> Tape:
+def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], platform: str) -> Tape:
     """Reads what one device does.
 
     Args:
@@ -192,7 +190,8 @@ def tape_of(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> program = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w))(jnp.ones((8, 4)), jnp.ones((4, 2)))
+        >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 2))
+        >>> program = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w))(x, w)
         >>> tape = tape_of(program, [(frozenset({"dp"}), NONE), whole(2)], {"dp": 2}, "cpu")
         >>> tape.flops, [sent.kind for sent, _ in tape.sends()]
         (64.0, ['all-reduce'])
@@ -249,6 +248,7 @@ class _Reader:
         self.axes, self.platform = axes, platform
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
+        self.wholes: dict[tuple[int, Splits], _Value] = {}
 
     def input(self, aval: Any, splits: Splits) -> _Value:
         return _Value(self.buffer(aval, splits), splits)
@@ -342,9 +342,19 @@ class _Reader:
 
     def _operation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
         name = equation.primitive.name
+        if name in ("add", "add_any"):
+            # Where the other summand lies split over the ranks, each needs its share of the sum.
+            split = frozenset().union(
+                *(a for one in operands if not one.partial for a in one.splits)
+            )
+            for one in operands:
+                if any(part.axes & split for part in one.partial):
+                    self.resolved(one, scatter=split)
         handed = _handed(name, operands)
         if not handed:
             operands = [self.resolved(one) for one in operands]
+        if name == "dot_general":
+            operands = self._met(equation, operands)
         found = placed(equation, [one.splits for one in operands])
         if self._is_view(equation) and operands[0].buffer >= 0:
             return [_Value(operands[0].buffer, found[0][0], handed)]
@@ -363,6 +373,36 @@ class _Reader:
         self.nodes.append(node)
         return results
 
+    def _met(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        """The operands of a product; where both are split by one axis, one of them is gathered.
+
+        Of activations and a kernel these are the activations, as for sequence parallelism.
+        """
+        (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+        one, other = (operand.splits for operand in operands)
+        paired = {*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)}
+        clash = {
+            axis
+            for a, axes in enumerate(one)
+            for b, others in enumerate(other)
+            if (a, b) not in paired
+            for axis in axes & others
+        }
+        if not clash:
+            return operands
+        at = 0 if len(one) >= len(other) else 1
+        splits = tuple(axes - clash for axes in operands[at].splits)
+        key = operands[at].buffer, splits
+        if key not in self.wholes:
+            value = self.input(equation.invars[at].aval, splits)
+            sent = Sent("all-gather", tuple(sorted(clash)), self.sizes[value.buffer])
+            reads, writes = (operands[at].buffer,), (value.buffer,)
+            self.nodes.append(Node("sharding_constraint", "other", reads, writes, 0.0, (sent,)))
+            self.wholes[key] = value
+        kept = list(operands)
+        kept[at] = self.wholes[key]
+        return kept
+
     @staticmethod
     def _is_view(equation: Any) -> bool:
         name = equation.primitive.name
@@ -379,16 +419,21 @@ class _Reader:
     def _constrained(self, equation: Any, operand: _Value) -> _Value:
         ((splits, _),) = placed(equation, [operand.splits])
         axes = frozenset().union(*splits)
-        self.resolved(operand, scatter=axes)
+        summed = frozenset().union(*(one.axes for one in operand.partial))
+        if splits != operand.splits or summed & axes:
+            self.resolved(operand, scatter=axes)
         before = frozenset().union(*operand.splits)
-        gathered, moved = before - axes, {
-            axis
-            for dim, one in enumerate(splits)
-            for axis in one & before
-            if axis not in operand.splits[dim]
-        }
+        gathered, moved = (
+            before - axes,
+            {
+                axis
+                for dim, one in enumerate(splits)
+                for axis in one & before
+                if axis not in operand.splits[dim]
+            },
+        )
         if splits == operand.splits or operand.buffer < 0:
-            return _Value(operand.buffer, splits)
+            return _Value(operand.buffer, splits, operand.partial)
         value = self.input(equation.outvars[0].aval, splits)
         node = Node("sharding_constraint", "fused", (operand.buffer,), (value.buffer,))
         if gathered or moved:
@@ -523,7 +568,9 @@ class _Reader:
         if name == "dot_general":
             dims = equation.params["dimension_numbers"][0]
             summed = math.prod(shapes[0][dim] for dim in dims[0])
-            axes = [operands[0].splits[a] | operands[1].splits[b] for a, b in zip(*dims, strict=True)]
+            axes = [
+                operands[0].splits[a] | operands[1].splits[b] for a, b in zip(*dims, strict=True)
+            ]
             ways = self.ways(frozenset().union(*axes) - frozenset().union(*results[0].splits))
             return 2.0 * local(out, results[0].splits) * summed / ways
         if name == "conv_general_dilated":
@@ -549,14 +596,24 @@ def _handed(name: str, operands: list[_Value]) -> tuple[_Sum, ...]:
     partial = [one.partial for one in operands]
     is_part = [bool(sums) for sums in partial]
     if name in ("add", "add_any"):
-        # What a loop adds to what it carries is added up behind the loop.
-        fits = all(part or one.is_carried for part, one in zip(is_part, operands, strict=True))
-        return tuple(sum(partial, ())) if fits and any(is_part) else ()
+        # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
+        # before or behind it.
+        return _joined(tuple(sum(partial, ()))) if any(is_part) else ()
     if name == "mul" and sum(is_part) == 1:
         return partial[0] or partial[1]
     if name == "div":
         return () if is_part[1] else partial[0]
     return partial[0] if name in LINEAR else ()
+
+
+def _joined(sums: tuple[_Sum, ...]) -> tuple[_Sum, ...]:
+    """Sums that are added: of products one collective adds up all, of others each its own."""
+    alike = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
+    if len(alike) > 1 or sums[0].node.kind != "product":
+        return sums
+    for one in sums[1:]:
+        one.is_done = True
+    return sums[:1]
 
 
 def _either(one: Splits, other: Splits) -> Splits:
@@ -568,4 +625,8 @@ def _kind(name: str) -> str:
         return "product"
     if name in OTHERS or name in COLLECTIVES:
         return "other"
-    return "reduction" if name.startswith(("reduce_", "arg")) and name != "reduce_precision" else "fused"
+    return (
+        "reduction"
+        if name.startswith(("reduce_", "arg")) and name != "reduce_precision"
+        else "fused"
+    )
