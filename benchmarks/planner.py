@@ -1,6 +1,6 @@
 """The planner beside the compiler: what was predicted of a step, and what its program needs.
 
-    python -m benchmarks.planner [--cells REGEX] [--measured FILE] [--refresh]
+    python -m benchmarks.planner [--cells REGEX] [--measured FILE] [--only-known] [--json FILE]
 
 A cell is a model, a target, a mesh with its strategies, a precision, and whether blocks are
 recomputed. Its step is compiled for the target, one process for each target, and its peak memory
@@ -18,18 +18,24 @@ import itertools
 import json
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import optax
+from rich.console import Console
+from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, World, build_train_step
-from axon_dist.hardware import prepare_environment
+from axon_dist.hardware import parse_target, prepare_environment
 from axon_dist.inspect import report, target_devices
+from axon_dist.mesh import paper_world
 from axon_dist.parallel import STRATEGIES, compose
+from axon_dist.planner import Reading, read_program
 
 from .planner_models import SUBJECTS
 
@@ -106,10 +112,9 @@ def global_batch(cell: Cell) -> int:
 MESH_SIZE = {H100: 8, NODES: 16, V5P: 8, CPU: 8}
 
 
-def measure(cell: Cell, devices: Any) -> dict[str, Any]:
-    """Compiles the step of a cell, and reads its program."""
+def build(cell: Cell, world: World) -> Any:
+    """The train step of a cell."""
     subject = SUBJECTS[cell.model]
-    world = World.init(cell.mesh, devices)
     piped = "pipeline" in cell.strategies
     options: dict[str, Any] = {
         "pipeline": {"num_microbatches": cell.count},
@@ -117,8 +122,7 @@ def measure(cell: Cell, devices: Any) -> dict[str, Any]:
     }
     row = lambda name: STRATEGIES["tensor" if name == "sequence" else name]
     made = [row(n)(subject.make, world, **options.get(n, {})) for n in cell.strategies.split("+")]
-    start = time.perf_counter()
-    step = build_train_step(
+    return build_train_step(
         subject.make,
         optax.adamw(1e-3),
         subject.loss_fn,
@@ -128,7 +132,24 @@ def measure(cell: Cell, devices: Any) -> dict[str, Any]:
         precision=cell.precision,
         remat=ActivationCheckpointing() if cell.remat else None,
     )
-    found = report(step.lower(subject.batch(global_batch(cell))).compile(), world.mesh)
+
+
+def predict(cell: Cell) -> Reading:
+    """Reads the step of a cell on paper."""
+    platform = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}[parse_target(cell.target).platform]
+    world = paper_world(cell.mesh, MESH_SIZE[cell.target], platform)
+    step = build(cell, world)
+    program, arguments = step.program(SUBJECTS[cell.model].batch(global_batch(cell)))
+    num_state = len(jax.tree.leaves(step.abstract_state))
+    return read_program(program, arguments, num_state, dict(world.mesh.shape), platform)
+
+
+def measure(cell: Cell, devices: Any) -> dict[str, Any]:
+    """Compiles the step of a cell, and reads its program."""
+    world = World.init(cell.mesh, devices)
+    start = time.perf_counter()
+    batch = SUBJECTS[cell.model].batch(global_batch(cell))
+    found = report(build(cell, world).lower(batch).compile(), world.mesh)
     ledger, memory = found.collectives, found.memory
     return {
         "cell": cell.name,
@@ -165,13 +186,51 @@ def read(file: pathlib.Path) -> dict[str, dict[str, Any]]:
     return {row["cell"]: row for row in rows}
 
 
+def compare(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
+    """Predicted over measured, of memory and of bytes sent."""
+    reading = predict(cell)
+    sent = reading.wire_bytes / row["wire"] if row["wire"] and not row["bounded"] else None
+    return {
+        "cell": cell.name,
+        "predicted_peak": reading.peak,
+        "measured_peak": row["peak"],
+        "peak": reading.peak / row["peak"],
+        "state": reading.state / row["state"],
+        "sent": sent,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints a line for each cell, and how far off they are."""
+    table = Table(caption="predicted over measured; nothing was run")
+    table.add_column("cell", no_wrap=True)
+    for column in ("predicted GB", "compiled GB", "peak", "sent"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        sizes = (f"{row[name] / 1e9:.3f}" for name in ("predicted_peak", "measured_peak"))
+        sent = "-" if row["sent"] is None else f"{row['sent']:.3f}"
+        table.add_row(row["cell"], *sizes, f"{row['peak']:.3f}", sent)
+    Console(width=140).print(table)
+    for name in ("peak", "sent"):
+        off = sorted(abs(row[name] - 1) for row in rows if row[name] is not None)
+        if off:
+            within = sum(one <= 0.02 for one in off)
+            print(
+                f"{name}: {len(off)} cells, median {statistics.median(off):.1%} off, worst "
+                f"{off[-1]:.1%}, within 2 %: {within}, within 10 %: "
+                f"{sum(one <= 0.1 for one in off)}, within 25 %: {sum(one <= 0.25 for one in off)}"
+            )
+
+
 def main() -> None:
-    """Measures what is missing."""
+    """Measures what is missing, predicts all, and compares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", default="")
-    parser.add_argument("--measured", type=pathlib.Path, default="runs/planner.jsonl")
-    parser.add_argument("--refresh", action="store_true")
-    parser.add_argument("--worker", nargs="+")
+    parser.add_argument("--cells", default="", metavar="REGEX")
+    parser.add_argument("--measured", type=pathlib.Path, default=pathlib.Path("runs/planner.jsonl"))
+    parser.add_argument("--refresh", action="store_true", help="measure again what is known")
+    parser.add_argument("--only-known", action="store_true", help="compile nothing")
+    parser.add_argument("--json", type=pathlib.Path, help="write the comparison there")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     file = arguments.measured
     if arguments.worker:
@@ -182,9 +241,18 @@ def main() -> None:
     known = {} if arguments.refresh else read(file)
     for target in dict.fromkeys(cell.target for cell in chosen):
         names = [c.name for c in chosen if c.target == target and c.name not in known]
-        if names:
-            command = [sys.executable, "-m", __package__ + ".planner", "--measured", str(file)]
+        if names and not arguments.only_known:
+            command = [sys.executable, "-m", "benchmarks.planner", "--measured", str(file)]
             subprocess.run([*command, "--worker", target, *names], check=True)
+    known = read(file)
+    done = [cell for cell in chosen if cell.name in known and "error" not in known[cell.name]]
+    for cell in chosen:
+        if "error" in known.get(cell.name, {}):
+            print(f"{cell.name}: {known[cell.name]['error']}")
+    rows = [compare(cell, known[cell.name]) for cell in done]
+    show(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ def plan_config(
     """
     platform = platform_of_chip(hardware)
     work = workload(config, platform)
-    quick = quickest(evaluated(work, num_devices, hardware, device_bytes))[:MOST]
+    quick = quickest(evaluated(work, num_devices, hardware, device_bytes))
+    # What splits nothing but the batch is always read: there the estimate matters least.
+    quick = tuple(sorted(quick, key=lambda plan: plan.arrangement.data_ranks < num_devices))[:MOST]
     refused: dict[str, str] = {}
     read = functools.partial(_read, config, work, hardware, quick[0].device_bytes, refused)
     plans = [plan for one in quick for plan in read(one.arrangement, num_devices, platform)]
