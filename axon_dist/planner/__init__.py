@@ -1,8 +1,9 @@
 """What a model needs on devices that are not here: bytes, traffic, time, and a plan.
 
-No array is made and no device is asked: everything follows from sizes, formulas with their papers,
-and peak rates. The compiled step has the last word; `axon inspect` reads it. Imports `parallel`,
-`precision`, `schedule`, `mesh` and `core`. Start reading in `recommend.py`, then `plan.py`.
+No array is made and no device is asked: of a number of parameters everything follows from formulas
+with their papers, of a model from its own program. The compiled step has the last word; `axon
+inspect` reads it. Imports `parallel`, `program`, `precision`, `schedule`, `mesh` and `core`. Start
+reading in `recommend.py`, then `plan.py`; what a traced step says is in `reading.py`.
 """
 
 from ..hardware import HARDWARE as HARDWARE

@@ -64,7 +64,9 @@ def test_a_reading_is_near_the_compiled_step(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "gathers", "scatters"), [("zero1", 1, 1), ("zero2", 1, 1), ("full_shard", 2, 1)]
+    ("name", "gathers", "scatters"),
+    # The backward pass needs the first kernel no more: nothing is differentiated by the input.
+    [("zero1", 1, 1), ("zero2", 1, 1), ("full_shard", 5 / 3, 1)],
 )
 def test_bytes_are_those_of_the_papers(name, gathers, scatters):
     _, reading = read(paper_world("dp=8", 8, "gpu"), [name], "gpu", precision="bf16")
