@@ -111,7 +111,7 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
     """Reads the best arrangements of a config from their own steps, and compiles the best."""
-    given = [name for name in _BESIDE if getattr(arguments, name) is not None]
+    given = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
     if given:
         raise ConfigError(
             f"got a config together with {', '.join(given)}; a config says these itself: replace "

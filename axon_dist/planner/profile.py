@@ -21,9 +21,9 @@ from ..nn import block_paths
 from ..nn.attention import mixes
 from ..precision import MixedPrecision, autocast, cast_floating
 from ..program import find_chains, mark_units, scan_over_layers
+from ..program.device import tape_of
 from ..program.liveness import peak_of
 from ..program.placement import whole
-from ..program.tape import tape_of
 from .workload import Workload
 
 ROWS = 1024

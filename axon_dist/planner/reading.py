@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from ..hardware.chips import Hardware
+from ..program.device import tape_of
 from ..program.liveness import peak_of
 from ..program.placement import Splits, of_spec
-from ..program.tape import Sent, tape_of
+from ..program.tape import Sent
 from .cost import EFFICIENCY, StepTime
 from .traffic import around
 

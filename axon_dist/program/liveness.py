@@ -46,8 +46,8 @@ def peak_of(tape: Tape, in_place: Collection[int] = ()) -> Peak:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from .placement import whole
-        >>> from .tape import tape_of
+        >>> from axon_dist.program.placement import whole
+        >>> from axon_dist.program.device import tape_of
         >>> x = jnp.ones((8, 8))
         >>> program = jax.make_jaxpr(lambda x: jnp.sum(jnp.tanh(x @ x) @ x))(x)
         >>> peak_of(tape_of(program, [whole(2)], {}, "cpu")).num_bytes  # two of 8 x 8

@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
         (["--params", "lots", "--devices", "8"], "cannot read 'lots' as a number of parameters"),
         (
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],
-            "got a config together with global_batch; a config says these itself",
+            "got a config together with --batch; a config says these itself",
         ),
         (
             ["--params", "7e9", "--devices", "8", "--memory", "80"],
