@@ -1,20 +1,24 @@
 """What a run survives: killed at random moments and resumed, and checkpoints that were damaged.
 
-    python -m benchmarks.faults --runs 50 --corruptions 20 --losses 10
+    python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20
 
 Every run trains a small transformer in a process of its own, which is killed with SIGKILL, half of
-the time in the middle of a save, and resumed with `--resume auto`. It has to end with
-the very bits of the run that nobody disturbed. Then copies of a good checkpoint are damaged (bytes
-flipped, files cut short or removed), each of which has to be noticed and passed over for the one
-before it. At last one of four processes of a run is killed or stopped, and the others have to name
-it and to end within the time set. Exits with 1 if anything did harm.
+the time in the middle of a save, and resumed with `--resume auto`. It has to end with the very bits
+of the run that nobody disturbed. Copies of a good checkpoint, sharded and full, are damaged (bytes
+flipped, files cut short or removed, every kind of file as often), each of which has to be noticed
+and passed over for the one before it. The power is cut (see `power`), a second run starts in the
+folder of the first, and the disk fills up and is emptied again, which takes root. At last one of
+four processes of a run is killed or stopped, and the others have to name it and to end within the
+time set. Exits with 1 if anything did harm.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +36,7 @@ from rich.table import Table
 from axon_dist.checkpoint import CheckpointManager, load_checkpoint, read_manifest
 
 from .peers import measure_losses
+from .power import measure_power_cuts
 
 STEPS = 40
 CONFIG = """
@@ -43,7 +48,9 @@ model: {{width: 64, num_layers: 2, num_heads: 2, ffn_width: 128, max_length: 32,
 data: {{files: [{texts}/a.txt], validation_files: [{texts}/b.txt], sequence_length: 32}}
 optimizer: {{name: adamw, learning_rate: 0.003}}
 train: {{steps: {steps}, global_batch: 8, eval_every: 20, eval_batches: 1, log_every: 1}}
-checkpoint: {{every: 2, keep: 3}}
+checkpoint:
+  every: 2
+  keep: 3
 """
 
 
@@ -152,13 +159,27 @@ def remove(path: Path, chance: random.Random) -> None:
 DAMAGES: dict[str, Callable] = {"flipped bit": flip, "truncated file": cut, "missing file": remove}
 
 
-def is_noticed(good: Path, work: Path, kind: str, chance: random.Random) -> bool:
+def kind_of(path: Path, checkpoint: Path) -> str:
+    """What a file of a checkpoint is for; the many of one kind have names of hexadecimal digits."""
+    name = str(path.relative_to(checkpoint))
+    return re.sub(r"[0-9a-f]{32}$", "...", name)
+
+
+def files_of(checkpoint: Path) -> dict[str, list[Path]]:
+    """The files of a checkpoint that are not empty, by kind."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.stat().st_size:
+            found.setdefault(kind_of(path, checkpoint), []).append(path)
+    return found
+
+
+def is_noticed(good: Path, work: Path, file: str, kind: str, chance: random.Random) -> bool:
     """Damages the newest of two checkpoints; the one before it has to be the one that is found."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(good, work)
     newest = max(work.iterdir())
-    files = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size]
-    DAMAGES[kind](chance.choice(files), chance)
+    DAMAGES[kind](chance.choice(files_of(newest)[file]), chance)
     told: list[str] = []
     manager = CheckpointManager(work, tell=told.append)
     found = manager.restore_newest(target_of_manifest(good / newest.name))
@@ -179,19 +200,68 @@ def measure_kills(
 
 
 def measure_damages(
-    folder: Path, checkpoints: Path, corruptions: int, chance: random.Random
+    folder: Path, checkpoints: Path, label: str, corruptions: int, chance: random.Random
 ) -> list[tuple[str, int, int]]:
-    """Damages checkpoints; rows of damage, how often, and how often it was noticed."""
+    """Damages every kind of file; rows of file, how often, and how often it was noticed."""
     rows = []
-    for number, kind in enumerate(DAMAGES):
-        count = len(range(number, corruptions, len(DAMAGES)))
-        noticed = [is_noticed(checkpoints, folder / "damaged", kind, chance) for _ in range(count)]
-        rows.append((kind, count, sum(noticed)))
+    for file in files_of(max(checkpoints.iterdir())):
+        kinds = [list(DAMAGES)[number % len(DAMAGES)] for number in range(corruptions)]
+        noticed = [is_noticed(checkpoints, folder / "damaged", file, k, chance) for k in kinds]
+        rows.append((f"{label}: {file} damaged", corruptions, sum(noticed)))
     return rows
 
 
+def measure_two(
+    folder: Path, config: Path, runs: int, expected: dict[str, bytes]
+) -> tuple[str, int, int]:
+    """Starts a second run in the folder of one that is at work: it has to leave, and do no harm."""
+    good = 0
+    for number in range(runs):
+        shared = folder / f"two-{number}"
+        first = start(config, shared)
+        wait_for_steps(first, shared, random.Random(number))
+        second = start(config, shared).wait()
+        good += second == 2 and first.wait() == 0 and final_bits(shared) == expected
+    return "two runs in one folder", runs, good
+
+
+def measure_full_disk(
+    folder: Path, config: Path, runs: int, expected: dict[str, bytes]
+) -> tuple[str, int, int]:
+    """Fills the disk under a run and makes room again: what was saved is there to go on from."""
+    good = 0
+    for number in range(runs):
+        disk = folder / f"disk-{number}"
+        disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            print("no disk could be made up, which takes the rights of root: none was filled")
+            return "full disk", 0, 0
+        try:
+            good += outlives_a_full_disk(config, disk, random.Random(number), expected)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+    return "full disk", runs, good
+
+
+def outlives_a_full_disk(
+    config: Path, disk: Path, chance: random.Random, expected: dict[str, bytes]
+) -> bool:
+    """Fills a disk while a run writes to it; whether the run says so, and goes on to its bits."""
+    run, filler = disk / "run", disk / "filler"
+    process = start(config, run)
+    wait_for_steps(process, run, chance)
+    with contextlib.suppress(OSError), open(filler, "wb") as file:
+        while True:
+            file.write(bytes(2**16))
+            file.flush()
+    said = process.wait() != 0
+    filler.unlink()
+    return said and finish(config, run) and final_bits(run) == expected
+
+
 def measure(
-    folder: Path, runs: int, corruptions: int, losses: int, seed: int
+    folder: Path, runs: int, corruptions: int, losses: int, others: int, seed: int
 ) -> list[tuple[str, int, int]]:
     """Rows of fault, how often, and how often it did no harm."""
     for name in ("a.txt", "b.txt"):
@@ -201,9 +271,18 @@ def measure(
     undisturbed, chance = folder / "undisturbed", random.Random(seed)
     if not finish(config, undisturbed):
         raise SystemExit(undisturbed.with_suffix(".log").read_text())
+    expected = final_bits(undisturbed)
+    in_full, whole = config.with_name("full.yaml"), folder / "full"
+    in_full.write_text(config.read_text() + "  type: full\n")
+    if not finish(in_full, whole):
+        raise SystemExit(whole.with_suffix(".log").read_text())
     return [
-        *measure_damages(folder, undisturbed / "checkpoints", corruptions, chance),
-        *measure_kills(folder, config, runs, chance, final_bits(undisturbed)),
+        *measure_damages(folder, undisturbed / "checkpoints", "sharded", corruptions, chance),
+        *measure_damages(folder, whole / "checkpoints", "full", corruptions, chance),
+        *measure_power_cuts(folder, others, chance),
+        measure_two(folder, config, others, expected),
+        measure_full_disk(folder, config, others, expected),
+        *measure_kills(folder, config, runs, chance, expected),
         *measure_losses(folder, config, losses, chance),
     ]
 
@@ -211,8 +290,9 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=4, help="runs to kill")
-    parser.add_argument("--corruptions", type=int, default=20, help="checkpoints to damage")
+    parser.add_argument("--corruptions", type=int, default=20, help="of each kind of file")
     parser.add_argument("--losses", type=int, default=2, help="runs that lose a process of four")
+    parser.add_argument("--others", type=int, default=2, help="power cuts, full disks, two runs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the places")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

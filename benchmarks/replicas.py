@@ -92,11 +92,12 @@ class Runs:
         axon = [sys.executable, "-m", "axon_dist.cli"]
         logs = self.folder / f"{name}-logs"
         launch = [*axon, "launch", "-n", str(count), "--devices-per-process", "1"]
+        launch += ["--max-restarts", "3", "--log-dir", str(logs)]
         train = [*axon, "train", str(self.config), f"run_dir={self.folder / name}"]
+        train += ["--resume", "auto"]
         with open(self.folder / f"{name}.log", "wb") as log:
             return subprocess.Popen(
-                [*launch, "--max-restarts", "3", "--log-dir", str(logs), *options, "--"]
-                + [*train, *self.overrides, *overrides, "--resume", "auto"],
+                [*launch, *options, "--", *train, *self.overrides, *overrides],
                 env=env,
                 stdout=log,
                 stderr=log,
@@ -131,7 +132,8 @@ class Runs:
             return self._expected[STEPS]
         if copied not in self._expected:
             name, checkpoint = f"from-{copied}", f"checkpoints/step_{copied:08d}"
-            shutil.copytree(self.folder / "undisturbed" / checkpoint, self.folder / name / checkpoint)
+            source = self.folder / "undisturbed" / checkpoint
+            shutil.copytree(source, self.folder / name / checkpoint)
             self._expected[copied] = self.finish(name, PROCESSES - 1, "train.accumulate=2")
         return self._expected[copied]
 
@@ -163,9 +165,7 @@ def lose_one(runs: Runs, name: str, kind: str, chance: random.Random) -> Loss:
     copied = int(found[1])
     beyond = [r["time/unix"] for r in runs.records(name) if r["step"] > at]
     expected = runs.expected(kind, copied)
-    return Loss(
-        kind, at, copied, min(beyond) - killed, final_bits(runs.folder / name) == expected
-    )
+    return Loss(kind, at, copied, min(beyond) - killed, final_bits(runs.folder / name) == expected)
 
 
 def table_of(losses: list[Loss]) -> Table:

@@ -1,4 +1,4 @@
-"""The step for one process less, compiled while the run trains, so that a loss does not wait for it."""
+"""The step for one process less, compiled while the run still trains with all."""
 
 from __future__ import annotations
 

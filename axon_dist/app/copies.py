@@ -87,9 +87,10 @@ def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) 
         )
     if not Path(folder).is_dir():
         raise ConfigError(f"{MEMORY} names {folder!r}, which is no folder; make it, or unset it")
-    if resume != AUTO:
+    if resume != AUTO or config.run_dir is None:
+        missing = "--resume auto" if resume != AUTO else "a run_dir, in which it goes on"
         raise ConfigError(
             f"checkpoint.memory_every: got {every}, and a run that starts again goes on from its "
-            "copies with --resume auto alone; add that, which begins at step 0 where there is "
-            "nothing to go on from"
+            f"copies only with {missing}; add that. Where there is nothing to go on from, it "
+            "begins at step 0"
         )

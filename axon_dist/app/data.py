@@ -19,6 +19,7 @@ from ..config.schema import RunConfig
 
 TIMED_STEPS = 3
 """Steps that are timed, after one that compiles."""
+_MOST_SECONDS = 3600
 _BATCHES = 2
 """Batches that are loaded before the clock runs, and the fewest that it runs for."""
 
@@ -82,10 +83,10 @@ def check_data(
         >>> found.item, found.padding, found.samples_per_second > 0
         ('tokens', 0.0, True)
     """
-    if num_samples < 1 or seconds <= 0:
+    if num_samples < 1 or not 0 < seconds <= _MOST_SECONDS:
         raise ConfigError(
             f"check_data got num_samples={num_samples} and seconds={seconds}; show at least 1 "
-            "sample, and load for longer than 0 seconds"
+            f"sample, and load for longer than 0 seconds and at most {_MOST_SECONDS}"
         )
     run = build_run(config)
     # A loader that loads ahead would hand out at once what it had while no clock ran.

@@ -164,15 +164,43 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
                 f"run_dir: {str(path)!r} is {kind_at(path) or 'a link to nothing'} and no folder; "
                 "name another"
             ) from error
-        raise ConfigError(
-            f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with "
-            "it: --resume auto"
-        ) from error
+        raise _holds_a_run(path) from error
     except OSError as error:
         raise ConfigError(
             f"run_dir: cannot write to {str(path)!r}: {error.strerror}; name another"
         ) from error
     return directory
+
+
+def check_directory(config: RunConfig) -> None:
+    """Checks that `create_directory` could make the folder of a new run, and makes nothing.
+
+    Raises:
+        ConfigError: when there is a run in it already, or it cannot be made.
+    """
+    folders = {"run_dir": config.run_dir or "runs", "checkpoint.dir": config.checkpoint.dir}
+    for key, folder in folders.items():
+        if folder is not None:
+            path = as_path(folder, key)
+            places = (path, *path.absolute().parents)
+            there = next(place for place in places if os.path.lexists(place))
+            if kind_at(there) != "a folder":
+                kind = kind_at(there) or "a link to nothing"
+                raise ConfigError(f"{key}: {str(there)!r} is {kind} and no folder; name another")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"{key}: cannot write to {str(path)!r}: {str(there)!r} may not be written to; "
+                    "name another"
+                )
+    if config.run_dir and kind_at(RunDirectory(as_path(config.run_dir, "run_dir")).config):
+        raise _holds_a_run(config.run_dir)
+
+
+def _holds_a_run(path: str | Path) -> ConfigError:
+    return ConfigError(
+        f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with it: "
+        "--resume auto"
+    )
 
 
 def check_writable(folder: Path) -> None:

@@ -14,6 +14,7 @@ from axon_dist.core.words import byte_size, plural, si
 
 from ..config.build import build_run
 from ..config.schema import RunConfig
+from .directory import check_directory
 from .program import read_program
 from .report import opening_lines
 
@@ -72,7 +73,10 @@ def dry_run(config: RunConfig) -> DryRun:
     Raises:
         AxonDistError: whatever a run would be refused for before its first step.
     """
+    check_directory(config)
     run = build_run(config)
+    if config.weights is not None:
+        config.weights.check(run.step)
     train = config.train
     return DryRun(
         config=config.to_dict(),

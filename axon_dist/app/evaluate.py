@@ -85,7 +85,8 @@ def evaluate(
         files: paths or globs to measure on in place of the run's validation data.
         num_batches: so many batches alone, spread as in training; None for everything.
         one_device: on one device, whatever the config says.
-        tell: takes the description of the data, before anything is compiled.
+        tell: takes a sentence about each damaged checkpoint that is passed over, and about the
+            data, before anything is compiled.
 
     Returns:
         The numbers.
@@ -96,13 +97,14 @@ def evaluate(
     """
     config = run_config(run, overrides)
     config, world = world_of(_measured_on(config, files), one_device)
-    checkpoint = find_checkpoint(run, config, step)
+    notes = tell if world.process_index == 0 else _nothing
+    checkpoint = find_checkpoint(run, config, step, notes)
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
     built = build_step(config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None)
     loader = build_loader(config, world, built.strategy.batch_axes)
     if world.process_index == 0:
-        tell(loader.description)
+        tell(f"data: {loader.description}")
     means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
     derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
@@ -115,6 +117,10 @@ def evaluate(
         unit=task.unit(config.data),
         metrics={"loss": means["loss"], **means, **derived},
     )
+
+
+def _nothing(text: str) -> None:
+    """What processes beside the first tell."""
 
 
 def _measure(
@@ -143,6 +149,7 @@ def _batches(
 ) -> Iterator[tuple[int, int, LocalBatch]]:
     """How often each sample stands in a batch, how many samples it has, and its local rows."""
     if num_batches is not None:
+        _check_batches(loader, num_batches)
         for batch in loader.validation_batches(num_batches):
             yield 1, loader.global_batch, batch
         return
@@ -157,6 +164,18 @@ def _batches(
             yield 1, len(whole), loader.validation_rows(whole)
         if len(rest):
             yield divisor, len(rest), loader.validation_rows(np.tile(rest, divisor))
+
+
+def _check_batches(loader: Loader, num_batches: int) -> None:
+    count = getattr(loader.samples, "num_validation", None)
+    if count is None:
+        return
+    most = -(-count // loader.global_batch)
+    if num_batches > most:
+        raise ConfigError(
+            f"got {num_batches} batches of {loader.global_batch} samples, and there are {count} "
+            f"for validation; ask for at most {most}, or leave it out for all of them, once each"
+        )
 
 
 def of_text(loss: float, loader: Loader) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from axon_dist.core.files import as_path
@@ -20,6 +21,7 @@ def export_run(
     step: int | str | None = None,
     dtype: str | None = None,
     max_file: int = MAX_FILE,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Writes the weights that a run has learned, without its optimizer; adapters are added in.
 
@@ -31,6 +33,7 @@ def export_run(
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         dtype: of floats, such as `"bfloat16"`; None keeps those that were saved.
         max_file: bytes above which weights are cut into several files.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
 
     Returns:
         How many tensors were written.
@@ -43,7 +46,7 @@ def export_run(
     """
     if format != NATIVE_NAME:
         format_of(format)
-    model, config = load_model(run, step)
+    model, config = load_model(run, step, tell)
     if config.lora is not None:
         model = merge_lora(model)
     save_weights(model, path, format, dtype=dtype, max_file=max_file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ def generate_text(
     step: int | str | None = None,
     overrides: Sequence[str] = (),
     one_device: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Completion]:
     """Goes on with texts as the model of a run would, beginning documents with them.
 
@@ -73,6 +74,7 @@ def generate_text(
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         overrides: changes of the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
         one_device: on one device, whatever the config says.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
 
     Returns:
         One completion for each prompt.
@@ -86,7 +88,7 @@ def generate_text(
     tokenizer = tokenizer_of(run, config)
     encoded = [tokenizer.prompt(prompt) for prompt in prompts]
     config, world = world_of(config, one_device)
-    model = _placed_model(find_checkpoint(run, config, step), config, world)
+    model = _placed_model(find_checkpoint(run, config, step, tell), config, world)
     end = tokenizer.end if stops else None
     found = generate(
         model,

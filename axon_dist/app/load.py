@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,11 @@ BEST = "best"
 """Which checkpoint: the one with the lowest validation loss."""
 
 
-def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Module, RunConfig]:
+def load_model(
+    run: str | Path,
+    step: int | str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[nnx.Module, RunConfig]:
     """Loads the model of a run as a plain module on one device, without the optimizer.
 
     Whatever mesh and strategy it was trained with, pipelines among them: a checkpoint has the
@@ -49,6 +53,7 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
     Args:
         run: the folder of a run.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
 
     Returns:
         The module, with its parameters in the dtypes that were saved, or what the run has averaged
@@ -65,7 +70,7 @@ def load_model(run: str | Path, step: int | str | None = None) -> tuple[nnx.Modu
         axon_dist.core.errors.ConfigError: there is no run in 'runs/none', for it has no ...
     """
     config = run_config(run)
-    folder = find_checkpoint(run, config, step)
+    folder = find_checkpoint(run, config, step, tell)
     parts, _ = take_apart(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
     where = jax.tree.map(lambda _: here, parts.weights)
@@ -91,13 +96,19 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load_config(directory.config, overrides)
 
 
-def find_checkpoint(run: str | Path, config: RunConfig, step: int | str | None = None) -> Path:
+def find_checkpoint(
+    run: str | Path,
+    config: RunConfig,
+    step: int | str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Path:
     """The folder of a checkpoint of a run.
 
     Args:
         run: the folder of the run.
         config: of the run; it says where the checkpoints are, if not there.
         step: the number of its step, `"best"`, or None for the newest.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
 
     Raises:
         CheckpointError: when there is no such checkpoint; it names those there are.
@@ -105,13 +116,16 @@ def find_checkpoint(run: str | Path, config: RunConfig, step: int | str | None =
     own = RunDirectory(as_path(run, "the run")).checkpoints
     elsewhere = config.checkpoint.dir
     folder = own if elsewhere is None else as_path(elsewhere, "checkpoint.dir")
-    entries = CheckpointManager(folder).entries()
+    manager = CheckpointManager(folder)
+    entries = manager.entries()
     if not entries:
         raise CheckpointError(
             f"there is no finished checkpoint in {str(folder)!r}; train until one is saved, or "
             "name another run"
         )
     if step is None:
+        for damage in manager.passed_over():
+            tell(f"{damage}: taking the one before it")
         return folder / step_name(entries[-1].step)
     if step == BEST:
         scored = [(entry.score, entry.step) for entry in entries if entry.score is not None]

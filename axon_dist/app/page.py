@@ -54,6 +54,8 @@ def report_page(run: str | Path, compare: str | Path | None = None) -> str:
     """
     found = read_recorded(run)
     other = None if compare is None else read_recorded(compare)
+    if other is not None and other.name == found.name:
+        found, other = _told_apart(found, other)
     sections = [_section(part, found, other) for part in PARTS]
     links = "".join(f'<a href="#{part.key}">{part.title}</a>' for part in PARTS)
     runs = [found, *([] if other is None else [other])]
@@ -104,13 +106,22 @@ def _head(run: Recorded) -> str:
     return f"<h1>{escape(run.name)}</h1><p>{escape('  ·  '.join(facts))}</p>"
 
 
+def _told_apart(run: Recorded, other: Recorded) -> tuple[Recorded, Recorded]:
+    """Two runs of one name, called by their folders, or by which is compared where those agree."""
+    marks = (run.folder.resolve().name, other.folder.resolve().name)
+    if marks[0] == marks[1]:
+        return run, dataclasses.replace(other, called=f"{other.name} (compared)")
+    pairs = zip((run, other), marks, strict=True)
+    run, other = (dataclasses.replace(one, called=f"{one.name} ({mark})") for one, mark in pairs)
+    return run, other
+
+
 def _curves(run: Recorded, other: Recorded | None, names: Mapping[str, str]) -> dict[str, Any]:
     """The curves of some metrics, by what they are called; those of the other run beside them."""
     found = {label: run.curve(metric) for metric, label in names.items()}
     if other is not None:
         mine = {f"{label}, {run.name}": curve for label, curve in found.items()}
-        name = other.name if other.name != run.name else f"{other.name} (compared)"
-        theirs = {f"{label}, {name}": other.curve(metric) for metric, label in names.items()}
+        theirs = {f"{label}, {other.name}": other.curve(metric) for metric, label in names.items()}
         found = {**mine, **theirs}
     return {label: curve for label, curve in found.items() if curve}
 
@@ -402,6 +413,7 @@ circle{opacity:0}circle:hover{opacity:1}
 .paper svg{width:auto;max-width:none}.paper svg text{fill:#333}
 table{border-collapse:collapse;font-size:.9em}
 td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
+td+td{white-space:nowrap}
 pre{overflow-x:auto;font-size:.85em}.notes{color:var(--1)}
 .mesh{display:grid;gap:4px;overflow-x:auto}
 .mesh div{height:2.2em;border-radius:4px;color:var(--paper);display:grid;place-items:center}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import as_path, host_memory, read_bytes
 
 from .directory import RunDirectory
 
@@ -28,6 +29,7 @@ class Recorded:
         program: of `program.json`; empty where it cannot be read.
         config: the text of `config.yaml`.
         notes: a sentence for everything that is missing or broken.
+        called: what it is called beside another run of its name; empty for that name.
     """
 
     folder: Path
@@ -36,11 +38,12 @@ class Recorded:
     program: Mapping[str, Any]
     config: str
     notes: tuple[str, ...]
+    called: str = ""
 
     @property
     def name(self) -> str:
         """What the run is called."""
-        return str(self.summary.get("name") or self.folder.name)
+        return self.called or str(self.summary.get("name") or self.folder.name)
 
     def curve(self, metric: str) -> Curve:
         """The values of a metric over the steps."""
@@ -68,7 +71,7 @@ def read_recorded(folder: str | Path) -> Recorded:
     Raises:
         ConfigError: when there is no such folder, or nothing of a run in it.
     """
-    directory = RunDirectory(Path(folder).expanduser())
+    directory = RunDirectory(as_path(folder, "the run"))
     if not directory.path.is_dir():
         raise ConfigError(
             f"there is no folder {str(folder)!r}; name one that axon train wrote, such as "
@@ -91,9 +94,10 @@ def read_recorded(folder: str | Path) -> Recorded:
 
 def _text(path: Path, otherwise: str, notes: list[str]) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read ({error.strerror}): {otherwise}")
+        return read_bytes(path, path.name, most=host_memory() // 8).decode(errors="replace")
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"cannot read {path.name}: ").partition(";")[0]
+        notes.append(f"{path.name} cannot be read ({reason}): {otherwise}")
         return ""
 
 

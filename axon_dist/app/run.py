@@ -88,6 +88,8 @@ def train(
     is_main = _is_main(run)
     console = console if console is not None and is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
+    if resume is None and config.weights is not None:
+        config.weights.check(run.step)
     directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
     for line in [*opening_lines(run), f"run directory: {directory.path}"]:
         tell(line)
@@ -110,8 +112,11 @@ def train(
             save = functools.partial(save_state, run, form, checkpoints)
             go_back = functools.partial(newest_state, form, checkpoints, copies)
             ahead = inner.enter_context(compiling_ahead(run, os.environ, progress.note))
-            keep = functools.partial(_keep_program, run, directory, progress, ahead)
-            keep = keep if is_main else _nothing
+            keep = (
+                functools.partial(_keep_program, run, directory, progress, ahead)
+                if is_main
+                else _nothing
+            )
             trainer = run.trainer(
                 progress,
                 writers,

@@ -32,6 +32,7 @@ from ..config.schema import RunConfig
 from .verify_replicas import COMPARED, meeting_soon, metric_of, params_of, train_replicas
 
 LEARNING_RATE = 0.1
+_MOST_STEPS = 1000
 _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: float32 everywhere, or a narrower compute dtype."""
@@ -129,10 +130,13 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         The differences.
 
     Raises:
-        ConfigError: for fewer than one step, or in one of several processes.
+        ConfigError: for fewer than one step or more than a thousand, or in one of several
+            processes.
     """
     if steps < 1:
         raise ConfigError(f"verify got {steps} steps; it needs at least 1")
+    if steps > _MOST_STEPS:
+        raise ConfigError(f"verify got {steps} steps; it compares at most {_MOST_STEPS}")
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(

@@ -48,7 +48,7 @@ class HostCopy:
 
 
 class HostCopies:
-    """The newest two states that the processes of a run have left in the memory of their hosts.
+    """The newest state that the processes of a run have left in the memory of their hosts.
 
     Each distinct shard is written once a host, by the first process there that holds it. So a host
     has what its devices have: a whole state under `ddp`, and where every host holds a replica. The
@@ -73,13 +73,13 @@ class HostCopies:
         self._hosts = _gathered(zlib.crc32(where.encode()) >> 1)
         # Steps are counted again after a loss: what was written before must not be mixed with that.
         self._generation: str = from_main(secrets.token_hex(8))
-        self._turn, self._steps = 0, list[int]()
+        self._turn = 0
 
     def save(self, step: int, state: PyTree, meta: Mapping[str, Any]) -> None:
         """Copies the state of a step; its arrays may be donated when this returns.
 
-        Every process calls this between the same steps. A copy counts when all processes of the
-        host have written theirs; until then the one before it does.
+        Every process calls this between the same steps. A copy counts when all have written their
+        pieces; until then the one before it does, so that for a moment there are two.
 
         Args:
             step: how many steps the state has taken.
@@ -98,16 +98,21 @@ class HostCopies:
             meta=dict(meta),
         )
         stored = {path: to_stored(leaf) for path, leaf in leaves.items()}
+        reason = ""
         try:
             write_copy(self.folder, header, self._own_pieces(stored))
         except OSError as error:
+            reason = error.strerror or str(error)
+        # Only a copy that all have written takes the place of the one before it.
+        if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
+            self._remove(lambda found: found.process == me and found.copy == header.copy)
             self.tell(
-                f"no copy of step {step} in {str(self.folder)!r}: {error.strerror}; the one before "
-                "it stays. Make room there, or copy less often"
+                f"no copy of step {step}: processes {failed} could not write theirs"
+                f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
+                "stays. Make room there, or copy less often"
             )
             return
-        self._steps.append(step)
-        self._clear_away()
+        self._remove(lambda found: found.copy != header.copy)
 
     def newest(self, target: PyTree) -> HostCopy | None:
         """Restores the newest copy that some host has whole; every process calls this.
@@ -146,7 +151,6 @@ class HostCopies:
 
     def forget(self) -> None:
         """Throws all copies away, as a run does that goes back to an earlier state."""
-        self._steps.clear()
         self._remove(lambda header: True)
 
     def _own_pieces(
@@ -166,16 +170,6 @@ class HostCopies:
                     found.append((path, place, np.dtype(leaf.dtype), shard.data))
         return found
 
-    def _clear_away(self) -> None:
-        """Keeps this copy and the one before it.
-
-        All processes have taken part in the steps since that one, so they have written theirs.
-        """
-        if len(self._steps) < 2:
-            return
-        kept = self._steps[-2:]
-        self._remove(lambda header: header.generation != self._generation or header.step not in kept)
-
     def _remove(self, is_outdated: Callable[[CopyHeader], bool]) -> None:
         for header, path in _headers(self.folder):
             # Another process of this host may have removed it, too.
@@ -192,8 +186,6 @@ def _headers(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
 
 def _gathered(number: int) -> list[int]:
     """A number of every process, by process."""
-    if jax.process_count() == 1:
-        return [number]
     return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
 
 
@@ -242,9 +234,6 @@ def _check_whole(own: Pieces | None, step: int) -> None:
 def _meta_of(own: Pieces | None, source: int) -> Mapping[str, Any]:
     """What was kept with the copy, from the process that has it."""
     is_source = process_index() == source
-    if jax.process_count() == 1:
-        assert own is not None
-        return own.header.meta
     text = os.fsencode(own.header.meta_text) if is_source and own is not None else b""
     size = max(_gathered(len(text)))
     sent = np.zeros(size, np.uint8)

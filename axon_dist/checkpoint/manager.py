@@ -12,6 +12,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.files import as_path, kind_at
+from ..core.told import NUMBER, Kind
 from ..core.typing import PyTree
 from .agree import from_main, is_main, on_main
 from .layout import UNFINISHED, step_name, step_of
@@ -21,6 +22,10 @@ from .replaceable import foreign_in
 from .retention import Entry, Retention
 from .save import PendingSave
 from .seal import read_manifest, remove
+
+_RETENTION = Kind(
+    "a Retention, such as Retention(last=3)", lambda x: isinstance(x, Retention)
+).or_none()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,7 @@ class CheckpointManager:
         tell: Callable[[str], None] = lambda text: None,
     ):
         self.folder = as_path(folder, "the folder of checkpoints")
+        _RETENTION.check("CheckpointManager", "retention", retention)
         self.retention = retention or Retention()
         self.type: StateDictType = StateDictType(type)
         self.background: bool = background
@@ -121,6 +127,7 @@ class CheckpointManager:
             ConfigError: for a step that is negative or no integer; every other failure is told.
         """
         path = self.folder / step_name(step)
+        NUMBER.or_none().check("CheckpointManager.save", "score", score)
         self.wait()
         try:
             serial = on_main(self._prepare)
@@ -164,6 +171,17 @@ class CheckpointManager:
     def newest_step(self) -> int:
         """The step of the newest finished checkpoint, or -1 without one."""
         return max((entry.step for entry in self.entries()[-1:]), default=-1)
+
+    def passed_over(self) -> list[str]:
+        """What is wrong with each checkpoint that would be newer than the newest finished one."""
+        found = []
+        for path in self._newest_first():
+            try:
+                read_manifest(path)
+                break
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
 
     def restore_newest(self, target: PyTree) -> Restored | None:
         """Restores the newest good checkpoint, and tells about every newer one that is damaged.

@@ -1,4 +1,4 @@
-"""The files that processes leave in the memory of a host: pieces of a state, and when it is whole."""
+"""The files that processes leave in the memory of a host: pieces of a state."""
 
 from __future__ import annotations
 

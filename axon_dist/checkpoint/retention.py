@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ..core.errors import ConfigError
+from ..core.told import WHOLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Retention:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless at least one checkpoint stays."""
+        for name in ("last", "best", "every"):
+            WHOLE.check("Retention", name, getattr(self, name))
         if self.last < 1 or self.best < 0 or self.every < 0:
             raise ConfigError(
                 f"got last={self.last}, best={self.best} and every={self.every}; the first must "

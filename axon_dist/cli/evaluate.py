@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         files=arguments.data,
         num_batches=arguments.batches,
         one_device=arguments.one_device,
-        tell=lambda text: tell(f"data: {text}"),
+        tell=tell,
     )
     if not is_main_process():
         return 0

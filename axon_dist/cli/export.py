@@ -11,7 +11,7 @@ from axon_dist.core.words import plural
 from axon_dist.planner import parse_bytes
 from axon_dist.weights import FORMATS, MAX_FILE
 
-from .verb import Verb, add_step
+from .verb import Verb, add_step, notice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         step=arguments.step,
         dtype=arguments.dtype,
         max_file=max_file,
+        tell=notice,
     )
     told = f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.out}"
     Console().print(told, soft_wrap=True, highlight=False, markup=False)

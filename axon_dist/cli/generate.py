@@ -12,7 +12,7 @@ from rich.text import Text
 from axon_dist.app import Completion, generate_text
 from axon_dist.collectives import is_main_process
 
-from .verb import Verb, add_run, as_file, as_int, as_number, check_output, write_output
+from .verb import Verb, add_run, as_file, as_int, as_number, check_output, notice, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         step=arguments.step,
         overrides=arguments.overrides,
         one_device=arguments.one_device,
+        tell=notice,
     )
     if not is_main_process():
         return 0

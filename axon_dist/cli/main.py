@@ -78,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nobody expected, whose traceback goes to a file, or whatever the verb returns.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if set(os.environ.get("COLUMNS", "1")) == {"0"}:
+        # A terminal that does not know its width says so, and nothing would be printed at all.
+        del os.environ["COLUMNS"]
     try:
         _check_verb(arguments)
         parsed = _parse(arguments)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from axon_dist.app import report_page
 
-from .verb import Verb, check_output
+from .verb import Verb, as_file, check_output, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="RUN", help="the folder of a run, ended or not")
     parser.add_argument("--compare", metavar="RUN2", help="draws the curves of this run beside it")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page; report.html in the run by default"
+        "--out", type=as_file, metavar="FILE", help="the page; report.html in the run by default"
     )
 
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     page = report_page(arguments.folder, arguments.compare)
     out = arguments.out or Path(arguments.folder).expanduser() / "report.html"
     check_output("--out", out)
-    out.write_text(page, encoding="utf-8")
+    write_output("--out", out, page)
     Console().print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import sys
 
@@ -33,6 +34,8 @@ from axon_dist.schedule import (
 from .verb import Verb, as_file, as_int, as_number, check_output, write_output
 
 _DEFAULT = PipelineSchedule.EAGER_1F1B
+_MOST_SEARCHED = 4096
+"""Forwards of a table, where many tables are tried."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +172,15 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
             f"got --stages {arguments.stages} and --microbatches {arguments.microbatches}; a "
             "schedule needs both, such as --stages 4 --microbatches 8"
         )
-    return arguments.stages, arguments.microbatches
+    sizes = arguments.stages, arguments.microbatches
+    takes_all = "--search" if arguments.search else "--compare" if arguments.compare else ""
+    if takes_all and math.prod(sizes) > _MOST_SEARCHED:
+        raise ConfigError(
+            f"got --stages {sizes[0]} and --microbatches {sizes[1]} beside {takes_all}, which "
+            f"makes many tables; lower their product to {_MOST_SEARCHED}: more microbatches change "
+            "little about what is best"
+        )
+    return sizes
 
 
 def _measures(row: ScheduleSummary) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +112,11 @@ def check_output(option: str, path: str | Path | None) -> None:
         raise ConfigError(f"{option} {path}: this is {kind} and no file; name another one")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: this cannot be written; name another file")
+
+
+def notice(text: str) -> None:
+    """Says something of a result that is not the result, on the standard error."""
+    print(f"axon: {text}", file=sys.stderr, flush=True)
 
 
 def write_output(option: str, path: Path, text: str) -> None:

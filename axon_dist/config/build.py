@@ -23,7 +23,7 @@ from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
-from axon_dist.parallel import SlowPlan
+from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
 from .fewer import for_fewer, missing_share
@@ -122,9 +122,19 @@ def build_step(
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options=compiler_options,
+        batch=_example(config, strategy, world),
     )
     _check_batch(config, step)
     return step
+
+
+def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:
+    """The batch in which a pipeline looks for the calls of blocks; None where nobody looks."""
+    if strategy.pipeline is None:
+        return None
+    ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
+    divides = config.train.global_batch % (ranks * strategy.pipeline.num_microbatches) == 0
+    return abstract_batch(config) if divides else None
 
 
 def model_of(config: RunConfig) -> nnx.Module:

@@ -20,7 +20,7 @@ from axon_dist.data import (
     TokenSource,
 )
 
-from .kinds import Count, Natural, OneOf, Positive
+from .kinds import Ahead, Count, OneOf, Positive
 from .own import Own
 
 
@@ -34,7 +34,7 @@ class Sequence:
     """
 
     sequence_length: Count = 128
-    num_ahead: Natural = 2
+    num_ahead: Ahead = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class ImageData(ImageSource):
         num_ahead: batches loaded ahead by a thread; 0 loads each when it is asked for.
     """
 
-    num_ahead: Natural = 2
+    num_ahead: Ahead = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class SyntheticImageData(SyntheticImages):
         num_ahead: batches made ahead by a thread; 0 makes each when it is asked for.
     """
 
-    num_ahead: Natural = 2
+    num_ahead: Ahead = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class OwnData(Own):
 
     section: ClassVar[str] = "data"
 
-    num_ahead: Natural = 2
+    num_ahead: Ahead = 2
 
     @functools.cached_property
     def samples(self) -> Samples:

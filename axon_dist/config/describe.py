@@ -277,7 +277,7 @@ def to_markdown(sections: list[Section]) -> str:
         if section.keys:
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in section.keys:
-            default = f"`{_cell(key.default)}`" if key.default else ""
+            default = _cell(f"`{key.default}`") if key.default else ""
             cells = f"`{key.path}`", _cell(key.type), default, _cell(key.meaning)
             lines.append(f"| {' | '.join(cells)} |")
         blocks.append("\n".join(lines).rstrip())
@@ -290,4 +290,8 @@ def _heading(section: Section) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """A text for a table: what is code stays as it is, the rest means nothing to Markdown."""
+    parts = text.replace("|", "\\|").split("`")
+    # Braces at the end of a cell would be taken for attributes of it.
+    parts[::2] = [part.replace("<", "&lt;").replace("{", "&#123;") for part in parts[::2]]
+    return "`".join(parts)

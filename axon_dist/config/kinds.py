@@ -92,6 +92,11 @@ Natural: TypeAlias = Annotated[
 ]
 """A number of things that may be missing."""
 
+Ahead: TypeAlias = Annotated[
+    int, Bound("at least 0 and at most 1024", lambda value: 0 <= value <= 1024)
+]
+"""Batches that wait in memory."""
+
 Devices: TypeAlias = Annotated[
     int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
 ]

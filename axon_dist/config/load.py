@@ -213,7 +213,7 @@ def _check_plain(data: Any, where: str) -> None:
             _check_plain(value, where)
     elif isinstance(data, int) and not -(2**63) <= data < 2**63:
         raise ConfigError(
-            f"{where} has a whole number of {data.bit_length()} bits; numbers have at most 64"
+            f"{where} has a whole number of {data.bit_length()} bits; numbers have at most 63"
         )
     elif isinstance(data, str) and not data.isascii():
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import re
 import types
 import typing
@@ -115,7 +116,12 @@ def _read_dataclass(cls: Any, data: Any, path: str) -> Any:
         if name not in data and _is_required(field):
             raise ConfigError(f"{_join(path, name)}: missing, and it has no default; set it")
     values = {key: read(hints[key], value, _join(path, key)) for key, value in data.items()}
-    return _checked(lambda: cls(**values), path)
+    # A class may take one of its fields as positions: `Policy("Block", "Head")`.
+    endless = [
+        name for name, p in inspect.signature(cls).parameters.items() if p.kind is p.VAR_POSITIONAL
+    ]
+    positions = [item for name in endless for item in values.pop(name, ())]
+    return _checked(lambda: cls(*positions, **values), path)
 
 
 def _checked(make: Callable[[], Any], path: str) -> Any:
@@ -215,6 +221,8 @@ def _read_union(hint: Any, value: Any, path: str) -> Any:
     possible = [option for option in options if option is not types.NoneType]
     has_keys = isinstance(value, Mapping)
     fitting = [option for option in possible if _has_keys(option) == has_keys]
+    # What is wrong with a section says the one of them that knows its keys.
+    fitting.sort(key=lambda option: has_keys and not _knows(option, value))
     errors = []
     for option in fitting or possible:
         try:
@@ -222,6 +230,10 @@ def _read_union(hint: Any, value: Any, path: str) -> Any:
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
+
+
+def _knows(hint: Any, section: Mapping[str, Any]) -> bool:
+    return dataclasses.is_dataclass(hint) and set(section) <= set(_fields(typing.cast(type, hint)))
 
 
 def _has_keys(hint: Any) -> bool:

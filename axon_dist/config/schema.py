@@ -159,6 +159,7 @@ class RunConfig:
             )
         self._check_validation()
         self._check_best()
+        self._check_watchers()
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
         read_strategies(self.parallel)
@@ -188,6 +189,17 @@ class RunConfig:
                 f"{train.global_batch} samples; a validation has at most {_MOST_SAMPLES} samples: "
                 "lower it, or train.global_batch"
             )
+
+    def _check_watchers(self) -> None:
+        profile = self.train.profile
+        if profile is not None and profile.at + profile.steps - 1 > self.train.steps:
+            raise ConfigError(
+                f"train.profile: got at={profile.at} and steps={profile.steps}, and the run ends "
+                f"with step {self.train.steps}; lower them"
+            )
+        names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
 
     def _check_best(self) -> None:
         eval_every, save_every = self.train.eval_every, self.checkpoint.every

@@ -13,6 +13,7 @@ from axon_dist.nn import lora
 from axon_dist.step import TrainState, TrainStep
 from axon_dist.weights import load_weights
 from axon_dist.weights.formats import NATIVE_NAME, format_of
+from axon_dist.weights.load import check_weights
 
 from .kinds import Count
 
@@ -73,6 +74,18 @@ class Weights:
         if self.format != NATIVE_NAME:
             format_of(self.format)
 
+    def check(self, step: TrainStep) -> None:
+        """Compares the names and shapes of the files with a step, and reads no array.
+
+        Raises:
+            CheckpointError: as `load` does.
+        """
+        check_weights(step, *self._files, cast=self.cast, keep=(*self.keep, ADAPTER))
+
+    @property
+    def _files(self) -> tuple[str | list[str], str]:
+        return self.files[0] if len(self.files) == 1 else list(self.files), self.format
+
     def load(self, step: TrainStep) -> TrainState:
         """The first state of a step.
 
@@ -80,6 +93,4 @@ class Weights:
             CheckpointError: naming what is missing in the files, left over, or of another shape or
                 dtype.
         """
-        files = self.files[0] if len(self.files) == 1 else list(self.files)
-        keep = (*self.keep, ADAPTER)
-        return load_weights(step, files, self.format, cast=self.cast, keep=keep)
+        return load_weights(step, *self._files, cast=self.cast, keep=(*self.keep, ADAPTER))

@@ -50,6 +50,11 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         raise error(f"{where}: got an empty path; name a file or folder, or leave it out")
     if b"\0" in name:
         raise error(f"{where}: got {shown}, a path with a NUL character in it; take that out")
+    if any(letter < 32 or letter == 127 for letter in name):
+        raise error(
+            f"{where}: got {shown}, a path with a line break or another control character; take "
+            "that out"
+        )
     if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
         raise error(
             f"{where}: got {shown}..., of {len(name)} bytes; a path has at most {_LONGEST_PATH}, "

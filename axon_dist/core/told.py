@@ -105,6 +105,7 @@ def _brief(value: Any) -> str:
 
 
 WHOLE = Kind("a whole number", is_whole)
+SEED = Kind("a whole number in [0, 2^32)", lambda x: is_whole(x) and 0 <= x < 2**32)
 COUNT = Kind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
 NUMBER = Kind("a finite number", is_number)
 REAL = Kind(
@@ -135,4 +136,5 @@ OPTIMIZER = Kind(
         and not isinstance(x, nnx.Optimizer)
     ),
 )
+RNGS = Kind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 FUNCTION = Kind("a function", callable)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .errors import DTypeError
+from .errors import ConfigError, DTypeError
 from .typing import Path, PyTree
 
 
@@ -32,7 +32,11 @@ def path_str(key_path: tuple[Any, ...]) -> Path:
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[Path, Any]]:
     """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
-    return [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    try:
+        found = jax.tree_util.tree_leaves_with_path(tree)
+    except ValueError as error:
+        raise ConfigError(f"a tree has keys that cannot be sorted ({error}); give texts") from error
+    return [(path_str(path), leaf) for path, leaf in found]
 
 
 def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -109,7 +109,9 @@ def load_text(source: TextSource) -> Text:
     source.validate()
     train, validation = (_fit(side, source.max_bytes) for side in _sides(source))
     check_fits((*train, *validation))
-    tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else byte_tokenizer()
+    tokenizer = (
+        load_tokenizer(source.tokenizer) if source.tokenizer is not None else byte_tokenizer()
+    )
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
     held = _stream(validation, tokenizer)

@@ -56,7 +56,7 @@ def byte_tokenizer() -> Tokenizer:
         "bytes",
         256,
         encode=encode,
-        prompt=lambda text: np.frombuffer(text.encode(), np.uint8),
+        prompt=lambda text: np.frombuffer(_whole(text).encode(), np.uint8),
         decode=lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
         answer=lambda prompt, text: (encode((prompt + text).encode()), len(prompt.encode())),
         chat=_bytes_of_chat,
@@ -127,7 +127,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         f"tokens of {Path(path).name}",
         vocab_size,
         encode=encode,
-        prompt=lambda text: np.array(_without_end(model.encode(text)), dtype),
+        prompt=lambda text: np.array(_without_end(model.encode(_whole(text))), dtype),
         decode=lambda ids: model.decode(ids.tolist(), skip_special_tokens=False),
         answer=answer,
         chat=functools.partial(_tokens_of_chat, model, added, dtype),
@@ -144,6 +144,17 @@ def _tokens_of_chat(
     is_learned = [bool(letters[a:b].all()) for a, b in found.offsets]
     ids = np.array([*found.ids, *added], dtype)
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
+
+
+def _whole(prompt: str) -> str:
+    """A prompt, if it is a text: an argument that was not UTF-8 holds half letters."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the prompt {prompt!r:.80} is no text of UTF-8 (letter {error.start}); correct it"
+        ) from error
+    return prompt
 
 
 def _bytes_of_chat(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:

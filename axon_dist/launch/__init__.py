@@ -14,8 +14,8 @@ from .distributed import leave_after as leave_after
 from .environment import from_env as from_env
 from .local import ELASTIC as ELASTIC
 from .local import INTERRUPTED as INTERRUPTED
+from .local import PLANNED as PLANNED
 from .local import LaunchPlan as LaunchPlan
 from .local import launch as launch
-from .local import PLANNED as PLANNED
 from .memory import MEMORY as MEMORY
 from .spec import LaunchSpec as LaunchSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ _CHUNK_BYTES = 2**16
 _NOISE = b"[Gloo] Rank "
 _TAIL_BYTES = 2**14
 _OURS = "axon: "
+_TRACEBACK = "Traceback (most recent call last):"
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 _ABORTS = (b"coordination service", b"distributed service")
 _LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
 
@@ -96,12 +99,18 @@ def start_child(
 
 
 def last_words(log: Path) -> str:
-    """The last line in a log that this library wrote, or the last line of all."""
+    """The last line in a log that this library wrote; or the last error of all, or the last line.
+
+    An error is what stands below a traceback, and need not be the last line: what it says may have
+    several, and JAX adds that it left frames out.
+    """
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         ours = [line for line in lines if line.startswith(_OURS)]
-        return (ours or lines or [""])[-1].removeprefix(_OURS)
+        starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+        errors = [line for line in lines[max(starts, default=len(lines)) :] if _ERROR.match(line)]
+        return (ours[-1:] or errors[:1] or lines[-1:] or [""])[0].removeprefix(_OURS)
     return ""
 
 

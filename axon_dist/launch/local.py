@@ -116,6 +116,11 @@ class LaunchPlan:
                 "elastic; processes rejoin a run that has shrunk, after more than 0 seconds: give "
                 "--elastic --rejoin-after 600, or neither"
             )
+        if not self.master_addr or not self.master_addr.isprintable() or " " in self.master_addr:
+            raise LaunchError(
+                f"the master address is {self.master_addr!r:.80}; give the name or the address of "
+                "a host, such as localhost"
+            )
         if self.nnodes > 1:
             self._check_hosts()
 
@@ -248,6 +253,31 @@ def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
     return max(count - 1, 1) if plan.elastic and is_lost else count
 
 
+def may_end_at_once(failed: Child, memory: str | None) -> bool:
+    """Whether the other ranks have no more to say than the launcher knows, and nothing to save.
+
+    Args:
+        failed: the rank that failed first.
+        memory: the folder of the host's memory, which may hold copies of the state.
+    """
+    # JAX aborts a process after it has found out more than the launcher sees.
+    is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
+    return is_killed and memory is not None and any(Path(memory).glob("*.copy"))
+
+
+def gets_ahead(memory: str | None, since: float) -> bool:
+    """Whether a run that makes copies has made one since some moment; true where it makes none.
+
+    Args:
+        memory: the folder of the host's memory.
+        since: in seconds of the clock.
+    """
+    copies = [] if memory is None else list(Path(memory).glob("*.copy"))
+    with contextlib.suppress(FileNotFoundError):
+        return not copies or any(path.stat().st_mtime > since for path in copies)
+    return False
+
+
 def free_port() -> int:
     """A port of this host that nothing listens on."""
     with socket.socket() as probe:
@@ -306,21 +336,28 @@ class _Attempt:
 
     def _wait(self) -> Child | None:
         """Returns the first rank that failed, or None when all have ended, if only for now."""
-        started, rejoin = time.monotonic(), self.plan.rejoin_after
-        has_shrunk = self.count < self.plan.num_processes
+        started = time.time()
         while True:
+            # A command that knows nothing of SIGTERM was stopped by it all the same.
+            stopped = {INTERRUPTED, 128 + signal.SIGTERM} if self.made_room else {INTERRUPTED}
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
-                if code and code != INTERRUPTED:
+                if code and code not in stopped:
                     return child
             if None not in codes:
                 # Where they ended by themselves meanwhile, nothing is left for the others to do.
-                self.made_room = self.made_room and INTERRUPTED in codes
+                self.made_room = self.made_room and not stopped.isdisjoint(codes)
                 return None
-            late = rejoin is not None and time.monotonic() - started > rejoin
-            if has_shrunk and late and not self.made_room:
+            if not self.made_room and self._is_time_to_rejoin(started):
                 self._make_room()
             time.sleep(_POLL_SECONDS)
+
+    def _is_time_to_rejoin(self, started: float) -> bool:
+        """Whether those that were lost may come back: not before the others have got ahead."""
+        seconds = self.plan.rejoin_after
+        if seconds is None or self.count == self.plan.num_processes:
+            return False
+        return time.time() - started > seconds and gets_ahead(self.base.get(MEMORY), started)
 
     def _make_room(self) -> None:
         """Has the ranks stop between two steps, so that those that were lost can come back."""
@@ -331,16 +368,10 @@ class _Attempt:
 
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")
-        deadline = time.monotonic() + (0.0 if self._goes_on(failed) else self.plan.grace)
+        is_at_once = self.may_restart and may_end_at_once(failed, self.base.get(MEMORY))
+        deadline = time.monotonic() + (0.0 if is_at_once else self.plan.grace)
         while any(child.code is None for child in self.children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-
-    def _goes_on(self, failed: Child) -> bool:
-        """Whether the others have no more to say: one was killed, and the state is in memory."""
-        folder = self.base.get(MEMORY)
-        is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
-        has_copy = folder is not None and any(Path(folder).glob("*.copy"))
-        return self.may_restart and is_killed and has_copy
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:

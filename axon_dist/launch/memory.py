@@ -1,4 +1,4 @@
-"""The memory that outlives a process: a folder of the host's memory, kept by the launcher of a run."""
+"""The memory that outlives a process: a folder of the host's, kept by the launcher."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MEMORY = "AXON_MEMORY"
-"""The variable with a folder in the memory of the host, in which a run keeps copies of its state."""
+"""The variable with a folder in the memory of the host, for copies of the state of a run."""
 
-_HOST_MEMORY = Path("/dev/shm")  # noqa: S108 (where Linux mounts memory as files)
+_HOST_MEMORY = Path("/dev/shm")
 _PREFIX, _LOCK = "axon-", "lock"
 
 

@@ -50,9 +50,10 @@ class LoopOptions:
             count = getattr(self, name)
             if not isinstance(count, (int, np.integer)) or isinstance(count, bool):
                 raise ConfigError(f"{name}={count!r} is no whole number; give one, such as 100")
-        if min(self.num_steps, self.log_every) < 1 or min(
-            self.eval_every, self.save_every, self.copy_every
-        ) < 0:
+        if (
+            min(self.num_steps, self.log_every) < 1
+            or min(self.eval_every, self.save_every, self.copy_every) < 0
+        ):
             raise ConfigError(
                 f"got num_steps={self.num_steps}, log_every={self.log_every}, "
                 f"eval_every={self.eval_every}, save_every={self.save_every} and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -156,7 +157,8 @@ def _axis_items(axes: AxesLike) -> tuple[tuple[str, int], ...]:
     if isinstance(axes, MeshSpec):
         return axes.axes
     if isinstance(axes, str):
-        return tuple(_parse_axis(part, axes) for part in axes.split(",") if part.strip())
+        text = axes.rstrip().removesuffix(",")
+        return tuple(_parse_axis(part, axes) for part in text.split(",")) if text.strip() else ()
     pairs = axes.items() if isinstance(axes, Mapping) else axes
     try:
         return tuple((name, size) for name, size in pairs)
@@ -170,7 +172,7 @@ def _axis_items(axes: AxesLike) -> tuple[tuple[str, int], ...]:
 def _parse_axis(part: str, text: str) -> tuple[str, int]:
     name, equals, size = part.partition("=")
     try:
-        if not equals:
+        if not equals or re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", size) is None:
             raise ValueError
         return name.strip(), int(size)
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from .transformer_config import TransformerConfig
 
 
 class Balance(nnx.Variable):
-    """What is added to the probabilities of experts for the choice alone; state without gradient."""
+    """What is added to the probabilities of experts for the choice alone; it has no gradient."""
 
 
 class Report(nnx.Variable):
@@ -54,7 +55,7 @@ class Experts(nnx.Module):
         rngs: source of the initial weights.
     """
 
-    hidden_dims = {"gate": -1, "up": -1, "down": -2}
+    hidden_dims = MappingProxyType({"gate": -1, "up": -1, "down": -2})
     """The dim of each kernel that holds hidden features."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -67,9 +68,7 @@ class Experts(nnx.Module):
         if config.gated:
             self.gate: Any = make((experts.count, width, hidden), std)
         self.up: Any = make((experts.count, width, hidden), std)
-        self.down: Any = make(
-            (experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5
-        )
+        self.down: Any = make((experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5)
         if experts.shared:
             shared = _shared_config(config, experts.shared * hidden)
             kind = GatedMLP if config.gated else PlainMLP

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.core.errors import ConfigError, UnsupportedError
-from axon_dist.core.told import MODULE, WHOLE, Kind, told
+from axon_dist.core.told import MODULE, SEED, WHOLE, Kind, told
 from axon_dist.core.typing import Array
 
 from .sampling import Sampling, draw
@@ -61,7 +61,7 @@ _PROMPTS = Kind(
 )
 
 
-@told(model=MODULE, num_tokens=WHOLE, seed=WHOLE, end=WHOLE.or_none(), prompts=_PROMPTS)
+@told(model=MODULE, num_tokens=WHOLE, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
 def generate(
     model: nnx.Module,
     prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array,

@@ -19,9 +19,7 @@ AUXILIARY = "auxiliary"
 """The method by which a model tells what its call has added to the loss, and metrics of it."""
 
 
-def next_token_loss(
-    model: Callable[[Array], Array], batch: Mapping[str, Array]
-) -> Weighted | tuple[Weighted, dict[str, Array]]:
+def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> Any:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
 
     The logits of a large vocabulary never exist all at once: a model that has a method
@@ -57,9 +55,7 @@ def next_token_loss(
     """
     labels, counts = batch["tokens"][:, 1:], _counts(batch)
     if (head := _before_head(model, batch)) is not None:
-        return _with_auxiliary(
-            model, linear_cross_entropy(labels=labels, weights=counts, **head)
-        )
+        return _with_auxiliary(model, linear_cross_entropy(labels=labels, weights=counts, **head))
     losses = cross_entropy(_predict(model, batch), labels)
     return _with_auxiliary(model, Weighted(jnp.sum(losses * counts), jnp.sum(counts)))
 

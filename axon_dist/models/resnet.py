@@ -10,10 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from axon_dist.core.told import RNGS, Kind, told
 from axon_dist.core.typing import Array
 
 from .layers import pixels
 from .resnet_config import EXPANSION, ResNetConfig
+
+_CONFIG = Kind(
+    "a ResNetConfig, such as ResNetConfig.preset('tiny')", lambda x: isinstance(x, ResNetConfig)
+)
 
 
 class ResNet(nnx.Module):
@@ -39,6 +44,7 @@ class ResNet(nnx.Module):
     Source: He et al., Deep Residual Learning, arXiv:1512.03385.
     """
 
+    @told("ResNet", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config

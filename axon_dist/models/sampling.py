@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import REAL, WHOLE
 from axon_dist.core.typing import Array
 
 
@@ -38,9 +38,12 @@ class Sampling:
         Raises:
             ConfigError: one is out of range, or means nothing beside another.
         """
-        if not 0.0 <= self.temperature < math.inf:
+        REAL.check("Sampling", "temperature", self.temperature)
+        WHOLE.or_none().check("Sampling", "top_k", self.top_k)
+        REAL.or_none().check("Sampling", "top_p", self.top_p)
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
             raise ConfigError(
-                f"temperature={self.temperature} must be at least 0 and finite; 0 takes the "
+                f"temperature={self.temperature} must be 0 or lie in [1e-6, 1e6]; 0 takes the "
                 "likeliest token, 1 draws from the distribution as it is"
             )
         if self.top_k is not None and self.top_k < 1:

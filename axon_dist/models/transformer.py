@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import RNGS, Kind, told
 from axon_dist.core.typing import Array
 
 from .decoding import Cache, Past, Place
@@ -48,6 +49,12 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x))), past
 
 
+_CONFIG = Kind(
+    "a TransformerConfig, such as TransformerConfig.preset('tiny')",
+    lambda x: isinstance(x, TransformerConfig),
+)
+
+
 class Transformer(nnx.Module):
     """A decoder-only language model: RMSNorm, RoPE, grouped-query attention, SwiGLU by default.
 
@@ -71,6 +78,7 @@ class Transformer(nnx.Module):
         (2, 8, 256)
     """
 
+    @told("Transformer", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config
@@ -101,12 +109,26 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
-        return self.head(self.residual(tokens, segments))
+        return self.head(self.residual(tokens, *_places(segments)))
 
-    def residual(self, tokens: Array, segments: Array | None = None) -> Array:
-        """The residual stream behind the last block, `[B, T, D]`; arguments as of a call."""
-        more = () if segments is None else (segments, positions_in(segments))
-        x = self.embed(tokens, *more[1:])
+    def residual(
+        self, tokens: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """The residual stream behind the last block.
+
+        Where tokens lie in a row says nothing here but which of them attention sees: it is
+        `positions` that says where they stand.
+
+        Args:
+            tokens: integers `[B, T]`.
+            segments: integers `[B, T]`, the document of each token; None for one in each row.
+            positions: integers, `[B, T]` or `[1, T]`; None for those of the sequence index.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        more = () if positions is None else (segments, positions)
+        x = self.embed(tokens, positions)
         if self.config.scan_layers:
             return scan_layers(self.blocks, x, *more)
         for block in self.blocks:
@@ -131,7 +153,7 @@ class Transformer(nnx.Module):
         found = _plain_kernel(layer)
         if found is None:
             return None
-        x = self.final_norm(self.residual(tokens, segments))
+        x = self.final_norm(self.residual(tokens, *_places(segments)))
         dtype = layer.dtype or jnp.promote_types(x.dtype, found.dtype)
         return {
             "hidden": x.astype(dtype),
@@ -247,7 +269,11 @@ def positions_in(segments: Array) -> Array:
     return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
-def scan_layers(stacked: nnx.Module, x: Array, *more: Array) -> Array:
+def _places(segments: Array | None) -> tuple[Array, ...]:
+    return () if segments is None else (segments, positions_in(segments))
+
+
+def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
     Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import RNGS, Kind, told
 from axon_dist.core.typing import Array
 
 from .attention import ATTENTION_FORMS
 from .layers import pixels
 from .vit_config import ViTConfig
+
+_CONFIG = Kind("a ViTConfig, such as ViTConfig.preset('tiny')", lambda x: isinstance(x, ViTConfig))
 
 
 class ViT(nnx.Module):
@@ -37,6 +40,7 @@ class ViT(nnx.Module):
     Source: Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929.
     """
 
+    @told("ViT", config=_CONFIG, rngs=RNGS)
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, UnsupportedError
+from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain
@@ -47,6 +48,7 @@ class TensorParallelAttention(nnx.Module):
         (2, 5, 16)
     """
 
+    @told("TensorParallelAttention", features=COUNT, num_heads=COUNT, rngs=RNGS)
     def __init__(
         self,
         features: int,
@@ -122,6 +124,17 @@ def mixes(module: nnx.Module) -> bool:
     method = getattr(type(module), "attend", None)
     names = list(inspect.signature(method).parameters) if method is not None else []
     return names[1:4] == ["query", "key", "value"]
+
+
+def in_any_order(module: nnx.Module) -> bool:
+    """Whether a module has a method `residual(tokens, segments, positions)`.
+
+    It promises that what it gives for a token does not depend on where in the row that stands, but
+    by `positions`, and by attention: rows in another order give results in that order.
+    """
+    method = getattr(type(module), "residual", None)
+    names = list(inspect.signature(method).parameters) if method is not None else []
+    return names[1:] == ["tokens", "segments", "positions"]
 
 
 def attended(

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import DivisibilityError, GroupError
 from ..core.reduction import all_sum, gathered
+from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain, manual_axes
@@ -62,6 +63,7 @@ class ColumnParallelLinear(nnx.Module):
 
     mode = ParallelMode.COLUMN
 
+    @told("ColumnParallelLinear", in_features=COUNT, out_features=COUNT, rngs=RNGS)
     def __init__(
         self,
         in_features: int,
@@ -132,6 +134,7 @@ class RowParallelLinear(nnx.Module):
 
     mode = ParallelMode.ROW
 
+    @told("RowParallelLinear", in_features=COUNT, out_features=COUNT, rngs=RNGS)
     def __init__(
         self,
         in_features: int,
@@ -192,6 +195,7 @@ class ParallelMLP(nnx.Module):
         (2, 3)
     """
 
+    @told("ParallelMLP", in_features=COUNT, hidden_features=COUNT, rngs=RNGS)
     def __init__(
         self,
         in_features: int,

@@ -93,6 +93,13 @@ def lora(
     adapted = nnx.clone(model)
     layers = dict(_layers(adapted))
     for path in (paths,) if isinstance(paths, str) else paths:
+        try:
+            re.compile(path)
+        except re.error as error:
+            raise ConfigError(
+                f"lora got the path {path!r}, which is no regular expression: {error}; give one "
+                "that is found in the paths of layers, such as 'attention'"
+            ) from error
         if not any(re.search(path, name) for name in layers):
             raise ConfigError(
                 f"lora got the path {path!r}, which finds none of the model's nnx.Linear and "

@@ -12,6 +12,7 @@ from .ddp import ddp as ddp
 from .expert import EXPERTS as EXPERTS
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
+from .expert import has_experts as has_experts
 from .expert import map_experts as map_experts
 from .fsdp import FSDP as FSDP
 from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel

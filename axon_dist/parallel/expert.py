@@ -364,9 +364,7 @@ class SplitExperts:
             pieces = x.reshape(-1, size, slots, x.shape[-1]).swapaxes(0, 1)
             return swap(pieces.reshape(-1, slots, x.shape[-1]))
 
-        return in_slots(
-            feed, tokens, choice, kernels, experts, slots, there=there, back=back
-        )
+        return in_slots(feed, tokens, choice, kernels, experts, slots, there=there, back=back)
 
 
 def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..collectives import sync_gradients
 from ..core.choice import Choice
 from ..core.errors import ConfigError, did_you_mean
-from ..core.told import MODEL
+from ..core.told import MODEL, Kind
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from ..nn import ActivationCheckpointing
@@ -67,7 +67,8 @@ def fsdp(
 
     Args:
         sharding_strategy: what is split.
-        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last.
+        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. One that
+            `context_parallel` has, when composed with it, splits the arrays and no samples.
         cpu_offload: what lives in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
         auto_wrap_policy: which modules are gathered and freed as one; by default the blocks
@@ -96,6 +97,8 @@ def fsdp(
             f"hybrid_shard got the axes {axes}; it needs one to replicate over and a last one to "
             'split over, such as ("dp", "fsdp")'
         )
+    _WRAP.check(chosen.value, "auto_wrap_policy", auto_wrap_policy)
+    _REMAT.check(chosen.value, "activation_checkpointing", activation_checkpointing)
     made = zero(
         STAGES[chosen],
         axes,
@@ -115,6 +118,15 @@ def fsdp(
         remat=activation_checkpointing,
         offload=_member(CPUOffload, cpu_offload),
     )
+
+
+_WRAP = Kind(
+    "a policy, such as TransformerAutoWrapPolicy(Block)", lambda x: hasattr(x, "units")
+).or_none()
+_REMAT = Kind(
+    "an ActivationCheckpointing, such as ActivationCheckpointing(interval=1)",
+    lambda x: isinstance(x, ActivationCheckpointing),
+).or_none()
 
 
 class FullyShardedDataParallel:

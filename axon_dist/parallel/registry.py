@@ -27,6 +27,9 @@ from .zero import ZeROStage, zero
 DATA_AXES = ("dp", "fsdp")
 """The axes that split samples."""
 
+POSITION_AXIS = "cp"
+"""The axis that splits positions."""
+
 AUTO = "auto"
 """The plan that is read off the model."""
 
@@ -40,7 +43,23 @@ def data_axes(world: World) -> tuple[str, ...]:
     Raises:
         MeshError: when the mesh has none.
     """
-    axes = tuple(axis for axis in world.mesh.axis_names if axis in DATA_AXES)
+    return _axes_among(world, DATA_AXES)
+
+
+def array_axes(world: World) -> tuple[str, ...]:
+    """The axes of a mesh over which arrays are split: those of samples, and of positions.
+
+    The stages of a pipeline split theirs over the axes of samples alone.
+
+    Raises:
+        MeshError: when the mesh has none.
+    """
+    positions = () if "pp" in world.mesh.axis_names else (POSITION_AXIS,)
+    return _axes_among(world, (*DATA_AXES, *positions))
+
+
+def _axes_among(world: World, names: tuple[str, ...]) -> tuple[str, ...]:
+    axes = tuple(axis for axis in world.mesh.axis_names if axis in names)
     if not axes:
         raise MeshError(
             f"mesh {world.spec} has no axis to split the batch over; add dp or fsdp, of size 1 "
@@ -49,11 +68,15 @@ def data_axes(world: World) -> tuple[str, ...]:
     return axes
 
 
-def _row(make: Callable[..., Strategy], **fixed: Any) -> MakeStrategy:
-    """A row for `make`; its signature shows what is left for a config to say."""
+def _row(
+    make: Callable[..., Strategy],
+    axes: Callable[[World], tuple[str, ...]] = data_axes,
+    **fixed: Any,
+) -> MakeStrategy:
+    """A row for `make` over some axes; its signature shows what is left for a config to say."""
 
     def strategy(model: Any, world: World, **options: Any) -> Strategy:
-        return make(axes=data_axes(world), **fixed, **options)
+        return make(axes=axes(world), **fixed, **options)
 
     left = [
         parameter
@@ -143,6 +166,8 @@ def _expert(
             exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
     """
     return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
+
+
 def _diloco(
     model: Any,
     world: World,
@@ -192,19 +217,26 @@ def _local_sgd(
     return local_sgd(axis, every=every, compress=compress, fragments=fragments)
 
 
+_SPLIT = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+
 STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
     {
         "ddp": _row(ddp),
-        "zero1": _row(zero, stage=ZeROStage.STAGE1),
-        "zero2": _row(zero, stage=ZeROStage.STAGE2),
-        "zero3": _row(zero, stage=ZeROStage.STAGE3),
+        "zero1": _row(zero, array_axes, stage=ZeROStage.STAGE1),
+        "zero2": _row(zero, array_axes, stage=ZeROStage.STAGE2),
+        "zero3": _row(zero, array_axes, stage=ZeROStage.STAGE3),
         "tensor": _tensor,
         "context": _context,
         "expert": _expert,
         "pipeline": _pipeline,
         "diloco": _diloco,
         "local_sgd": _local_sgd,
-        **{choice.value: _row(fsdp, sharding_strategy=choice) for choice in ShardingStrategy},
+        **{
+            choice.value: _row(
+                fsdp, array_axes if choice in _SPLIT else data_axes, sharding_strategy=choice
+            )
+            for choice in ShardingStrategy
+        },
     }
 )
 """`STRATEGIES[name](model_or_factory, world, **options)` makes the strategy of that name.

@@ -11,7 +11,7 @@ from flax import nnx
 from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
 from ..core.requirement import check_all
-from ..core.told import TEXTS
+from ..core.told import TEXTS, WHOLE
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup, World
 from ..nn import ActivationCheckpointing, Layout
@@ -65,6 +65,7 @@ class Reduction:
                 f"reduction per {self.per!r} is unknown."
                 f"{did_you_mean(str(self.per), ['step', 'microbatch'])}"
             )
+        WHOLE.or_none().check("a Reduction", "bucket_capacity", self.bucket_capacity)
         if self.bucket_capacity is not None and self.bucket_capacity < 1:
             raise ConfigError(
                 f"bucket capacity is {self.bucket_capacity} elements; it must be at least 1, or "
@@ -104,6 +105,11 @@ class AdaptLayers(Protocol):
     @property
     def sends_around(self) -> bool:
         """Whether it passes values around a ring of ranks, which all ranks must do together."""
+        ...
+
+    @property
+    def splits_positions(self) -> bool:
+        """Whether its axes split the positions of a sample, so that its ranks have other data."""
         ...
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
@@ -171,6 +177,14 @@ class Strategy:
     slow: SlowPlan | None = None
 
     @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks have data of their own: samples, or positions of them.
+
+        Gradients are sums over all of these.
+        """
+        return (*self.batch_axes, *_position_axes([self]))
+
+    @property
     def reduces_per(self) -> str:
         """`"step"` or `"microbatch"`: what was said, or what the layout of the parameters asks for.
 
@@ -178,7 +192,7 @@ class Strategy:
         gradient, so each microbatch is reduced.
         """
         said = None if self.reduction is None else self.reduction.per
-        splits = not set(self.batch_axes).isdisjoint(self.params.split_axes)
+        splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
         return said or ("microbatch" if splits else "step")
 
     @property
@@ -264,7 +278,9 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     Returns:
         A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
         the reduction each part says what is not a default: `compose(ddp(), fsdp())` reduces every
-        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`.
+        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`. An axis that
+        context parallelism has for the positions splits no samples: `fsdp(axes=("fsdp", "cp"))`
+        beside it splits samples over `fsdp`, and arrays over both.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or say
@@ -344,7 +360,7 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     Returns:
         The strategy; itself where there is nothing to gain, or stages own the parameters.
     """
-    precision, axes = strategy.precision, set(strategy.batch_axes)
+    precision, axes = strategy.precision, set(strategy.data_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
     whole = axes.isdisjoint(strategy.params.split_axes)
     if precision is None or strategy.pipeline is not None or not (splits and whole):
@@ -362,10 +378,18 @@ def _merged(policies: Sequence[Policy]) -> Policy:
     return Merge(tuple(saying))
 
 
+def _position_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
+    every = (layers for part in parts for layers in part.layers if layers.splits_positions)
+    return tuple(axis for layers in every for axis in layers.axes)
+
+
 def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
     axes: dict[str, str] = {}
+    of_positions = _position_axes(parts)
     for part in parts:
         for axis in part.batch_axes:
+            if axis in of_positions:
+                continue
             if axis in axes:
                 raise StrategyConflictError(
                     f"dim 0 of the batch is split over axis {axis!r} by {axes[axis]!r} and by "

@@ -43,6 +43,11 @@ def read_rows(text: str) -> tuple[tuple[Cell, ...], ...]:
         (((Action(stage=0, phase=<Phase.F: 'F'>, microbatch=0),
            Action(stage=0, phase=<Phase.B: 'B'>, microbatch=0)), ()),)
     """
+    if not isinstance(text, str):
+        raise ScheduleError(
+            f"got {text!r:.60}, a {type(text).__name__}, for a table. Give its text, such as "
+            "0F0,0F1,,0B0,0B1."
+        )
     lines = [line.split(",") for line in text.splitlines() if line.strip()]
     if not any(entry.strip() for line in lines for entry in line):
         raise ScheduleError(

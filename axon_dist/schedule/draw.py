@@ -49,6 +49,7 @@ def draw(
         device 1    |F0|B0   |F1|B1   |
         F forward   B backward
     """
+    Schedule.check(schedule, "a drawing")
     if width is not None and width < 40:
         raise ScheduleError(f"got width={width}. A drawing needs at least 40 columns.")
     rows = boxes(schedule, timeline)

@@ -69,6 +69,10 @@ def search(
         (25.5, 4.0)
     """
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0:
+        raise ScheduleError(
+            f"got memory={memory!r:.60}. Give a number of microbatches above 0; inf is no limit."
+        )
     costs = Costs() if costs is None else costs
     _check_weights(costs, num_stages, chunks)
     best: Found | None = None

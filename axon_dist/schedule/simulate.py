@@ -73,6 +73,11 @@ class Costs:
         if self.f == 0:
             raise ScheduleError("got the cost f=0. A forward must take time; use f=1 as the unit.")
         weights = self.stage_weights
+        if not isinstance(weights, tuple | list):
+            raise ScheduleError(
+                f"got stage_weights={weights!r:.60}, a {type(weights).__name__}. Give a tuple of "
+                "numbers, one for each stage."
+            )
         if weights and not (all(0 <= weight < inf for weight in weights) and any(weights)):
             raise ScheduleError(
                 f"got stage_weights={weights}. Each must be a finite number of at least 0, and one "
@@ -169,7 +174,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None, lockstep: bool = Fa
         >>> simulate(eager_1f1b(4, 8), lockstep=True).makespan
         33.0
     """
+    Schedule.check(schedule)
     costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise ScheduleError(
+            f"got the costs {costs!r:.60}. Give Costs, such as Costs(f=1, i=1, w=1)."
+        )
     walk = _walk_ticks if lockstep else _walk_freely
     spans, makespan = walk(schedule, times_of(schedule, costs), costs.transfer)
     return Timeline(spans, makespan, peak_live(schedule), peak_live(schedule, STASH_ENDS), lockstep)

@@ -75,6 +75,15 @@ class Schedule:
                     f"{self.num_devices} rows. Place it on a device in 0..{self.num_devices - 1}."
                 )
 
+    @staticmethod
+    def check(value: object, what: str = "a schedule") -> None:
+        """Raises `ScheduleError` for what is no `Schedule`."""
+        if not isinstance(value, Schedule):
+            raise ScheduleError(
+                f"got {value!r:.60}, a {type(value).__name__}, for {what}. Give a Schedule, such "
+                'as build_schedule("1f1b", 4, 8).'
+            )
+
     def __str__(self) -> str:
         title = (
             f"{self.name}: {self.num_stages} stages on {self.num_devices} devices, "

@@ -35,6 +35,7 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
         Traceback (most recent call last):
         axon_dist.core.errors.ScheduleError: in schedule 'custom', 0F1 (device 0, tick 1) is ...
     """
+    Schedule.check(schedule)
     _check_names(schedule)
     _check_once(schedule)
     _check_complete(schedule)

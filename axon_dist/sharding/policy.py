@@ -11,10 +11,13 @@ from typing import Any, TypeAlias
 from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, StrategyConflictError
+from ..core.told import Kind, is_whole
 from ..core.typing import Path, Shape
 
 HasShape: TypeAlias = Any
 """Anything whose `.shape` maps axis names to sizes: a Mesh, an AbstractMesh or a MeshSpec."""
+
+_NOT_NEGATIVE = Kind("a whole number, at least 0", lambda x: is_whole(x) and x >= 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +122,17 @@ class LargestDim(Policy):
         P(None, 'fsdp')
         >>> rule.decide("scale", (64,), MeshSpec(fsdp=4)).reason
         'stays whole: 64 elements are fewer than min_elements=1024'
+
+    Raises:
+        ConfigError: when `min_elements` is no whole number of at least 0.
     """
 
     axes: tuple[str, ...]
     min_elements: int = 1024
     label: str = "largest_dim"
+
+    def __post_init__(self) -> None:
+        _NOT_NEGATIVE.check(self.label, "min_elements", self.min_elements)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError
 from ..core.shared import Shared
-from ..core.tree import check_32_bits, leaves_with_paths, parted, path_str
+from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str
 from ..core.typing import Batch, PyTree
 from .local_view import batch_spec
 from .padding import Padding
@@ -187,6 +187,12 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
     return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
 
 
+def unwrapped(batch: Batch) -> Batch:
+    """A batch as a loss function sees it, with what its samples have in common unwrapped."""
+    samples, shared = apart(batch)
+    return joined(samples, shared) if shared else samples
+
+
 def _canonical(value: Any) -> Any:
     """An array of a dtype that JAX has; a number of Python is one of no dims."""
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
@@ -228,7 +234,7 @@ def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
                 "one batch of them, not what makes batches"
             )
         if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind in "OSUMm":
+            if leaf.dtype.kind in "OSUMmV":
                 raise ConfigError(
                     f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
                     "token ids"

@@ -15,6 +15,7 @@ from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy
 from ..precision import GradScaler, MixedPrecision
 from .arguments import check_arguments, is_told_step
+from .batch import unwrapped
 from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
 from .options import StepOptions
@@ -155,7 +156,8 @@ def build_train_step(
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
     parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
-    spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
+    example = None if batch is None else unwrapped(batch)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, options, example)
     check_rules(spec)
     step = TrainStep(spec, form_of(spec, source))
     if batch is not None:

@@ -13,7 +13,7 @@ from flax import nnx
 from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
 from ..core.tree import leaves_with_paths
-from ..parallel import STRATEGY_RULES, Placed, check_sums
+from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts
 from ..program import linen_modules
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
@@ -48,6 +48,14 @@ def _residents(spec: StepSpec) -> Found:
     return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
 
 
+def _stage_experts(spec: StepSpec) -> Found:
+    if spec.strategy.pipeline is None:
+        return None
+    modules = nnx.iter_modules(spec.parts.abstract)
+    found = next(("/".join(map(str, keys)) for keys, m in modules if has_experts(m)), None)
+    return None if found is None else {"path": found}
+
+
 def _statistics(spec: StepSpec) -> Found:
     if not (spec.is_local and spec.reduction.sync_buffers):
         return None
@@ -63,7 +71,7 @@ def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.storage.rows
     if rows is None or remat is None or not remat.classes:
         return None
-    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.blocks}
+    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
@@ -105,6 +113,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
         _microbatches,
+    ),
+    Requirement.row(
+        "stages have no experts",
+        UnsupportedError,
+        "{path} chooses experts, and what it tells the loss and its bias is of all samples, which "
+        "the stages of a pipeline see a microbatch at a time and out of order; leave the pipeline "
+        "out, and split the model by expert_parallel, fsdp or tensor_parallel",
+        _stage_experts,
     ),
     Requirement(
         "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)

@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from ..core.typing import LossFn, OptionValue, PyTree
+from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import World
 from ..nn import Layout
 from ..parallel import Reduction, Strategy
@@ -43,6 +43,8 @@ class StepSpec:
         options: what the step does besides.
         region: the mesh as one of several replicas sees it that train on their own, within the
             region where the axis between them is manual; None outside of such a region.
+        batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
+            None where no batch is known.
     """
 
     parts: ModelParts
@@ -52,6 +54,7 @@ class StepSpec:
     world: World
     options: StepOptions
     region: AbstractMesh | None = None
+    batch: Batch | None = None
 
     @property
     def mesh(self) -> Any:
@@ -157,7 +160,7 @@ class StepSpec:
 
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
-        storage = storage_of(self.parts, self.strategy)
+        storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
 
     @property

@@ -307,6 +307,19 @@ class TrainStep(MadeOfSpec):
         """
         return tuple(run.lower(self._form.placed_shapes) for run in self._meetings)
 
+    def program(self, batch: Batch) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+        """Traces the step for a batch of shapes, without lowering it for any device.
+
+        Args:
+            batch: as for `lower`.
+
+        Returns:
+            The closed jaxpr over global arrays, and the shapes and shardings of its arguments: the
+            leaves of the state first, which it returns first, then those of the batch.
+        """
+        arguments = self._arguments(batch, 1)
+        return self._step.trace(*arguments).jaxpr, jax.tree.leaves(arguments)
+
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 

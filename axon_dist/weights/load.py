@@ -93,8 +93,7 @@ def load_weights(
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     if isinstance(model, TrainStep):
         targets = model.weight_targets
-        read = lambda: _find(model.parts.abstract, targets, files, rules, cast, keep)
-        sources = _agreed(model.world, read)
+        sources = _sources(model, files, rules, cast, keep)
         return model.init({path: place(x, targets[path]) for path, x in sources.items()})
     parts, source = take_apart(model)
     shapes = weight_shapes(parts)
@@ -113,6 +112,40 @@ def load_weights(
         arrays |= drawn
         first = parts.weights, parts.buffers
     return parts.merge(*map(replaced, first))
+
+
+def check_weights(
+    step: TrainStep,
+    files: Files,
+    rules: WeightRules | str | None = None,
+    *,
+    cast: bool = False,
+    keep: Iterable[str] = (),
+) -> None:
+    """Compares names, shapes and dtypes of files with a step, as `load_weights` does first.
+
+    Args:
+        step: the step.
+        files: as for `load_weights`.
+        rules: as for `load_weights`.
+        cast: as for `load_weights`.
+        keep: as for `load_weights`.
+
+    Raises:
+        AxonDistError: whatever `load_weights` would raise before it reads an array.
+    """
+    _sources(step, files, rules, cast, tuple(keep))
+
+
+def _sources(
+    step: TrainStep,
+    files: Files,
+    rules: WeightRules | str | None,
+    cast: bool,
+    keep: tuple[str, ...],
+) -> dict[Path, Source]:
+    targets, model = step.weight_targets, step.parts.abstract
+    return _agreed(step.world, lambda: _find(model, targets, files, rules, cast, keep))
 
 
 def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:

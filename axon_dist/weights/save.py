@@ -15,6 +15,7 @@ from flax import nnx
 from axon_dist.checkpoint import is_main, on_main, plan_order, write_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError, DTypeError
 from axon_dist.core.files import as_path, read_bytes
+from axon_dist.core.told import COUNT
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import Array, Path
 from axon_dist.step import TrainState, TrainStep
@@ -67,6 +68,7 @@ def save_weights(
         >>> {name: str(x.dtype) for name, x in open_tensors(FilePath(path)).items()}
         {'bias': 'bfloat16', 'kernel': 'bfloat16'}
     """
+    COUNT.check("save_weights", "max_file", max_file)
     structure, weights = _weights(model, step)
     table = rules_for(rules, structure)
     table.validate()

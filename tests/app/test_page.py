@@ -175,3 +175,15 @@ def test_a_browser_draws_it_without_a_complaint(folder, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (tmp_path / "page.png").stat().st_size > 5000
     assert "CONSOLE" not in done.stderr
+
+
+def test_two_runs_of_one_name_are_told_apart(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    for compared, label in ((other, "(other)"), (folder, "(compared)")):
+        page = report_page(folder, compared)
+        for title in ("Where the time went", "Memory per device", "Collectives"):
+            section = page.split(f"<h2>{title}</h2>")[1].split("<h2>")[0]
+            heads = re.findall(r"<h3>(.*?)</h3>", section)
+            assert len(heads) == len(set(heads)) == 2
+            assert heads[1].endswith(label)

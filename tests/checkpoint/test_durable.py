@@ -2,11 +2,13 @@
 
 import os
 import pathlib
+import random
 
 import jax.numpy as jnp
 import pytest
 
 from axon_dist.checkpoint import CheckpointManager, Retention, load_checkpoint
+from benchmarks.power import Disk, measure_power_cuts
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -42,3 +44,27 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path, monkeypatch, kind)
     assert named == [("step_00000001", set()), ("step_00000002", set())]
     assert [name for name, _ in events][-1] == "step_00000001.tmp"
     assert load_checkpoint(tmp_path / "step_00000002", state)["w"].tolist() == list(range(8))
+
+
+def test_a_power_cut_loses_no_save_that_had_ended(tmp_path):
+    rows = measure_power_cuts(tmp_path, 8, random.Random(0))
+    assert rows == [("power cut, sharded", 8, 8), ("power cut, full", 8, 8)]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [*(pytest.param(x, marks=pytest.mark.full) for x in ("files", "folders")), "the folder of all"],
+)
+def test_a_power_cut_finds_what_was_not_synced(tmp_path, monkeypatch, lost):
+    """The disk is worth nothing as a witness if it does not see a sync that is missing."""
+    sync = Disk.sync
+
+    def forgetful(disk, descriptor):
+        path = pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        kind = "files" if path.is_file() else "folders"
+        if lost not in (kind, "the folder of all" if path == disk.root else kind):
+            sync(disk, descriptor)
+
+    monkeypatch.setattr(Disk, "sync", forgetful)
+    for _, count, good in measure_power_cuts(tmp_path, 8, random.Random(0)):
+        assert good < count

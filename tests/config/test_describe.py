@@ -61,3 +61,10 @@ def test_as_text_and_as_tables():
     assert "| `train.steps` | integer, at least 1 | `1000` | optimizer steps. |" in to_markdown(
         found
     )
+
+
+def test_tables_show_braces_and_brackets():
+    table = to_markdown(describe(""))
+    assert "| `mesh` | dp=4,tp=2 or &#123;dp: 4, tp: 2} | `{dp: -1}` |" in table
+    assert "`runs/<name>-<time>`" in table
+    assert "&lt;name" not in table

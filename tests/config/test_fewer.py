@@ -10,11 +10,9 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist.app.copies import check_copies
 from axon_dist.config import RunConfig
 from axon_dist.config.build import build_run
 from axon_dist.config.fewer import for_fewer, microbatches_for_fewer
-from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.train import build_train_step
@@ -34,7 +32,10 @@ def test_the_batch_is_kept_and_no_device_holds_more(rows, accumulate, planned, r
     count = microbatches_for_fewer(batch, accumulate, planned, ranks)
     assert count >= accumulate
     assert batch % (count * ranks) == 0
-    assert batch // (count * ranks) <= batch // (accumulate * planned)
+    most = batch // (accumulate * planned)
+    assert batch // (count * ranks) <= most
+    fewer = range(accumulate, count)
+    assert all(batch % (c * ranks) or batch // (c * ranks) > most for c in fewer)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +81,3 @@ def test_what_couples_samples_is_named(norm, loss, words):
     found = step.coupling({"x": shape})
     assert words.lower() in found.lower()
     assert bool(found) == bool(words)
-
-
-MEMORY = {"checkpoint": {"memory_every": 5}}
-
-
-def test_copies_that_nobody_keeps_are_refused(tmp_path):
-    config = RunConfig.from_dict(MEMORY)
-    with pytest.raises(ConfigError, match=r"memory_every: got 5, and nothing keeps copies.*launch"):
-        check_copies(config, {}, "auto")
-    with pytest.raises(ConfigError, match="which is no folder"):
-        check_copies(config, {"AXON_MEMORY": str(tmp_path / "gone")}, "auto")
-    with pytest.raises(ConfigError, match="with --resume auto alone; add that"):
-        check_copies(config, {"AXON_MEMORY": str(tmp_path)}, None)
-    check_copies(config, {"AXON_MEMORY": str(tmp_path)}, "auto")
-    check_copies(RunConfig(), {}, None)

@@ -1,15 +1,14 @@
-"""Mixtures of experts: every way to split them equals one device, gradients of experts times one."""
+"""Mixtures of experts equal one device however they are split, gradients of experts times one."""
 
 import functools
 import math
 
 import jax
-import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from axon_dist import Strategy, World, build_train_step, compose, ddp, zero
+from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
 from axon_dist.models import ExpertConfig, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, expert_parallel, fsdp, tensor_parallel
@@ -59,10 +58,22 @@ ROWS = {
         {"scan_layers": True},
         {},
     ),
-    "zero1": ("dp=2,ep=2", lambda: compose(zero(1, min_elements=8), expert_parallel()), 2)
-    + ("adam", {}, {}),
-    "zero2": ("dp=2,ep=2", lambda: compose(zero(2, min_elements=8), expert_parallel()), 2)
-    + ("sgd", {}, {"per_token": 1}),
+    "zero1": (
+        "dp=2,ep=2",
+        lambda: compose(zero(1, min_elements=8), expert_parallel()),
+        2,
+        "adam",
+        {},
+        {},
+    ),
+    "zero2": (
+        "dp=2,ep=2",
+        lambda: compose(zero(2, min_elements=8), expert_parallel()),
+        2,
+        "sgd",
+        {},
+        {"per_token": 1},
+    ),
     "hybrid": (
         "dp=2,fsdp=2,ep=2",
         lambda: compose(
@@ -159,3 +170,52 @@ def test_equals_one_device(name):
         assert float(metrics["dropped"]) == 0.0
     assert_close(state.params, want.params, 1e-5, "parameter")
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+
+
+def built(strategy, mesh, experts=(), **options):
+    case = case_of({"num_layers": 1}, dict(experts))
+    optimizer = OPTIMIZERS["adam"]()
+    return case, build_train_step(
+        case.make(), optimizer, case.loss_fn, strategy, world_of(mesh), **options
+    )
+
+
+@pytest.mark.full
+def test_a_checkpoint_goes_on_with_other_ranks_and_another_form(tmp_path):
+    case, one = built(compose(split(), expert_parallel("ring")), "fsdp=2,ep=2")
+    state, _ = one(one.init(), case.batch(0))
+    save_checkpoint(tmp_path / "c", state)
+    saved = jax.device_get((state.params, state.buffers))
+    want, metrics = one(state, case.batch(1))
+    _, other = built(expert_parallel("all_to_all"), "ep=4")
+    restored = load_checkpoint(
+        tmp_path / "c", target_of(other.abstract_state, other.state_shardings)
+    )
+    assert_close((restored.params, restored.buffers), saved, 0.0, "leaf")
+    got, found = other(restored, case.batch(1))
+    assert_metrics(found, metrics, "the step after")
+    assert_close(got.params, want.params, 1e-5, "parameter")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["ring", "all_to_all"])
+def test_bf16_is_near_one_device(form):
+    strategy = compose(split(), expert_parallel(form), tp())
+    case, step = built(strategy, "fsdp=2,ep=2,tp=2", precision="bf16", accumulate=2)
+    want = train(case, OPTIMIZERS["adam"](), 2, 2)
+    state = step.init()
+    for number in range(2):
+        state, metrics = step(state, case.batch(number))
+        # Rounding may choose another expert for a token between two.
+        assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-2)
+
+
+@pytest.mark.full
+def test_a_balance_term_of_sequences_does_not_depend_on_the_microbatches():
+    losses = []
+    for accumulate in (1, 4):
+        experts = (("balance_per", "sequence"), ("bias_rate", 0.0), ("z_loss", 0.0))
+        strategy = compose(ddp(), expert_parallel())
+        case, step = built(strategy, "dp=2,ep=2", experts, accumulate=accumulate)
+        losses.append(float(step(step.init(), case.batch(0))[1]["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

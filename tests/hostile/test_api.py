@@ -272,3 +272,74 @@ def test_odd_trainers(step, name):
     given = {"step": step, "batches": [BATCH], "options": LoopOptions(num_steps=1), **changes}
     with pytest.raises(AxonDistError, match=words):
         Trainer(**given).fit()
+
+
+TABLE = build_schedule("1f1b", 2, 2)
+SMALL = axon_dist.models.TransformerConfig(width=8, num_layers=1, num_heads=2, max_length=8)
+ARRAYS = {"a": jnp.ones(2)}
+RNGS = nnx.Rngs(0)
+ONE_BY_ONE = {
+    "bucket of a text": lambda _: axon_dist.Reduction(bucket_capacity="big"),
+    "wrap of a text": lambda _: axon_dist.FSDP(NET, GROUP, auto_wrap_policy="Block"),
+    "remat of a text": lambda _: axon_dist.FSDP(NET, GROUP, activation_checkpointing="yes"),
+    "remat of a number": lambda _: axon_dist.fsdp(axes="dp", activation_checkpointing=3),
+    "min_elements below 0": lambda _: axon_dist.FSDP(NET, GROUP, min_elements=-1),
+    "min_elements of a text": lambda _: axon_dist.zero(1, "dp", min_elements="few"),
+    "column of 0": lambda _: axon_dist.ColumnParallelLinear(0, 4, rngs=RNGS),
+    "column of a text": lambda _: axon_dist.ColumnParallelLinear("4", 4, rngs=RNGS),
+    "column without rngs": lambda _: axon_dist.ColumnParallelLinear(4, 4, rngs=None),
+    "row below 0": lambda _: axon_dist.RowParallelLinear(4, -4, rngs=RNGS),
+    "row of half": lambda _: axon_dist.RowParallelLinear(4, 2.5, rngs=RNGS),
+    "MLP of 0": lambda _: axon_dist.ParallelMLP(4, 0, rngs=RNGS),
+    "attention of 0 heads": lambda _: axon_dist.TensorParallelAttention(4, 0, rngs=RNGS),
+    "attention without rngs": lambda _: axon_dist.TensorParallelAttention(4, 2, rngs=3),
+    "Transformer of None": lambda _: axon_dist.models.Transformer(None, rngs=RNGS),
+    "Transformer of a name": lambda _: axon_dist.models.Transformer("tiny", rngs=RNGS),
+    "Transformer without rngs": lambda _: axon_dist.models.Transformer(SMALL, rngs=None),
+    "ViT of another config": lambda _: axon_dist.models.ViT(SMALL, rngs=RNGS),
+    "ResNet of another config": lambda _: axon_dist.models.ResNet(SMALL, rngs=RNGS),
+    "temperature of a text": lambda _: axon_dist.models.Sampling("1").validate(),
+    "temperature that is none": lambda _: axon_dist.models.Sampling(float("nan")).validate(),
+    "temperature without end": lambda _: axon_dist.models.Sampling(1e308).validate(),
+    "temperature of nothing": lambda _: axon_dist.models.Sampling(1e-308).validate(),
+    "top_k of a text": lambda _: axon_dist.models.Sampling(top_k="3").validate(),
+    "top_p of a text": lambda _: axon_dist.models.Sampling(top_p="3").validate(),
+    "lora of an open bracket": lambda _: axon_dist.lora(NET, 2, "(", rngs=RNGS),
+    "compute in 8 bits": lambda _: axon_dist.MixedPrecision(compute="float8_e4m3fn"),
+    "retention of a text": lambda _: axon_dist.checkpoint.Retention(last="3"),
+    "retention of half": lambda _: axon_dist.checkpoint.Retention(every=2.5),
+    "manager of a number": lambda path: axon_dist.checkpoint.CheckpointManager(path, 3),
+    "score of a text": lambda path: axon_dist.checkpoint.CheckpointManager(path / "c").save(
+        1, ARRAYS, score="low"
+    ),
+    "score that is none": lambda path: axon_dist.checkpoint.CheckpointManager(path / "c").save(
+        1, ARRAYS, score=float("nan")
+    ),
+    "keys of two kinds": lambda path: axon_dist.save_checkpoint(
+        path / "c", {1: jnp.ones(2), "1": jnp.ones(3)}
+    ),
+    "path with a line break": lambda path: axon_dist.save_checkpoint(path / "a\nb", ARRAYS),
+    "files of -1 bytes": lambda path: axon_dist.save_weights(NET, path / "w", max_file=-1),
+    "table of None": lambda _: axon_dist.schedule.Schedule.from_csv(None),
+    "table of a number": lambda _: axon_dist.schedule.Schedule.from_csv(3),
+    "simulate None": lambda _: axon_dist.schedule.simulate(None),
+    "simulate costs": lambda _: axon_dist.schedule.simulate(TABLE, 3),
+    "validate a text": lambda _: axon_dist.schedule.validate("x"),
+    "draw None": lambda _: axon_dist.schedule.draw(None, None),
+    "weights of a number": lambda _: Costs(stage_weights=3),
+    "memory of a text": lambda _: axon_dist.schedule.search(2, 4, memory="x"),
+    "memory that is none": lambda _: axon_dist.schedule.search(2, 4, memory=float("nan")),
+    "memory of 0": lambda _: axon_dist.schedule.search(2, 4, memory=0),
+    "planned memory of a text": lambda _: recommend(7e9, 8, "80GB"),
+    "planned hardware": lambda _: recommend(7e9, 8, 80e9, hardware=3),
+    "mesh with a hole": lambda _: axon_dist.MeshSpec("dp=4,,tp=1"),
+    "mesh of other digits": lambda _: axon_dist.MeshSpec("dp=٤"),
+    "mesh of 1_0": lambda _: axon_dist.MeshSpec("dp=1_0"),
+    "batch of records": lambda _: build().check({"x": np.zeros(16, [("a", int)])}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_odd_arguments_one_by_one(name, tmp_path):
+    with pytest.raises(AxonDistError):
+        ONE_BY_ONE[name](tmp_path)

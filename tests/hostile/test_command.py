@@ -229,7 +229,37 @@ OVERRIDES = [
     "trian.steps=3",
     "\ud800=1",
 ]
+DRY = ("train", "CONFIG", "--dry-run")
 ARGUMENTS = [
+    [*DRY, "run_dir=/dev/null"],
+    [*DRY, "run_dir=/dev/null/x"],
+    [*DRY, 'run_dir="a\\nb"'],
+    [*DRY, "checkpoint.dir=run.yaml"],
+    [*DRY, "mesh='dp=4,,tp=2'"],
+    [*DRY, "mesh='dp=1_0'"],
+    [*DRY, "mesh='dp=٤'"],
+    [*DRY, "parallel={full_shard: {min_elements: -5}}"],
+    [*DRY, "parallel={zero1: {min_elements: -1}}"],
+    [*DRY, "parallel={full_shard: {auto_wrap_policy: {classes: [Nope]}}}", "mesh=fsdp=8"],
+    [*DRY, "parallel={full_shard: {auto_wrap_policy: {min_params: -1}}}"],
+    [*DRY, "parallel={full_shard: {auto_wrap_policy: {zzz: 1}}}"],
+    [*DRY, "precision={compute: float8_e4m3fn}"],
+    [*DRY, "train.profile={at: 1000000}"],
+    [*DRY, "train.profile={}"],
+    [*DRY, "loggers=[tensorboard, tensorboard]"],
+    [*DRY, "lora={paths: ['(']}"],
+    [*DRY, "weights.files=[/none]"],
+    [*DRY, "data.num_ahead=1000000000"],
+    [*DRY, "data.tokenizer=''"],
+    ["data", "check", "CONFIG", "--seconds", "1e308"],
+    ["verify", "CONFIG", "--steps", "1000000000000"],
+    ["tune", "CONFIG", "--rounds", "x"],
+    ["tune", "CONFIG", "--json", ""],
+    ["schedule", "--search", "--stages", "4", "--microbatches", "10000", "--memory", "1"],
+    ["schedule", "--compare", "--stages", "64", "--microbatches", "512"],
+    ["launch", "-n", "1", "--master-addr", "", "--", "true"],
+    ["launch", "-n", "1", "--master-addr", "a b", "--", "true"],
+    ["report", ""],
     [],
     [""],
     ["trian"],
@@ -665,3 +695,62 @@ def test_a_full_standard_output_is_one_line_too(tmp_path):
     assert done.stderr.startswith(b"axon: unexpected OSError: [Errno 28] No space left on device")
     assert done.stderr.count(b"\n") == 1
     assert len(list(tmp_path.glob("axon-*.txt"))) == 1
+
+
+@pytest.fixture
+def trained(tmp_path, texts, monkeypatch):
+    """A run that saved two checkpoints, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "run_dir: run\nmodel: {width: 8, num_layers: 1, num_heads: 2, ffn_width: 16, "
+        "max_length: 16}\nmesh: dp=1\ndevices: {emulate: 1}\n"
+        f"data: {{files: [{texts}/train.txt], validation_files: [{texts}/validation.txt], "
+        "sequence_length: 16}\ntrain: {steps: 2, global_batch: 8, eval_every: 0}\n"
+        "checkpoint: {every: 1}\n"
+    )
+    assert main(["train", str(path)]) == 0
+    return tmp_path / "run"
+
+
+GENERATE = ("generate", "run", "--one-device", "--tokens", "3", "--prompt")
+OF_A_RUN = [
+    ["eval", "run", "--batches", "99999999"],
+    ["report", "run", "--out", "/dev/full"],
+    [*GENERATE, "a", "--temperature", "1e308"],
+    [*GENERATE, "a", "--temperature", "1e-308"],
+    [*GENERATE, "a", "--seed", "-1"],
+    [*GENERATE, "a", "--seed", "99999999999999"],
+    [*GENERATE, "\udcff"],
+    ["export", "run", "/dev/full"],
+    ["train", "run.yaml", "--dry-run"],
+]
+
+
+def test_odd_arguments_beside_a_run(capsys, trained):
+    for arguments in OF_A_RUN:
+        capsys.readouterr()
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.startswith("axon: ")]
+        assert code == 2, arguments
+        assert len(lines) == 1, arguments
+        assert lines[0].startswith("axon: error: "), arguments
+        assert "Warning" not in out + err, arguments
+    # What is no file of a run is noted on the page, and is never waited for.
+    for kind in ("pipe", "zero", "folder"):
+        (trained / "metrics.jsonl").unlink(missing_ok=True)
+        make_odd(trained / "metrics.jsonl", kind)
+        with alarm():
+            assert main(["report", "run"]) == 0
+        assert "metrics.jsonl cannot be read" in (trained / "report.html").read_text()
+        if kind == "folder":
+            break
+    # A newer checkpoint that is damaged is never passed over without a word.
+    (trained / "checkpoints" / "step_00000002" / "manifest.json").write_text("{}")
+    for arguments in (["eval", "run", "--batches", "1"], [*GENERATE, "a"], ["export", "run", "w"]):
+        capsys.readouterr()
+        assert main(arguments) == 0
+        out, err = capsys.readouterr()
+        assert "step_00000002" in out + err, arguments
+        assert "taking the one before it" in " ".join((out + err).split()), arguments

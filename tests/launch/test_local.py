@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from axon_dist.core.errors import LaunchError
+from axon_dist.launch.child import last_words
 from axon_dist.launch.local import INTERRUPTED, LaunchPlan, launch, rank_environments
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK']); "
@@ -168,3 +169,38 @@ def test_interrupted_ranks_are_no_failure(tmp_path):
     assert launch(made, said.append) == INTERRUPTED
     assert [log(tmp_path, rank) for rank in range(3)] == ["saved\n"] * 3
     assert not any("restart" in line or "ending" in line for line in said)
+
+
+ERROR = """Traceback (most recent call last):
+  File "train.py", line 3, in loss
+    raise KeyError(name)
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "train.py", line 5, in loss
+E1122 22:25:11.837204   24304 service.cc:234] another thread
+    raise ValueError(text)
+ValueError: my loss is broken
+and says so on two lines
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback.
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ERROR, "ValueError: my loss is broken"),
+        (ERROR + "axon: lost process 1\n", "lost process 1"),
+        ("axon: error: no such key\nsome other line\n", "error: no such key"),
+        ("one\n\ntwo\n\n", "two"),
+        ("Traceback (most recent call last):\n  File", "  File"),
+        ("", ""),
+    ],
+    ids=["traceback", "ours behind it", "ours", "plain", "cut off", "nothing"],
+)
+def test_last_words(tmp_path, text, words):
+    (tmp_path / "log").write_text(text)
+    assert last_words(tmp_path / "log") == words

@@ -130,20 +130,16 @@ def test_the_form_that_moves_fewer_bytes_is_chosen(capacity):
     assert (sent > 0) == (capacity is not None)
 
 
-def test_evaluation_neither_reports_nor_moves_the_bias():
-    step = built(compose(ddp(), expert_parallel()), make=decoder(bias_rate=0.1))
-    state = step.init()
-    assert "balance" not in step.evaluate(state, tokens()) or True
-    after, _ = step(state, tokens())
-    bias = lambda state: np.asarray(state.buffers["blocks"][0]["mlp"]["bias"])
-    assert np.abs(bias(after)).max() == pytest.approx(0.1)
-
-
 REFUSED = {
     "pipeline": (
         lambda: built(compose(pipelined(2, 2), expert_parallel()), "pp=2,ep=2", decoder(2)),
         StrategyConflictError,
         "is a pipeline, whose ranks compute each from its own samples.* axis 'ep'",
+    ),
+    "experts in stages": (
+        lambda: built(pipelined(4, 2), "pp=4", decoder(4)),
+        UnsupportedError,
+        "blocks/0/mlp chooses experts.*leave the pipeline out",
     ),
     "once per step": (
         lambda: built(

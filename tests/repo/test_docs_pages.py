@@ -67,5 +67,9 @@ def test_the_pages_are_built_without_a_warning(tmp_path):
     build = pytest.importorskip("mkdocs.commands.build", reason="needs the extra 'docs'")
     config = importlib.import_module("mkdocs.config")
     build.build(config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
-    assert "train.global_batch" in (tmp_path / "config" / "index.html").read_text()
+    config_page = (tmp_path / "config" / "index.html").read_text()
+    assert "train.global_batch" in config_page
+    # Markdown takes braces at the end of a cell for attributes, and a code span as it is.
+    assert "dp=4,tp=2 or {dp: 4, tp: 2}</td>" in config_page
+    assert "<code>runs/&lt;name&gt;-&lt;time&gt;</code>" in config_page
     assert "bubble 27.3" in (tmp_path / "strategies" / "pipeline" / "index.html").read_text()
