@@ -34,7 +34,7 @@ STRATEGIES = {
     "tensor": ["mesh=dp=2,tp=2", "parallel={tensor: {plan: auto}, ddp: {}}"],
     "diloco": [
         "mesh=nodes=2,fsdp=2",
-        "parallel={diloco: {every: 2, compress: int8}, full_shard: {min_elements: 8}}",
+        "parallel={diloco: {every: 2}, full_shard: {min_elements: 8}}",
         "train.nonfinite=skip",
     ],
     "pipeline": ["mesh=pp=4", "parallel={pipeline: {num_microbatches: 4}}", "model.num_layers=4"],
