@@ -147,7 +147,7 @@ def stacked() -> nnx.Module:
     class Stacked(nnx.Module):
         def __init__(self):
             make = nnx.vmap(lambda rngs: Encoder(rngs), in_axes=0, out_axes=0)
-            self.blocks = make(nnx.Rngs(0).fork(split=4))
+            self.blocks = nnx.split_rngs(splits=4)(make)(nnx.Rngs(0))
 
         def __call__(self, x):
             loop = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -217,7 +217,6 @@ MODELS = {
     ),
     "twice_stacked": on_numbers(stacked, towards_itself, needs_batch=False),
     "penalty": on_numbers(chain, with_penalty),
-    "penalty_stacked": on_numbers(stacked, with_penalty),
     "refined": on_numbers(chain, refined),
 }
 COLUMNS = {"(up|q|k|v)$": "column", "(down|out)$": "row"}
