@@ -25,10 +25,7 @@ def test_a_size_on_some_devices(capsys, monkeypatch):
     assert lines["parallel"] == {"full_shard": {}}
 
 
-TINY = [
-    "model.width=32", "model.num_layers=2", "model.num_heads=2", "data.sequence_length=32",
-    "train.global_batch=16",
-]  # fmt: skip
+TINY = ["model.num_layers=2", "train.global_batch=16"]
 
 
 @pytest.fixture
