@@ -195,7 +195,7 @@ def compare(cell: Cell, row: dict[str, Any]) -> dict[str, Any]:
         "predicted_peak": reading.peak,
         "measured_peak": row["peak"],
         "peak": reading.peak / row["peak"],
-        "state": reading.state / row["state"],
+        "state": (reading.state + reading.batch) / row["state"],
         "sent": sent,
     }
 
