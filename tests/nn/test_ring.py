@@ -129,8 +129,9 @@ def test_backwards_the_lighter_half_goes_around(make_world, kv_heads):
     ledger = collectives(jax.jit(gradients).lower(*arrays).compile(), world.mesh)
     query, key = arrays[0].nbytes // 4, arrays[1].nbytes // 4
     numbers = 2 * 4 * query // 8 // 4
-    back = 4 * key if kv_heads == 1 else 3 * query + numbers
-    assert ledger.by_kind() == {"collective-permute": 3 * (2 * key + back)}
+    # In a program this small the compiler sees that keys go around twice, and sends them once.
+    sent = 4 * key if kv_heads == 1 else 2 * key + 3 * query + numbers
+    assert ledger.by_kind() == {"collective-permute": 3 * sent}
 
 
 def test_the_ring_sends_keys_and_values_and_nothing_else(make_world):
