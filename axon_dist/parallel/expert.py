@@ -182,6 +182,11 @@ class ExpertLayers:
         """Never: its ranks gather, scatter and exchange."""
         return False
 
+    @property
+    def splits_positions(self) -> bool:
+        """Never: its ranks have other samples."""
+        return False
+
     def extend(self, layout: Layout) -> Layout:
         """Activations lie as the batch does."""
         return layout

@@ -122,6 +122,13 @@ def _stage_samples(placed: Placed) -> Found:
     return {"name": strategy.name, "axis": strategy.pipeline.axis}
 
 
+def _slow_residents(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None or not strategy.resident:
+        return None
+    return {"slow": strategy.slow.axis, "axis": strategy.resident[0]}
+
+
 def _stage_residents(placed: Placed) -> Found:
     strategy = placed.strategy
     if strategy.pipeline is None or not strategy.resident:
@@ -230,6 +237,14 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         "lie, and every stage needs every sample; use another axis for the batch, such as 'dp' of "
         "a mesh pp=2,dp=2, or leave the data parallelism out",
         _stage_samples,
+    ),
+    Requirement.row(
+        "replicas over slow links hold their experts whole",
+        StrategyConflictError,
+        "the strategy has replicas over axis {slow!r}, each with gradients of its own, and "
+        "parameters along axis {axis!r} whose gradients the compiler reduces; leave "
+        "expert_parallel out, and split them by fsdp(), or leave out what makes replicas",
+        _slow_residents,
     ),
     Requirement.row(
         "stages hold their experts whole",

@@ -16,7 +16,7 @@ from axon_dist.core.errors import (
 )
 from axon_dist.inspect import collectives
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel import expert_parallel, fsdp, pipelined, suggest_plan
+from axon_dist.parallel import expert_parallel, fsdp, local_sgd, pipelined, suggest_plan
 from tests.contracts.models import Case
 from tests.contracts.reference import METRICS, assert_close, assert_metrics, train
 
@@ -135,6 +135,11 @@ REFUSED = {
         lambda: built(compose(pipelined(2, 2), expert_parallel()), "pp=2,ep=2", decoder(2)),
         StrategyConflictError,
         "is a pipeline, whose ranks compute each from its own samples.* axis 'ep'",
+    ),
+    "slow links": (
+        lambda: built(compose(local_sgd("dp", every=2), expert_parallel())),
+        StrategyConflictError,
+        "replicas over axis 'dp'.* along axis 'ep'.*leave expert_parallel out",
     ),
     "experts in stages": (
         lambda: built(pipelined(4, 2), "pp=4", decoder(4)),
