@@ -161,7 +161,7 @@ class HostCopies:
         for path, leaf in stored.items():
             owners: dict[Place, int] = {}
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-                place, process = place_of(index, leaf.shape), device.process_index
+                place, process = place_of(index, leaf.shape), int(device.process_index)
                 if self._hosts[process] == self._hosts[me]:
                     owners[place] = min(process, owners.get(place, process))
             mine = {place_of(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
