@@ -102,9 +102,7 @@ def train(
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
         history = _go_on(config, directory, state, tell) if is_main else []
-        if state is None and config.weights is not None:
-            tell(f"weights: from {', '.join(config.weights.files)}")
-            state = config.weights.load(run.step)
+        state = _with_first_weights(run, state, tell)
         progress = make_progress(console, config.name)
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if is_main else []
@@ -140,6 +138,17 @@ def train(
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
+
+
+def _with_first_weights(
+    run: Run, state: TrainState | None, tell: Callable[[str], None]
+) -> TrainState | None:
+    """The state to start from: that of a checkpoint, else with the weights of files, if there are."""
+    weights = run.config.weights
+    if state is not None or weights is None:
+        return state
+    tell(f"weights: from {', '.join(weights.files)}")
+    return weights.load(run.step)
 
 
 def _take(

@@ -20,7 +20,7 @@ from ..core.weighted import Weighted
 from ..nn import block_paths
 from ..nn.attention import mixes
 from ..precision import MixedPrecision, autocast, cast_floating
-from ..program import find_chains, mark_units, scan_over_layers
+from ..program import handed_on, mark_units, scan_over_layers
 from ..program.device import tape_of
 from ..program.liveness import peak_of
 from ..program.placement import whole
@@ -207,9 +207,4 @@ def _read(
 
 def _stream(run: Callable[..., Any], params: Any, rest: Any, batch: Batch) -> int:
     jaxpr = jax.make_jaxpr(functools.partial(run, True))(params, rest, batch).jaxpr
-    handed = [
-        jaxpr.eqns[chain.calls[0]].outvars[place].aval
-        for chain in find_chains(jaxpr)
-        for place in chain.carried
-    ]
-    return max((math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in handed), default=0)
+    return max((math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in handed_on(jaxpr)), default=0)

@@ -12,6 +12,7 @@ from .convolution import ByRank as ByRank
 from .layer_scan import SHARED as SHARED
 from .layer_scan import Chain as Chain
 from .layer_scan import find_chains as find_chains
+from .layer_scan import handed_on as handed_on
 from .layer_scan import is_unit as is_unit
 from .layer_scan import scan_over_layers as scan_over_layers
 from .linen import bridges_of as bridges_of
