@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 
@@ -79,7 +79,7 @@ class Stages:
     num_devices: int
 
     @classmethod
-    def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]):
+    def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]) -> Self:
         """The stages of a schedule."""
         return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
 

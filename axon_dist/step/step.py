@@ -65,7 +65,7 @@ class TrainStep(MadeOfSpec):
         # Profilers show a compiled program by the name of its function.
         def train_step(
             state: TrainState, placed: Placed, held: Array | None = None
-        ) -> tuple[TrainState, dict]:
+        ) -> tuple[TrainState, dict[str, Any]]:
             return take(near(state), placed, held)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
@@ -136,7 +136,7 @@ class TrainStep(MadeOfSpec):
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step; the arrays of the state given are used up.
 
         Args:
@@ -200,7 +200,7 @@ class TrainStep(MadeOfSpec):
         placed = self.layout.abstract(batch)
         return self.spec.with_shared(placed.shared).separator.of(placed.arrays)
 
-    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
+    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict[str, Any]]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
         Args:
