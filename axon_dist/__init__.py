@@ -77,7 +77,9 @@ from .parallel import ZeROStage as ZeROStage
 from .parallel import compose as compose
 from .parallel import context_parallel as context_parallel
 from .parallel import ddp as ddp
+from .parallel import diloco as diloco
 from .parallel import fsdp as fsdp
+from .parallel import local_sgd as local_sgd
 from .parallel import pipelined as pipelined
 from .parallel import suggest_plan as suggest_plan
 from .parallel import tensor_parallel as tensor_parallel

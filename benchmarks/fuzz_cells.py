@@ -29,11 +29,15 @@ class Layout:
         mesh: axis sizes.
         strategy: its source.
         microbatches: those of a pipeline; 0 without one.
+        replicas: how many train on their own.
+        every: after how many steps these meet.
     """
 
     mesh: str
     strategy: str
     microbatches: int = 0
+    replicas: int = 1
+    every: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,11 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("pp=2,fsdp=2", "compose(pipelined(2, 4), fsdp(min_elements=8))", 4),
     Layout("pp=2,tp=2", "compose(pipelined(2, 2), tensor_parallel(PLAN))", 2),
     Layout("pp=2,dp=2,tp=2", "compose(pipelined(2, 2), ddp(), tensor_parallel(PLAN))", 2),
+    Layout("nodes=2", "diloco(every=1)", 0, 2, 1),
+    Layout("nodes=2,dp=2", "compose(diloco(every=2), ddp())", 0, 2, 2),
+    Layout("nodes=2,fsdp=2", "compose(diloco(every=2), fsdp(min_elements=8))", 0, 2, 2),
+    Layout("nodes=2,dp=2", "compose(diloco(every=1), zero(1, min_elements=8))", 0, 2, 1),
+    Layout("nodes=2,tp=2", "compose(diloco(every=2), tensor_parallel(PLAN))", 0, 2, 2),
 )
 
 _BLOCKS = """
@@ -380,6 +389,8 @@ class Cell:
             reduce=reduce,
             clip=next((o.split("=")[1] for o in self.options if o.startswith("clip")), None),
             count=self.accumulate,
+            replicas=self.layout.replicas,
+            every=self.layout.every,
             steps=STEPS,
             samples=SAMPLES,
             tolerance=_LOW if self.is_low else _TOLERANCE,
@@ -441,7 +452,8 @@ import optax
 from flax import nnx
 
 from axon_dist import (
-    ActivationCheckpointing, Reduction, Weighted, World, build_train_step, compose, ddp, fsdp, zero,
+    ActivationCheckpointing, Reduction, Weighted, World, build_train_step, compose, ddp, diloco,
+    fsdp, zero,
 )
 from axon_dist.parallel import context_parallel, pipelined, suggest_plan, tensor_parallel
 
@@ -501,17 +513,39 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
         updates, state = transform.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
+    outer, whole = optax.sgd(0.7, momentum=0.9, nesterov=True), {replicas}
+    agreed, outer_state = params, outer.init(params)
+    own = [(params, state, fold(rest, replica)) for replica in range(whole)]
     for number in range({steps}):
-        batch, totals, weights, grads = batch_of(number), 0.0, 0.0, None
-        for index in range(count):
-            piece = {{k: np.split(v, count)[index] for k, v in batch.items()}}
-            (total, (weight, rest)), grad = part(params, rest, piece)
-            totals, weights = totals + total, weights + weight
-            grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
-        divisor = 1.0 if reduce == "sum" else weights
-        grads = jax.tree.map(lambda g: g / divisor, grads)
-        params, state = update(grads, state, params, totals / divisor)
-        yield totals / divisor, params, rest
+        losses = []
+        for replica, (params, state, rest) in enumerate(own):
+            batch, totals, weights, grads = batch_of(number), 0.0, 0.0, None
+            for index in range(replica, count * whole, whole):
+                piece = {{k: np.split(v, count * whole)[index] for k, v in batch.items()}}
+                (total, (weight, rest)), grad = part(params, rest, piece)
+                totals, weights = totals + total, weights + weight
+                grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
+            divisor = 1.0 if reduce == "sum" else weights
+            grads = jax.tree.map(lambda g: g / divisor, grads)
+            params, state = update(grads, state, params, totals / divisor)
+            own[replica] = params, state, rest
+            losses.append(totals / divisor)
+        if whole == 1:
+            agreed = params
+        elif (number + 1) % {every} == 0:
+            went = jax.tree.map(lambda a, *p: a - sum(p) / whole, agreed, *(p for p, *_ in own))
+            updates, outer_state = outer.update(went, outer_state, agreed)
+            agreed = optax.apply_updates(agreed, updates)
+            own = [(agreed, *others) for _, *others in own]
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        mean = lambda *x: sum(x) / whole if is_float(x[0]) else x[0]
+        yield sum(losses) / whole, agreed, jax.tree.map(mean, *(rest for *_, rest in own))
+
+
+def fold(rest, replica):
+    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    one = lambda x: jax.random.fold_in(x, replica) if replica and is_key(x) else x
+    return jax.tree.map(one, rest)
 
 
 def compare(step):

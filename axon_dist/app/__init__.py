@@ -23,6 +23,9 @@ from .load import load_model as load_model
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
 from .page import report_page as report_page
+from .planned import ConfigPlans as ConfigPlans
+from .planned import ReadPlan as ReadPlan
+from .planned import plan_config as plan_config
 from .run import RunResult as RunResult
 from .run import train as train
 from .tune import Timed as Timed

@@ -24,16 +24,18 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
-    for layers in step.strategy.layers:
-        if getattr(layers, "mode", None) is ContextMode.RING:
-            return "attention: around a ring, a pair of blocks of positions at a time"
+    rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
+    # Around a ring a kernel sees one of the two pieces of positions that a rank has.
+    pieces = 2 * step.world.mesh.shape[rings[0].axes[0]] if rings else 1
     precision = step.strategy.precision
     dtype: Any = model.dtype or (model.param_dtype if precision is None else precision.compute)
-    shape = config.data.sequence_length, model.num_heads, model.key_size
+    shape = config.data.sequence_length // pieces, model.num_heads, model.key_size
     segments = "segments" in getattr(config.data, "arrays", ())
     platform = platform_of(step.world)
-    found = describe_attention(model.attention, platform, jnp.dtype(dtype), shape, segments)
-    return f"attention: {found}"
+    found = describe_attention(
+        model.attention, platform, jnp.dtype(dtype), shape, segments, tiled=bool(rings)
+    )
+    return f"attention: {'around a ring, by pairs of blocks: ' if rings else ''}{found}"
 
 
 def attention_rows(world: World) -> dict[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from axon_dist.core.errors import MeshError
+from axon_dist.core.words import byte_size
 from axon_dist.hardware import Target, parse_target, prepare_environment
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
@@ -26,6 +28,9 @@ class Examination:
         parameters: how many there are, how many are trained, and in what others are kept.
         target: the machine, or None for the devices of this one.
         attention: which attention runs, in a sentence; None for a model that is not ours.
+        meetings: of replicas that train on their own, the reports of what follows the steps after
+            which they meet, a fragment each.
+        every: after how many steps each fragment meets; 0 where there is one replica.
     """
 
     report: Report
@@ -34,6 +39,29 @@ class Examination:
     parameters: str
     target: Target | None
     attention: str | None = None
+    meetings: tuple[Report, ...] = ()
+    every: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The reports as plain values."""
+        found = self.report.to_dict()
+        if not self.meetings:
+            return found
+        return {**found, "meetings": [one.to_dict() for one in self.meetings], "every": self.every}
+
+    def meeting_lines(self) -> list[str]:
+        """What each meeting sends, and what that comes to a step; none where there are none."""
+        sent = [one.collectives.by_link() for one in self.meetings]
+        lines = [
+            f"meeting of fragment {number}, every {self.every} steps: "
+            f"{byte_size(links.get('slow', 0))} over slow links, "
+            f"{byte_size(links.get('fast', 0))} over fast ones"
+            for number, links in enumerate(sent)
+        ]
+        if lines:
+            a_step = sum(links.get("slow", 0) for links in sent) // self.every
+            lines.append(f"all of them: {byte_size(a_step)} a step over slow links")
+        return lines
 
 
 def examine(config: RunConfig, target: str | None = None) -> Examination:
@@ -59,7 +87,18 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     compiled = step.lower(abstract_batch(config)).compile()
     found = report(compiled, world.mesh)
     line, parameters = attention_line(config, step), parameters_of(step.parts)
-    return Examination(found, world.spec, step.strategy.name, parameters, machine, line)
+    meetings = tuple(report(lowered.compile(), world.mesh) for lowered in step.lower_meetings())
+    slow = step.strategy.slow
+    return Examination(
+        found,
+        world.spec,
+        step.strategy.name,
+        parameters,
+        machine,
+        line,
+        meetings,
+        0 if slow is None else slow.every,
+    )
 
 
 def _target_world(config: RunConfig, target: Target) -> World:

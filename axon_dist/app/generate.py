@@ -132,7 +132,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
 
 def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
-    step = build_step(config, world, optax.identity())
+    step = build_step(config, world, optax.identity(), meeting=lambda slow: None)
     targets: Any = step.weight_targets
     # In device memory, where a strategy that offloads them would not have them.
     place = lambda path, _: NamedSharding(world.mesh, targets[path].sharding.spec)

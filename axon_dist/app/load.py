@@ -25,12 +25,9 @@ from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
-from axon_dist.precision import Int8Form, narrowed, widened
-from axon_dist.precision.int8 import NUMBERS, SCALE
-from axon_dist.step import PortableForm, TrainState, TrainStep
-from axon_dist.step.local_view import stack_buffers
-from axon_dist.step.parts import ModelParts, take_apart
-from axon_dist.step.update import first_average
+from axon_dist.precision import Int8Form, int8, narrowed, widened
+from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
+from axon_dist.step.replicas import mean_rows
 
 from ..config.build import build_world, model_of
 from ..config.load import load_config
@@ -176,26 +173,11 @@ def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
     Returns:
         The state, to evaluate with.
     """
-    form, spec, parts = PortableForm(step), step.spec, step.parts
     targets: Any = step.weight_targets
-    where = map_with_path(lambda path, _: targets[path].sharding, parts.weights)
+    where = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
     whole = NamedSharding(step.world.mesh, PartitionSpec())
-    weights, buffers = load_arrays(checkpoint, parts, where, whole)
-    params, frozen = parted(weights, [path for path, _ in leaves_with_paths(parts.kept)])
-    stacked = jax.jit(
-        lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
-        out_shardings=step.state_shardings.buffers,
-    )
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        opt_state=form.target.opt_state,
-        buffers=stacked(buffers),
-        scaler=None if step.options.scaler is None else step.options.scaler.init(),
-        frozen=frozen,
-        ema=first_average(step.options.ema, params),
-    )
-    return form.take_up(state)
+    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    return PortableForm(step).with_weights(weights, buffers)
 
 
 def load_arrays(
@@ -220,10 +202,15 @@ def load_arrays(
         CheckpointError: when the checkpoint is damaged, or belongs to another model.
     """
     saved = read_manifest(checkpoint).leaves
+    # Replicas that train on their own have a row each of all but those on which they last agreed.
+    rows = (s.shape[0] for path, s in saved.items() if _met(path) in saved)
+    replicas = next(rows, 0)
 
     def target(path: LeafPath, leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
         if path not in saved:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if replicas and path.startswith("buffers/"):
+            return jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype, sharding=sharding)
         shape = saved[path].shape if _is_per_rank(saved[path], leaf) else leaf.shape
         dtype = jnp.dtype(saved[path].dtype) if _is_float(leaf) else leaf.dtype
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -232,20 +219,25 @@ def load_arrays(
     forms = _saved_forms(saved, parts.weights)
     weights = jax.eval_shape(lambda weights: narrowed(weights, forms), parts.weights)
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
-    params = "ema" if any(path.startswith("ema/") for path in saved) else "params"
+    kept = ("ema", "outer", "params")
+    params = next(name for name in kept if any(path.startswith(f"{name}/") for path in saved))
     divided = lambda tree: dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
     everywhere = jax.tree.map(lambda _: buffers_where, parts.buffers)
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
     wanted["buffers"] = parts.buffers
     # Scales are few, and lie on every device.
-    beside = lambda path, place: {NUMBERS: place, SCALE: buffers_where} if path in forms else place
+    beside = lambda path, place: (
+        {int8.NUMBERS: place, int8.SCALE: buffers_where} if path in forms else place
+    )
     places = {**divided(map_with_path(beside, where)), "buffers": everywhere}
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
     def own(path: LeafPath, leaf: Any, value: Any) -> Any:
-        if path.startswith("ema/"):
-            return value.astype(saved[path.replace("ema", "params", 1)].dtype)
+        if path.startswith(("ema/", "outer/")):
+            return value.astype(saved[path.replace(params, "params", 1)].dtype)
+        if replicas and path.startswith("buffers/"):
+            return mean_rows(value)
         return value.mean(0) if _is_per_rank(saved[path], leaf) else value
 
     found = map_with_path(own, wanted, found)
@@ -259,8 +251,8 @@ def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[Le
     """The weights that a checkpoint has in eight bits."""
     found: dict[LeafPath, Int8Form] = {}
     for path, leaf in leaves_with_paths(weights):
-        scale = saved.get(f"frozen/{path}/{SCALE}")
-        if scale is not None and f"frozen/{path}/{NUMBERS}" in saved:
+        scale = saved.get(f"frozen/{path}/{int8.SCALE}")
+        if scale is not None and f"frozen/{path}/{int8.NUMBERS}" in saved:
             pairs = zip(scale.shape, leaf.shape, strict=True)
             dim = next((dim for dim, (one, size) in enumerate(pairs) if one != size), 0)
             found[path] = Int8Form(tuple(leaf.shape), leaf.dtype, dim - len(leaf.shape))
@@ -273,3 +265,8 @@ def _is_per_rank(saved: LeafSpec, leaf: Any) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _met(path: LeafPath) -> LeafPath:
+    """Where that of a replica's parameter is kept on which all agreed; "" of other leaves."""
+    return f"outer/{path.removeprefix('params/')}" if path.startswith("params/") else ""

@@ -70,6 +70,11 @@ class SplitPositions:
         """Never."""
         return False
 
+    @property
+    def splits_positions(self) -> bool:
+        """Always."""
+        return True
+
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Any model can be run so."""
 

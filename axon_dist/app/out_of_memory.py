@@ -10,13 +10,13 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from axon_dist.core.errors import AxonDistError, OutOfMemoryError
-from axon_dist.core.tree import num_bytes, num_params
+from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size
 from axon_dist.hardware import hardware, machine_of
-from axon_dist.models import TransformerConfig
-from axon_dist.planner import TransformerShape, recommend
+from axon_dist.planner import recommend
 
 from ..config.build import Run
+from .planned import platform_of_chip, workload
 
 PROFILE = "memory.prof"
 """The file in the folder of a run that says what was in memory; `pprof` reads it."""
@@ -81,27 +81,19 @@ def advice(run: Run) -> list[str]:
 
 
 def _planned(run: Run) -> Iterator[str]:
-    """The planner's choice for such a model, batch and machine, where it knows them."""
+    """The planner's choice for such a model, batch and machine, of whatever kind."""
     config, chip = run.config, machine_of(run.world.mesh)
-    model = config.model
-    if chip is None or not isinstance(model, TransformerConfig) or run.item != "tokens":
+    if chip is None:
         return
-    shape = TransformerShape(
-        num_params=num_params(run.step.parts.weights),
-        num_layers=model.num_layers,
-        width=model.width,
-        num_heads=model.num_heads,
-        sequence_length=config.data.sequence_length,
-        vocab_size=model.vocab_size,
-    )
     try:
+        work = workload(config, platform_of_chip(chip))
         found = recommend(
-            shape,
+            work.shape,
             run.world.size,
             hardware=hardware(chip.name),
-            global_batch=config.train.global_batch,
-            optimizer=config.optimizer.build(config.train.steps),
-            precision=config.precision,
+            global_batch=work.global_batch,
+            optimizer=work.optimizer,
+            precision=work.precision,
         )
     except AxonDistError:
         return

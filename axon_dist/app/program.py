@@ -78,6 +78,8 @@ _KINDS: Mapping[str, str] = {
     "opt_state": "optimizer state",
     "buffers": "buffers",
     "ema": "moving average",
+    "outer": "outer parameters",
+    "meeting": "outer optimizer state",
 }
 
 

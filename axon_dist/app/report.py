@@ -32,6 +32,7 @@ def opening_lines(run: Run) -> list[str]:
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
         f"{plural(train.steps, 'step')} of {batch}",
+        *filter(None, [run.note]),
     ]
 
 

@@ -10,6 +10,7 @@ from axon_dist.checkpoint import (
     Restored,
     is_checkpoint,
     load_checkpoint,
+    on_main,
     read_manifest,
     step_of,
 )
@@ -19,6 +20,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.step import PortableForm, TrainState
 
 from ..config.build import Run
+from .copies import RunCopies
 from .directory import AUTO, RunDirectory
 
 
@@ -65,14 +67,19 @@ def save_state(
     checkpoints.save(number, form.of(state), meta=meta, score=loss)
 
 
-def newest_state(form: PortableForm, checkpoints: CheckpointManager) -> TrainState | None:
+def newest_state(
+    form: PortableForm, checkpoints: CheckpointManager, copies: RunCopies | None = None
+) -> TrainState | None:
     """The newest good state that a run has saved, or None before the first.
 
     Args:
         form: in which its states are kept.
         checkpoints: its checkpoints.
+        copies: in memory, which are thrown away: they hold steps that the run takes back.
     """
     checkpoints.wait()
+    if copies is not None:
+        copies.kept.forget()
     found = checkpoints.restore_newest(form.target)
     return None if found is None else form.take_up(found.state)
 
@@ -83,6 +90,7 @@ def find_start(
     directory: RunDirectory,
     resume: str | None,
     tell: Callable[[str], None],
+    copies: RunCopies | None = None,
 ) -> TrainState | None:
     """Restores the state that a run goes on from, and moves its loader to where that was taken.
 
@@ -93,6 +101,8 @@ def find_start(
         resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or the
             path of a checkpoint, of a folder of them, or of a run.
         tell: takes sentences for the user.
+        copies: of earlier starts of the run, in memory; one at least as new as the newest
+            checkpoint is what the run goes on from.
 
     Returns:
         The state, or None for a run that begins.
@@ -107,6 +117,11 @@ def find_start(
     if resume is None:
         _check_empty(checkpoints)
         return None
+    copy = None if copies is None else copies.newest(tell)
+    if copy is not None and copy.step >= on_main(checkpoints.newest_step):
+        run.loader.restore(copy.meta["data"])
+        tell(f"going on after step {copy.step} from the copies in memory")
+        return form.take_up(copy.state)
     if resume == AUTO:
         found = checkpoints.restore_newest(form.target)
         if found is None:

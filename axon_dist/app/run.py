@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from axon_dist.step import PortableForm, TrainState
 
 from ..config.build import Run, build_run
 from ..config.schema import RunConfig
+from .ahead import compiling_ahead
+from .copies import check_copies, open_copies
 from .directory import RunDirectory, check_writable, create_directory
 from .lock import locked
 from .out_of_memory import explained
@@ -80,19 +83,19 @@ def train(
             written, when the last state could not be saved.
     """
     start = time.perf_counter()
-    run = build_run(config)
+    check_copies(config, os.environ, resume)
+    run = _with_weights(build_run(config), resume)
     is_main = _is_main(run)
     console = console if console is not None and is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
-    if resume is None and config.weights is not None:
-        config.weights.check(run.step)
     directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
     for line in [*opening_lines(run), f"run directory: {directory.path}"]:
         tell(line)
     with contextlib.ExitStack() as stack:
         on_main(lambda: _take(config, directory, stack, tell))
         form = PortableForm(run.step)
-        state = find_start(run, form, directory, resume, tell)
+        copies = open_copies(run, form, os.environ, tell)
+        state = find_start(run, form, directory, resume, tell, copies)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
@@ -105,12 +108,22 @@ def train(
             writers = _open_writers(config, directory, inner) if is_main else []
             checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
             save = functools.partial(save_state, run, form, checkpoints)
-            go_back = functools.partial(newest_state, form, checkpoints)
+            go_back = functools.partial(newest_state, form, checkpoints, copies)
+            ahead = inner.enter_context(compiling_ahead(run, os.environ, progress.note))
             keep = (
-                functools.partial(_keep_program, run, directory, progress) if is_main else _nothing
+                functools.partial(_keep_program, run, directory, progress, ahead)
+                if is_main
+                else _nothing
             )
             trainer = run.trainer(
-                progress, writers, save, go_back, history, keep, str(directory.profile)
+                progress,
+                writers,
+                save,
+                go_back,
+                history,
+                keep,
+                str(directory.profile),
+                None if copies is None else copies.save,
             )
             with explained(run, directory.path):
                 result = _fit(trainer, state, checkpoints)
@@ -125,6 +138,13 @@ def train(
             raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
         _check_kept(config, directory, writers)
     return RunResult(result, directory, summary)
+
+
+def _with_weights(run: Run, resume: str | None) -> Run:
+    """A run, if the files of its first weights fit it; one that goes on may no longer have them."""
+    if resume is None and run.config.weights is not None:
+        run.config.weights.check(run.step)
+    return run
 
 
 def _take(
@@ -178,7 +198,9 @@ def _nothing() -> None:
     """What other processes do where process 0 writes."""
 
 
-def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None:
+def _keep_program(
+    run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
+) -> None:
     """Writes what the compiled step is made of; a run goes on without that."""
     with progress.phase("reading the compiled step"):
         try:
@@ -186,6 +208,7 @@ def _keep_program(run: Run, directory: RunDirectory, progress: Progress) -> None
         except Exception as error:  # nothing here is worth the run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             progress.note(f"{directory.program.name} is not written: {reason}")
+    then()
 
 
 def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:

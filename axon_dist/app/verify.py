@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.tree import leaves_with_paths
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
@@ -31,10 +29,9 @@ from ..config.build import (
     what_is_trained,
 )
 from ..config.schema import RunConfig
+from .verify_replicas import COMPARED, meeting_soon, metric_of, params_of, train_replicas
 
 LEARNING_RATE = 0.1
-COMPARED = ("loss", "grad_norm")
-"""The metrics that are compared, beside the parameters."""
 _MOST_STEPS = 1000
 _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
@@ -121,7 +118,9 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     Both use SGD with momentum on the config's model and random numbers, or, where only the data say
     what numbers there can be, on its first batches: Adam hides constant factors
     of a gradient, and turns rounding of gradients that should be zero into steps of full size.
-    Microbatches, clipping, dropout and precision are the config's.
+    Microbatches, clipping, dropout and precision are the config's. Replicas that train on their own
+    are compared with each in turn on one device; they meet after every second step for it, and send
+    what they do without compression.
 
     Args:
         config: a run as YAML describes it, checked.
@@ -144,13 +143,14 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
             f"verify compares with one device of this process, and there are {world.num_processes} "
             "processes; run it in one, on a mesh of its devices"
         )
-    step = build_step(config, world, _optimizer(), COMPARED)
+    step = build_step(config, world, _optimizer(), COMPARED, meeting=meeting_soon)
     check_memory(config, step)
     alone = _one_device(config, world, step.layout.num_microbatches)
+    by_turns = _train if step.strategy.slow is None else functools.partial(train_replicas, step)
     # Accelerators multiply float32 in fewer bits unless they are told not to.
     with jax.default_matmul_precision("highest"):
         batches = list(_batches(config, world, steps))
-        seen, reference = _train(step, batches), _train(alone, batches)
+        seen, reference = _train(step, batches), by_turns(alone, batches)
     rounded = config.precision not in (None, "float32")
     return Verification(
         strategy=step.strategy.name,
@@ -190,9 +190,8 @@ def _train(step: TrainStep, batches: list[LocalBatch]) -> tuple[dict, dict]:
         state, metrics = step(state, batch)
         # Clipping hides a constant factor in the gradients, as Adam does, but not in their norm.
         for name in COMPARED:
-            losses[f"{name} of step {number}"] = np.asarray(metrics[name])
-    params = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
-    return losses, {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
+            losses[metric_of(name, number)] = np.asarray(metrics[name])
+    return losses, params_of(step.merge(state))
 
 
 def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch]:

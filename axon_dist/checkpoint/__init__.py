@@ -9,6 +9,8 @@ from .agree import is_main as is_main
 from .agree import on_main as on_main
 from .export import export_safetensors as export_safetensors
 from .full import gather as gather
+from .host_copies import HostCopies as HostCopies
+from .host_copies import HostCopy as HostCopy
 from .layout import LeafSpec as LeafSpec
 from .layout import step_name as step_name
 from .layout import step_of as step_of

@@ -168,6 +168,10 @@ class CheckpointManager:
             found.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
         return sorted(found, key=lambda entry: entry.serial)
 
+    def newest_step(self) -> int:
+        """The step of the newest finished checkpoint, or -1 without one."""
+        return max((entry.step for entry in self.entries()[-1:]), default=-1)
+
     def passed_over(self) -> list[str]:
         """What is wrong with each checkpoint that would be newer than the newest finished one."""
         found = []

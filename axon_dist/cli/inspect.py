@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from rich.console import Console
 
@@ -34,8 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     if found.attention is not None:
         console.print(found.attention, highlight=False)
     console.print(found.report)
+    for line in found.meeting_lines():
+        console.print(line, highlight=False)
     if arguments.json is not None:
-        write_output("--json", arguments.json, found.report.to_json())
+        write_output("--json", arguments.json, json.dumps(found.to_dict(), indent=2))
     return 0
 
 

@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="starts again after a failure; let CMD resume",
     )
     add("--elastic", action="store_true", help="restart without the processes that were lost")
+    add(
+        "--rejoin-after",
+        type=as_number,
+        metavar="SECONDS",
+        help="with --elastic: start all again after so long on fewer, between two steps",
+    )
     add("--grace", type=as_number, default=5.0, help="seconds for the others after one failed")
     add(
         "--log-dir", type=as_file, help="the folder for rank-<r>.log; runs/launch-<time> by default"
@@ -48,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         devices_per_process=arguments.devices_per_process,
         max_restarts=arguments.max_restarts,
         elastic=arguments.elastic,
+        rejoin_after=arguments.rejoin_after,
         grace=arguments.grace,
         log_dir=arguments.log_dir or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S")),
     )
@@ -66,5 +73,7 @@ VERB = Verb(
     examples=(
         "axon launch -n 4 -- axon train configs/quickstart.yaml",
         "axon launch -n 2 --devices-per-process 4 -- python train.py",
+        "axon launch -n 8 --max-restarts 9 -- axon train CONFIG checkpoint.memory_every=20 "
+        "--resume auto",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import yaml
@@ -10,20 +11,30 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from axon_dist.config import RunConfig, load_config
+from axon_dist.app import plan_config
+from axon_dist.config import load_config
 from axon_dist.core.errors import ConfigError
-from axon_dist.hardware import hardware, parse_cluster
-from axon_dist.models import TransformerConfig, num_params
+from axon_dist.core.files import host_memory
+from axon_dist.hardware import (
+    Hardware,
+    hardware,
+    parse_cluster,
+    parse_target,
+    prepare_environment,
+)
+from axon_dist.hardware.chips import EMULATED
 from axon_dist.planner import (
     OPTIMIZERS,
     Plan,
     Recommendation,
     TransformerShape,
-    parse_bytes,
+    Workload,
     parse_count,
+    parse_memory,
     recommend,
 )
 
+from .plan_table import called, count_of, digits, seconds, show_config_plans, unit_of
 from .verb import Verb, as_int
 
 _DEFAULT_HARDWARE = "h100"
@@ -41,12 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=as_int, help="with --params: tokens of a sample")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="with --params; adam by default")
     parser.add_argument("--precision", help="with --params: float32, bf16 or fp16")
+    parser.add_argument(
+        "--compile",
+        type=as_int,
+        default=0,
+        metavar="K",
+        help="with a config and a target: compile the best K, and show what they need beside it",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plans; the exit code is 1 if none fits."""
+    memory = None if arguments.memory is None else parse_memory(arguments.memory)
+    if (arguments.config is None) == (arguments.params is None):
+        raise ConfigError("plan needs either a config or --params, such as --params 7e9")
+    if arguments.config is not None:
+        return _plan_config(arguments, memory)
+    if arguments.compile:
+        raise ConfigError("--compile needs a config, for a number of parameters is no program")
     row, num_devices = _devices(arguments)
-    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     size, options = _workload(arguments)
     found = recommend(size, num_devices, memory, hardware=row, **options)
     _show(found, Console(highlight=False))
@@ -60,13 +84,21 @@ def _devices(arguments: argparse.Namespace) -> tuple[Any, int]:
         )
     if arguments.target is None:
         return hardware(_DEFAULT_HARDWARE), arguments.devices
+    if arguments.target.startswith("cpu:"):
+        return _emulated(arguments.target)
     return parse_cluster(arguments.target)
+
+
+def _emulated(target: str) -> tuple[Hardware, int]:
+    """Devices that the CPU makes up have no rates: those of another chip rank the plans."""
+    count = parse_target(target).num_devices
+    row = hardware(_DEFAULT_HARDWARE)
+    share = host_memory() // count
+    return dataclasses.replace(row, name="cpu", memory_bytes=share, wiring=EMULATED), count
 
 
 def _workload(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The size of the model, and the options that `recommend` takes besides."""
-    if (arguments.config is None) == (arguments.params is None):
-        raise ConfigError("plan needs either a config or --params, such as --params 7e9")
     given = {
         "global_batch": arguments.batch,
         "sequence_length": arguments.sequence,
@@ -74,43 +106,46 @@ def _workload(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         "precision": arguments.precision,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    if arguments.params is not None:
-        return parse_count(arguments.params), given
+    return parse_count(arguments.params), given
+
+
+def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
+    """Reads the best arrangements of a config from their own steps, and compiles the best."""
+    given = [f"--{name}" for name in _BESIDE if getattr(arguments, name) is not None]
     if given:
         raise ConfigError(
             f"got a config together with {', '.join(given)}; a config says these itself: replace "
             "its values behind it, as in train.global_batch=64"
         )
-    return _read(load_config(arguments.config, arguments.overrides))
-
-
-def _read(config: RunConfig) -> tuple[TransformerShape, dict[str, Any]]:
-    model = config.model
-    if not isinstance(model, TransformerConfig) or config.kind.task.item != "tokens":
+    if arguments.compile and arguments.target is None:
         raise ConfigError(
-            f"plan knows the activations of transformers on text, and {config.name} is another "
-            "model; take its number of parameters instead, --params"
+            f"--compile {arguments.compile} needs a machine to compile for; name it with --target, "
+            "such as h100:8 or cpu:8"
         )
-    shape = TransformerShape(
-        num_params=num_params(model),
-        num_layers=model.num_layers,
-        width=model.width,
-        num_heads=model.num_heads,
-        sequence_length=config.data.sequence_length,
-        vocab_size=model.vocab_size,
+    config = load_config(arguments.config, arguments.overrides)
+    row, num_devices = _devices(arguments)
+    if arguments.compile:
+        prepare_environment(arguments.target)
+    found = plan_config(
+        config,
+        row,
+        num_devices,
+        memory,
+        target=arguments.target,
+        num_compiled=arguments.compile,
     )
-    return shape, {
-        "global_batch": config.train.global_batch,
-        "optimizer": config.optimizer.build(config.train.steps),
-        "precision": config.precision,
-    }
+    show_config_plans(config.name, found, Console(highlight=False))
+    return 0 if found.fits else 1
+
+
+_BESIDE = ("batch", "sequence", "optimizer", "precision")
 
 
 def _show(found: Recommendation, console: Console) -> None:
     work, best = found.work, found.best
     console.print(
-        f"{_count(work.shape.num_params)} parameters, {work.global_batch} samples of "
-        f"{work.shape.sequence_length} tokens per step, {found.num_devices} devices of "
+        f"{count_of(work.shape.num_params)} parameters, {work.global_batch} samples of "
+        f"{_length(work)} tokens per step, {found.num_devices} devices of "
         f"{best.device_bytes / 1e9:.3g} GB with the rates of {found.hardware.name}"
     )
     console.print(
@@ -118,11 +153,11 @@ def _show(found: Recommendation, console: Console) -> None:
         "transfers and bubble, is simple; then what is fast"
     )
     console.print(_table(found))
-    reason = found.reason.replace(best.name, _called(best.name), 1)
+    reason = found.reason.replace(best.name, called(best.name), 1)
     console.print(reason, style="bold" if found.fits else "bold red")
     if found.faster is not None:
         console.print(
-            f"{_called(found.faster.name)} on {found.faster.arrangement.mesh} may be faster, but "
+            f"{called(found.faster.name)} on {found.faster.arrangement.mesh} may be faster, but "
             f"is not as simple, roomy or quiet: {'; '.join(found.faster.reasons[1:])}"
         )
     for finding in found.findings:
@@ -130,20 +165,17 @@ def _show(found: Recommendation, console: Console) -> None:
     if found.fits:
         console.print("\nLines of a config:", style="bold")
         lines = best.arrangement.to_config()
-        lines["parallel"] = {_called(name): row for name, row in lines["parallel"].items()}
+        lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
         console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
 
-def _called(name: str) -> str:
-    """What README and configs call the strategies of a plan."""
-    return " + ".join(_NAMES.get(part, part) for part in name.split(" + "))
-
-
-_NAMES = {"shard_grad_op": "zero2", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+def _length(work: Workload) -> int:
+    assert isinstance(work.shape, TransformerShape)
+    return work.shape.sequence_length
 
 
 def _table(found: Recommendation) -> Table:
-    unit, name = _unit(max(plan.memory.total for plan in found.plans))
+    unit, name = unit_of(max(plan.memory.total for plan in found.plans))
     caption = f"{name} per device, and sent per step; x: microbatches; half of peak FLOP/s assumed"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
     table.add_column("plan", no_wrap=True)
@@ -160,36 +192,13 @@ def _row(plan: Plan, unit: float) -> tuple[str, ...]:
     sizes = (memory.params, memory.grads, memory.optimizer, memory.activations, memory.gathered)
     name = arrangement.strategy if arrangement.data_ranks > 1 else plan.name
     return (
-        f"{_called(name)}{', remat' if arrangement.remat else ''}\n"
+        f"{called(name)}{', remat' if arrangement.remat else ''}\n"
         f"{arrangement.mesh} x{arrangement.num_microbatches}",
-        *(_digits(size / unit) for size in (*sizes, memory.total)),
+        *(digits(size / unit) for size in (*sizes, memory.total)),
         "yes" if plan.fits else "no",
-        _digits(plan.wire_bytes / unit),
-        _seconds(plan.time.total),
+        digits(plan.wire_bytes / unit),
+        seconds(plan.time.total),
     )
-
-
-def _digits(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _unit(largest: float) -> tuple[float, str]:
-    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
-
-
-def _seconds(time: float) -> str:
-    for unit, scale in (("s", 1), ("ms", 1e3), ("us", 1e6)):
-        if time * scale >= 1:
-            return f"{time * scale:.3g}{unit}"
-    return "<1us"
-
-
-def _count(number: float) -> str:
-    for unit in ("", "K", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.4g}B"
 
 
 VERB = Verb(
@@ -200,5 +209,6 @@ VERB = Verb(
     examples=(
         "axon plan --params 7B --devices 8 --memory 80GB",
         "axon plan configs/fsdp8.yaml --target h100:8",
+        "axon plan configs/recipes/resnet50_ddp8.yaml --target h100:8 --compile 2",
     ),
 )

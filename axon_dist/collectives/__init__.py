@@ -8,6 +8,10 @@ on this rank's value, outside on rank-stacked arrays, row r being the value of r
 from .bucket import GradientBucket as GradientBucket
 from .buckets import GradSyncStrategy as GradSyncStrategy
 from .buckets import reduce_buckets as reduce_buckets
+from .compressed import Compression as Compression
+from .compressed import Rounded as Rounded
+from .compressed import TopK as TopK
+from .compressed import compression_of as compression_of
 from .mailbox import Mailbox as Mailbox
 from .move import all_gather as all_gather
 from .move import all_to_all as all_to_all

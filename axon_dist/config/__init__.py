@@ -34,10 +34,10 @@ from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .own import Own as Own
-from .schema import CheckpointConfig as CheckpointConfig
-from .schema import DevicesConfig as DevicesConfig
 from .schema import RunConfig as RunConfig
-from .schema import TrainConfig as TrainConfig
+from .sections import CheckpointConfig as CheckpointConfig
+from .sections import DevicesConfig as DevicesConfig
+from .sections import TrainConfig as TrainConfig
 from .strategies import build_strategy as build_strategy
 
 VERBS = frozenset(

@@ -23,8 +23,10 @@ from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
+from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
+from .fewer import for_fewer, missing_share
 from .models import make_model
 from .schema import RunConfig
 from .strategies import build_strategy
@@ -80,6 +82,7 @@ def build_step(
     metrics: tuple[str, ...] = ("loss",),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
+    meeting: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -90,6 +93,8 @@ def build_step(
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
         compiler_options: beside and over those of the chip.
+        meeting: changes when and how replicas meet that train on their own; None for a plan makes
+            one model of them, as for a step that trains nothing.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
@@ -98,11 +103,13 @@ def build_step(
         StrategyConflictError: when strategies contradict each other.
     """
     factory = functools.partial(model_of, config)
+    strategy = build_strategy(config.parallel, factory, world)
+    strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
     step = build_train_step(
         factory,
         optimizer or config.optimizer.build(config.train.steps, factory),
         loss_fn or config.kind.task.loss_fn,
-        build_strategy(config.parallel, factory, world),
+        strategy,
         world,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
@@ -115,9 +122,19 @@ def build_step(
         **what_is_trained(config),
         ema=config.train.ema,
         compiler_options=compiler_options,
+        batch=_example(config, strategy, world),
     )
     _check_batch(config, step)
     return step
+
+
+def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:
+    """The batch in which a pipeline looks for the calls of blocks; None where nobody looks."""
+    if strategy.pipeline is None:
+        return None
+    ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
+    divides = config.train.global_batch % (ranks * strategy.pipeline.num_microbatches) == 0
+    return abstract_batch(config) if divides else None
 
 
 def model_of(config: RunConfig) -> nnx.Module:
@@ -181,12 +198,14 @@ class Run:
         world: the devices, and the mesh they form.
         step: what the config's model, strategy and optimizer come to.
         loader: the batches of this process, and those of the validation.
+        note: what is done otherwise because processes were lost; empty where none is.
     """
 
     config: RunConfig
     world: World
     step: TrainStep
     loader: Loader
+    note: str = ""
 
     @property
     def item(self) -> str:
@@ -213,6 +232,7 @@ class Run:
         history: Sequence[Mapping[str, Any]] = (),
         on_compiled: Callable[[], None] = lambda: None,
         profile_dir: str | None = None,
+        copy: Callable[[TrainState, int], None] | None = None,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -224,6 +244,7 @@ class Run:
             history: the metrics of earlier legs, as those of a `Trainer`.
             on_compiled: called after the first step.
             profile_dir: the folder for traces.
+            copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
         """
         train = self.config.train
         profile = {}
@@ -237,6 +258,7 @@ class Run:
                 log_every=train.log_every,
                 eval_every=train.eval_every,
                 save_every=self.config.checkpoint.every,
+                copy_every=0 if copy is None else self.config.checkpoint.memory_every,
                 items_per_step=self.items_per_step,
                 item=self.item,
                 peak_flops=self.peak_flops,
@@ -247,6 +269,7 @@ class Run:
             writers=writers,
             progress=progress,
             save=save,
+            copy=copy,
             give_back=self.give_back,
             go_back=go_back,
             history=history,
@@ -304,12 +327,40 @@ def build_run(config: RunConfig) -> Run:
     for logger in config.loggers:
         logger.check()
     world = build_world(config)
-    step = build_step(config, world)
+    step, note = step_for(config, world)
     check_memory(config, step)
     loader = build_loader(config, world, step.strategy.batch_axes)
     agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
     step.check(abstract_batch(config))
-    return Run(config, world, step, loader)
+    return Run(config, world, step, loader, note)
+
+
+def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
+    """The step on the processes that there are; what it does otherwise where some are lost.
+
+    Args:
+        config: a run as YAML describes it.
+        world: their devices, and the mesh that they form.
+
+    Returns:
+        The step, and a sentence; "" where none is lost.
+    """
+    step = build_step(config, world)
+    planned, present = missing_share(os.environ, world.num_processes)
+    smaller = for_fewer(config, world, step, planned, present)
+    few, count = config.train.accumulate, smaller.train.accumulate
+    if count == few:
+        return step, ""
+    missing = f"{present} of {planned} processes: "
+    if why := step.coupling(abstract_batch(config)):
+        return step, (
+            f"{missing}each device holds more of the global batch at a time, for {why}, and more "
+            "microbatches would change that"
+        )
+    return build_step(smaller, world), (
+        f"{missing}{count} microbatches a step in place of {few} keep the global batch of "
+        f"{config.train.global_batch} samples"
+    )
 
 
 def check_memory(config: RunConfig, step: TrainStep) -> None:

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
-from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path
 from axon_dist.mesh import MeshSpec
-from axon_dist.models import TransformerConfig
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.precision import GradScaler, MixedPrecision
-from axon_dist.step import Nonfinite
 
 from .data import DATA, OwnData, TextData
-from .kinds import Count, Devices, Fraction, Natural, OneOf, Parsed, Positive, Seed
+from .kinds import OneOf, Parsed, Seed
 from .loggers import LOGGERS, Logger
 from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
 from .read import read, write
+from .sections import CheckpointConfig, DevicesConfig, TrainConfig
 from .start import Lora, Weights
-from .strategies import read_strategies
-
-StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Options by strategy name."""
-
+from .strategies import StrategyOptions, plain_options, read_strategies, strategy_options
 
 _MOST_SAMPLES = 2**27
 
@@ -41,132 +34,6 @@ def mesh_spec(value: Any) -> MeshSpec:
     if not isinstance(value, (str, Mapping)):
         raise ValueError(f"got {value!r}, which must be axes and sizes, such as dp=8 or {{dp: 8}}")
     return MeshSpec(value)
-
-
-def strategy_options(value: Any) -> StrategyOptions:
-    """Reads `ddp`, `[full_shard, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
-
-    Raises:
-        ValueError: for anything else, none, or a strategy that stands twice.
-
-    Example:
-        >>> dict(strategy_options("ddp"))
-        {'ddp': {}}
-    """
-    if isinstance(value, str):
-        value = [value]
-    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
-        twice = next((name for name in value if value.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(
-                f"got {list(value)}, in which {twice} stands twice; a strategy applies once, so "
-                "name it once"
-            )
-        value = {name: {} for name in value}
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(
-            f"got {value!r}, which must be a strategy, a list of them, or a section "
-            "{strategy: {option: value}}"
-        )
-    for name, options in value.items():
-        if options is not None and not isinstance(options, Mapping):
-            raise ValueError(
-                f"{name} has {options!r} under it, which must be a section of its options"
-            )
-    return MappingProxyType({str(name): dict(options or {}) for name, options in value.items()})
-
-
-def _plain_options(options: StrategyOptions) -> dict[str, dict[str, Any]]:
-    return {name: dict(values) for name, values in options.items()}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DevicesConfig:
-    """Which devices a run takes.
-
-    Args:
-        emulate: make up this many CPU devices; None takes the devices that there are.
-    """
-
-    emulate: Devices | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Which steps of a run are traced, into `profile` in its folder, for Perfetto or XProf.
-
-    Args:
-        at: the first of them, counted from 1; the first step of a process compiles and is left out.
-        steps: how many.
-    """
-
-    at: Count = 20
-    steps: Count = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How long a run trains, on how much at a time, and how often it says so.
-
-    Args:
-        steps: optimizer steps.
-        global_batch: samples in one step, over all devices and microbatches.
-        accumulate: microbatches that one step adds up.
-        clip_norm: largest global norm of the gradients; None leaves them as they are.
-        eval_every: steps between validations; 0 validates only at the end.
-        eval_batches: global batches in one validation, spread over the validation data.
-        log_every: steps between written metrics, each their mean over those steps.
-        peak_flops: what one device computes at best, in FLOP/s, which the utilization in the
-            metrics is measured against; None takes that of the chip, and on one that is not known
-            there is no utilization.
-        ema: decay of a moving average of the parameters, which is then what is validated; None
-            keeps none.
-        nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
-            that batch, or `rollback` to the newest checkpoint and go on with new batches.
-        max_rollbacks: how often a run goes back before it stops.
-        profile: which steps are traced; None traces none.
-    """
-
-    steps: Count = 1000
-    global_batch: Count = 32
-    accumulate: Count = 1
-    clip_norm: Positive | None = 1.0
-    eval_every: Natural = 100
-    eval_batches: Count = 16
-    log_every: Count = 10
-    peak_flops: Positive | None = None
-    ema: Fraction | None = None
-    nonfinite: Nonfinite = Nonfinite.STOP
-    max_rollbacks: Count = 3
-    profile: ProfileConfig | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When a run saves its state, how, and which of its checkpoints stay.
-
-    Args:
-        every: steps between checkpoints; 0 saves only the last state.
-        keep: how many of the newest stay.
-        best: how many of those with the lowest validation loss stay.
-        keep_every: those whose step is a multiple of it stay, too; 0 for none.
-        background: write while the run goes on.
-        type: `sharded`, every process its shards; or `full`, process 0 everything in one file.
-        dir: the folder; None makes `checkpoints` in that of the run.
-    """
-
-    every: Natural = 100
-    keep: Count = 3
-    best: Natural = 0
-    keep_every: Natural = 0
-    background: bool = True
-    type: StateDictType = StateDictType.SHARDED
-    dir: str | None = None
-
-    @property
-    def retention(self) -> Retention:
-        """Which checkpoints stay."""
-        return Retention(last=self.keep, best=self.best, every=self.keep_every)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,7 +91,7 @@ class RunConfig:
             presets={name: kind.presets for name, kind in MODELS.items()},
             own={"factory": OwnModel},
         ),
-    ] = TransformerConfig()
+    ] = MODELS["transformer"].sizes()
     data: Annotated[Any, OneOf(DATA, tag="kind", own={"factory": OwnData})] = TextData()
     loss: Annotated[OwnLoss, OneOf({}, own=LOSSES)] | None = None
     optimizer: Annotated[
@@ -234,7 +101,7 @@ class RunConfig:
         StrategyOptions,
         Parsed(
             strategy_options,
-            _plain_options,
+            plain_options,
             "a strategy, a list, or {strategy: {option: x}}",
         ),
     ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))

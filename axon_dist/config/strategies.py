@@ -6,13 +6,16 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.mesh import World
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 
 from .read import read
+
+StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Options by strategy name."""
 
 _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
     {
@@ -22,15 +25,59 @@ _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
         "hsdp": "hybrid_shard",
         "tp": "tensor",
         "cp": "context",
+        "ep": "expert",
+        "experts": "expert",
+        "moe": "expert",
         "pp": "pipeline",
     }
 )
 """Names from elsewhere, mesh axes among them, and the strategy that an error then points to."""
 
 _REQUIRED: MappingProxyType[str, tuple[str, Any]] = MappingProxyType(
-    {"num_microbatches": ("the number of parts that a batch is cut into", 8)}
+    {
+        "num_microbatches": ("the number of parts that a batch is cut into", 8),
+        "every": ("the steps that replicas take on their own before they meet", 100),
+    }
 )
 """Options without a default: what they are, and a value to show."""
+
+
+def strategy_options(value: Any) -> StrategyOptions:
+    """Reads `ddp`, `[full_shard, tensor]` or `{ddp: {bucket_capacity: 1000000}}`.
+
+    Raises:
+        ValueError: for anything else, none, or a strategy that stands twice.
+
+    Example:
+        >>> dict(strategy_options("ddp"))
+        {'ddp': {}}
+    """
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        twice = next((name for name in value if value.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"got {list(value)}, in which {twice} stands twice; a strategy applies once, so "
+                "name it once"
+            )
+        value = {name: {} for name in value}
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(
+            f"got {value!r}, which must be a strategy, a list of them, or a section "
+            "{strategy: {option: value}}"
+        )
+    for name, options in value.items():
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(
+                f"{name} has {options!r} under it, which must be a section of its options"
+            )
+    return MappingProxyType({str(name): dict(options or {}) for name, options in value.items()})
+
+
+def plain_options(options: StrategyOptions) -> dict[str, dict[str, Any]]:
+    """Options by strategy name, as YAML has them."""
+    return {name: dict(values) for name, values in options.items()}
 
 
 def build_strategy(parallel: Mapping[str, Mapping[str, Any]], model: Any, world: World) -> Strategy:

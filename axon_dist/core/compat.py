@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 from jax._src import clusters, core, distributed, source_info_util, xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -46,19 +50,23 @@ def rendezvous_flags() -> tuple[str, ...]:
     return _RENDEZVOUS_FLAGS if (0, 10) <= (major, minor) <= (0, 12) else ()
 
 
-def gpu_pipelining() -> dict[str, str | bool]:
+def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:
     """Options of XLA:GPU that move a collective in a loop into the iteration before or after.
 
     XLA renamed them and made modes of their flags (openxla/xla#45836), which jaxlib 0.11.1 was the
     first to bring; the old names it refuses.
 
+    Args:
+        kinds: of collectives: `all_gather`, `reduce_scatter`, `all_reduce`.
+        on: whether they are moved.
+
     Returns:
         Names and values, as `jax.jit(..., compiler_options=...)` takes them.
     """
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < (0, 11, 1):
-        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in kinds}
-    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in kinds}
+        return {f"xla_gpu_enable_pipelined_{kind}": on for kind in kinds}
+    mode = "COLLECTIVE_PIPELINING_MODE_ON" if on else "COLLECTIVE_PIPELINING_MODE_OFF"
+    return {f"xla_gpu_pipeline_{kind}": mode for kind in kinds}
 
 
 class SharedStore:
@@ -268,3 +276,129 @@ def new_operation(
 
         ad.primitive_jvps[operation] = derived
     return operation
+
+
+def cudnn_attention(
+    query: Any, key: Any, value: Any, bias: Any | None, causal: bool
+) -> tuple[Any, Any]:
+    """cuDNN's attention with the logarithms of its weights, which the public call scrambles.
+
+    `jax.nn.dot_product_attention(return_residual=True)` gives them as `[B, T, H]` where the kernel
+    wrote `[B, H, T]`.
+
+    Args:
+        query: `[B, T, H, K]` in bfloat16 or float16.
+        key: `[B, S, N, K]`.
+        value: likewise.
+        bias: `[B, 1, T, S]`, added to the scores; None for none.
+        causal: position t sees positions 0 to t.
+
+    Returns:
+        `[B, T, H, K]`, and float32 `[B, H, T]`.
+
+    Raises:
+        RuntimeError: when there is no cuDNN.
+        NotImplementedError: for shapes or dtypes that it does not take.
+    """
+    return cudnn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        scale=query.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        return_residual=True,
+    )
+
+
+def cudnn_attention_gradients(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any | None,
+    causal: bool,
+    log_weight: Any,
+    out: Any,
+    cotangent: Any,
+) -> tuple[Any, Any, Any]:
+    """The backward kernel of cuDNN by itself, with the weights that the caller names.
+
+    Args:
+        query: as of `cudnn_attention`, like the others up to `causal`.
+        key: likewise.
+        value: likewise.
+        bias: likewise.
+        causal: likewise.
+        log_weight: float32 `[B, H, T]`, may count more keys than those given.
+        out: `[B, T, H, K]`, the result with all of those keys.
+        cotangent: of that result.
+
+    Returns:
+        The gradients of queries, keys and values.
+    """
+    unused = jnp.zeros(0, query.dtype)
+    # Since 0.11 a score may be changed by a function.
+    names = inspect.signature(cudnn.dot_product_attention).parameters
+    more = {"score_mod": None} if "score_mod" in names else {}
+    gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        query,
+        key,
+        value,
+        unused if bias is None else bias,
+        *[unused] * 6,
+        log_weight,
+        out,
+        cotangent,
+        scale=query.shape[-1] ** -0.5,
+        seed=0,
+        dropout_rate=0.0,
+        variadic_args=(bias is not None, False),
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        **more,
+    )
+    return tuple(gradients[:3])
+
+
+def splash_gradients(
+    kernel: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    segments: Any | None,
+    log_weight: Any,
+    out: Any,
+    cotangent: Any,
+) -> tuple[Any, Any, Any]:
+    """The backward kernels of splash attention, with the weights that the caller names.
+
+    Args:
+        kernel: of `splash_kernel`.
+        query: `[H, T, K]`, scaled.
+        key: `[N, T, K]`.
+        value: likewise.
+        segments: `SegmentIds`, or None.
+        log_weight: float32 `[H, T]`, may count more keys than those given.
+        out: `[H, T, K]`, the result with all of those keys.
+        cotangent: of that result.
+
+    Returns:
+        The gradients of queries, as scaled, of keys and values.
+    """
+    said = kernel.kwargs
+    saved = (query, key, value, segments, None, out, log_weight)
+    masks = (kernel.dq_mask_info, kernel.dkv_mask_info)
+    gradients = splash_attention_kernel._splash_attention_bwd(
+        False,
+        said["mask_value"],
+        said["is_mqa"],
+        said["block_sizes"],
+        said["residual_checkpoint_name"],
+        said["mask_function"],
+        said["attn_logits_soft_cap"],
+        said["interpret"],
+        (*saved, *masks),
+        cotangent,
+    )
+    return tuple(gradients[3:6])

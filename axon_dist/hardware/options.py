@@ -14,8 +14,16 @@ from ..core.compat import gpu_pipelining
 CompilerOptions: TypeAlias = dict[str, str | bool]
 """Names and values that `jax.jit` hands to XLA."""
 
-PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(gpu_pipelining())
+PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(
+    gpu_pipelining("all_gather", "reduce_scatter", "all_reduce")
+)
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
+
+SUMS_STAY: MappingProxyType[str, str | bool] = MappingProxyType(
+    gpu_pipelining("all_reduce", on=False)
+)
+"""Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
+that of the last iteration comes after the loop with nothing beside it."""
 
 NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(
     {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}

@@ -36,6 +36,8 @@ class Collective:
             where no rates are known.
         op_name: the traced operation it comes from, where the compiler kept it.
         source: `file.py:line` of the user's program, where the compiler kept it.
+        is_slow: whether it leaves a node: it spans an axis of `SLOW_AXES`, or devices that the
+            table of chips says are of several nodes.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Collective:
     waited: float | None
     op_name: str
     source: str
+    is_slow: bool = False
 
     @property
     def total_bytes(self) -> int:

@@ -11,6 +11,7 @@ from ..hlo.groups import permuted_axes, spanned_axes
 from ..hlo.parse import Program, as_module
 from ..hlo.sources import origin
 from ..hlo.walk import Visit, visits
+from ..mesh import SLOW_AXES
 from .collective import Collective
 from .ledger import Ledger
 from .wires import WireModel
@@ -59,6 +60,7 @@ def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Ite
         operands = one.transfer.owner.operand_shapes(instruction)
         find_axes = permuted_axes if kind == "collective-permute" else spanned_axes
         op_name, source = origin(instruction.attributes, wires.module.sources)
+        axes = find_axes(one.groups, mesh)
         yield Collective(
             name=instruction.name,
             kind=kind,
@@ -71,11 +73,13 @@ def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Ite
             count=visit.count,
             unknown_trip=visit.unknown_trip,
             in_conditional=visit.in_conditional,
-            axes=find_axes(one.groups, mesh),
+            axes=axes,
             is_async=one.transfer.is_async,
             exposure=judgement.exposure,
             seconds=judgement.seconds,
             waited=judgement.waited,
             op_name=op_name,
             source=source,
+            is_slow=one.wire_bytes > 0
+            and (not set(SLOW_AXES).isdisjoint(axes or ()) or wires.leaves_node(one)),
         )

@@ -100,6 +100,10 @@ class Ledger:
         """Wire bytes per step for each mesh axis, or comma-joined axes, that occurs."""
         return self._totals(lambda row: row.axis)
 
+    def by_link(self) -> dict[str, int]:
+        """Wire bytes per step over `fast` links, within a node, and `slow` ones, between nodes."""
+        return self._totals(lambda row: "slow" if row.is_slow else "fast")
+
     def by_exposure(self) -> dict[str, int]:
         """Wire bytes per step that are hidden, covered in part (`light`) and exposed."""
         return self._totals(lambda row: row.exposure)

@@ -63,6 +63,7 @@ class Report:
             "wire_bytes": ledger.total_wire_bytes(),
             "wire_bytes_by_kind": ledger.by_kind(),
             "wire_bytes_by_axis": ledger.by_axis(),
+            "wire_bytes_by_link": ledger.by_link(),
             "wire_bytes_by_exposure": ledger.by_exposure(),
             "wire_seconds": ledger.seconds(),
             "waited_seconds": ledger.waited(),
@@ -94,6 +95,8 @@ class Report:
             table.add_row("recomputed by XLA itself", str(self.recomputed))
         for axis, total in self.collectives.by_axis().items():
             table.add_row(f"sent over {axis}", byte_size(total))
+        for link, total in self.collectives.by_link().items():
+            table.add_row(f"sent over {link} links", byte_size(total))
         if not self.is_cpu:
             ledger = self.collectives
             table.add_row("light, covered in part", byte_size(ledger.light_bytes()))

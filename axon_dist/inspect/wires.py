@@ -71,6 +71,11 @@ class WireModel:
         within = [self._within(computation, i) for i in computation.instructions]
         return judge(work, wires, within, self._machine)
 
+    def leaves_node(self, sent: Sent) -> bool:
+        """Whether a transfer goes from one node to another, where the machine has nodes."""
+        size = 0 if self._machine is None else self._machine.node_size
+        return bool(size) and any(len({d // size for d in group}) > 1 for group in sent.groups)
+
     def _measured(self, transfer: Transfer) -> Sent:
         instruction = transfer.instruction
         if transfer.kind == "collective-permute":

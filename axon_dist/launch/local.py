@@ -18,6 +18,7 @@ from pathlib import Path
 from ..core.errors import LaunchError
 from .child import Child, start_child
 from .emulation import MOST_DEVICES
+from .memory import MEMORY, host_folder
 from .roll_call import TOKEN
 from .spec import DEFAULT_PORT, parse_port
 from .watchdog import EXIT_PEER_LOST
@@ -29,6 +30,13 @@ INTERRUPTED = 75
 """The exit code of a run that a signal ended between two steps, its state saved: `EX_TEMPFAIL` of
 `sysexits.h`, "try again later". A scheduler starts it again, with `--resume auto`."""
 
+PLANNED = "AXON_PLANNED_WORLD_SIZE"
+"""The variable with how many processes a run has when none is lost."""
+
+ELASTIC = "AXON_ELASTIC"
+"""The variable that is there where a run goes on without the processes that it loses."""
+
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
 _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
@@ -49,6 +57,8 @@ class LaunchPlan:
         devices_per_process: CPU devices that each process makes up; None leaves it to the command.
         max_restarts: how often a run that failed starts again.
         elastic: start again without the processes that were lost.
+        rejoin_after: seconds on fewer processes after which all start again, from one step to the
+            next; None leaves the run as it shrank.
         grace: seconds that the other ranks have to end by themselves once one has failed.
         log_dir: the folder for `rank-<r>.log`.
 
@@ -65,6 +75,7 @@ class LaunchPlan:
     devices_per_process: int | None = None
     max_restarts: int = 0
     elastic: bool = False
+    rejoin_after: float | None = None
     grace: float = 5.0
     log_dir: Path = Path("runs/launch")
 
@@ -99,6 +110,12 @@ class LaunchPlan:
             )
         if self.master_port is not None:
             parse_port(str(self.master_port), "the master port")
+        if self.rejoin_after is not None and not (self.elastic and self.rejoin_after > 0):
+            raise LaunchError(
+                f"got rejoin_after={self.rejoin_after:g} {'with' if self.elastic else 'without'} "
+                "elastic; processes rejoin a run that has shrunk, after more than 0 seconds: give "
+                "--elastic --rejoin-after 600, or neither"
+            )
         if not self.master_addr or not self.master_addr.isprintable() or " " in self.master_addr:
             raise LaunchError(
                 f"the master address is {self.master_addr!r:.80}; give the name or the address of "
@@ -145,7 +162,10 @@ def rank_environments(
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(plan.nnodes * num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
+        PLANNED: str(plan.nnodes * plan.num_processes),
     }
+    if plan.elastic:
+        shared[ELASTIC] = "1"
     if plan.nnodes == 1 and not shared.get(TOKEN):
         shared[TOKEN] = secrets.token_hex(32)
     if plan.devices_per_process is not None:
@@ -181,10 +201,33 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
             "another with --log-dir"
         ) from error
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
+    with _memory(plan) as base:
+        return _run_attempts(plan, base, tell)
+
+
+@contextlib.contextmanager
+def _memory(plan: LaunchPlan) -> Iterator[dict[str, str]]:
+    """The environment of the ranks, with memory that outlives them where they may start again.
+
+    What they have compiled is kept there too, unless the environment says where.
+    """
+    if not plan.max_restarts or os.environ.get(MEMORY):
+        yield dict(os.environ)
+        return
+    with host_folder() as folder:
+        kept = {} if folder is None else {MEMORY: str(folder), _CACHE: str(folder / "compiled")}
+        yield {**kept, **os.environ}
+
+
+def _run_attempts(plan: LaunchPlan, base: Mapping[str, str], tell: Callable[[str], None]) -> int:
     count, restarts = plan.num_processes, 0
     while True:
-        attempt = _Attempt(plan, count, tell)
+        attempt = _Attempt(plan, count, tell, base, may_restart=restarts < plan.max_restarts)
         code = attempt.run()
+        if attempt.made_room and not attempt.signals and attempt.failed is None:
+            count = plan.num_processes
+            tell(f"going on with all {count} processes")
+            continue
         count = next_count(plan, count, attempt.failed)
         if code == 0 or attempt.signals or restarts == plan.max_restarts or not count:
             return code
@@ -210,6 +253,31 @@ def next_count(plan: LaunchPlan, count: int, failed: Child | None) -> int:
     return max(count - 1, 1) if plan.elastic and is_lost else count
 
 
+def may_end_at_once(failed: Child, memory: str | None) -> bool:
+    """Whether the other ranks have no more to say than the launcher knows, and nothing to save.
+
+    Args:
+        failed: the rank that failed first.
+        memory: the folder of the host's memory, which may hold copies of the state.
+    """
+    # JAX aborts a process after it has found out more than the launcher sees.
+    is_killed = failed.was_killed and failed.code != 128 + signal.SIGABRT
+    return is_killed and memory is not None and any(Path(memory).glob("*.copy"))
+
+
+def gets_ahead(memory: str | None, since: float) -> bool:
+    """Whether a run that makes copies has made one since some moment; true where it makes none.
+
+    Args:
+        memory: the folder of the host's memory.
+        since: in seconds of the clock.
+    """
+    copies = [] if memory is None else list(Path(memory).glob("*.copy"))
+    with contextlib.suppress(FileNotFoundError):
+        return not copies or any(path.stat().st_mtime > since for path in copies)
+    return False
+
+
 def free_port() -> int:
     """A port of this host that nothing listens on."""
     with socket.socket() as probe:
@@ -220,8 +288,17 @@ def free_port() -> int:
 class _Attempt:
     """One start of all ranks of this host."""
 
-    def __init__(self, plan: LaunchPlan, count: int, tell: Callable[[str], None]):
-        self.plan, self.count, self.tell = plan, count, tell
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        count: int,
+        tell: Callable[[str], None],
+        base: Mapping[str, str],
+        may_restart: bool = False,
+    ):
+        self.plan, self.count, self.tell, self.base = plan, count, tell, base
+        self.may_restart = may_restart
+        self.made_room = False
         self.children: list[Child] = []
         self.signals: list[int] = []
         self.failed: Child | None = None
@@ -244,7 +321,7 @@ class _Attempt:
     def _start(self) -> None:
         plan = self.plan
         port = plan.master_port or (free_port() if plan.nnodes == 1 else DEFAULT_PORT)
-        for env in rank_environments(plan, os.environ, self.count, port):
+        for env in rank_environments(plan, self.base, self.count, port):
             rank = int(env["RANK"])
             log = plan.log_dir / f"rank-{rank}.log"
             try:
@@ -259,18 +336,40 @@ class _Attempt:
 
     def _wait(self) -> Child | None:
         """Returns the first rank that failed, or None when all have ended, if only for now."""
+        started = time.time()
         while True:
+            # A command that knows nothing of SIGTERM was stopped by it all the same.
+            stopped = {INTERRUPTED, 128 + signal.SIGTERM} if self.made_room else {INTERRUPTED}
             codes = [child.code for child in self.children]
             for child, code in zip(self.children, codes, strict=True):
-                if code and code != INTERRUPTED:
+                if code and code not in stopped:
                     return child
             if None not in codes:
+                # Where they ended by themselves meanwhile, nothing is left for the others to do.
+                self.made_room = self.made_room and not stopped.isdisjoint(codes)
                 return None
+            if not self.made_room and self._is_time_to_rejoin(started):
+                self._make_room()
             time.sleep(_POLL_SECONDS)
+
+    def _is_time_to_rejoin(self, started: float) -> bool:
+        """Whether those that were lost may come back: not before the others have got ahead."""
+        seconds = self.plan.rejoin_after
+        if seconds is None or self.count == self.plan.num_processes:
+            return False
+        return time.time() - started > seconds and gets_ahead(self.base.get(MEMORY), started)
+
+    def _make_room(self) -> None:
+        """Has the ranks stop between two steps, so that those that were lost can come back."""
+        self.made_room = True
+        self.tell(f"stopping {self.count} processes after this step, for the others to come back")
+        for child in self.children:
+            child.send(signal.SIGTERM)
 
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")
-        deadline = time.monotonic() + self.plan.grace
+        is_at_once = self.may_restart and may_end_at_once(failed, self.base.get(MEMORY))
+        deadline = time.monotonic() + (0.0 if is_at_once else self.plan.grace)
         while any(child.code is None for child in self.children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 

@@ -34,6 +34,7 @@ KINDS: MappingProxyType[str, Kind] = MappingProxyType(
         ),
         "should_stop": _FUNCTION,
         "save": _FUNCTION,
+        "copy": _FUNCTION,
         "give_back": _FUNCTION,
         "go_back": _FUNCTION,
         "history": Kind(

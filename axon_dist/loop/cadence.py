@@ -20,6 +20,7 @@ class LoopOptions:
             `validation` of the trainer.
         save_every: steps between saves; 0 saves only at the end. More than 0 needs a `save` of the
             trainer.
+        copy_every: steps between copies; 0 makes none. More than 0 needs a `copy` of the trainer.
         items_per_step: items in a global batch; None leaves the throughput out.
         item: what they are; utilization is that of tokens.
         peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it
@@ -34,6 +35,7 @@ class LoopOptions:
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 0
+    copy_every: int = 0
     items_per_step: int | None = None
     item: str = "tokens"
     peak_flops: float | None = None
@@ -43,15 +45,20 @@ class LoopOptions:
 
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
-        for name in ("num_steps", "log_every", "eval_every", "save_every", "max_rollbacks"):
+        every = ("log_every", "eval_every", "save_every", "copy_every")
+        for name in ("num_steps", *every, "max_rollbacks"):
             count = getattr(self, name)
             if not isinstance(count, (int, np.integer)) or isinstance(count, bool):
                 raise ConfigError(f"{name}={count!r} is no whole number; give one, such as 100")
-        if min(self.num_steps, self.log_every) < 1 or min(self.eval_every, self.save_every) < 0:
+        if (
+            min(self.num_steps, self.log_every) < 1
+            or min(self.eval_every, self.save_every, self.copy_every) < 0
+        ):
             raise ConfigError(
                 f"got num_steps={self.num_steps}, log_every={self.log_every}, "
-                f"eval_every={self.eval_every} and save_every={self.save_every}; the first two "
-                "must be at least 1, the others at least 0"
+                f"eval_every={self.eval_every}, save_every={self.save_every} and "
+                f"copy_every={self.copy_every}; the first two must be at least 1, the others at "
+                "least 0"
             )
         if self.profile_at < 0 or self.profile_steps < 1:
             raise ConfigError(

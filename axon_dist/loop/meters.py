@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 import jax
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.tree import num_params
 from axon_dist.core.typing import PyTree
+
+from ..step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +111,22 @@ def model_flops_utilization(
         0.3
     """
     return 6 * num_params * tokens_per_second / (peak_flops * num_devices)
+
+
+def utilization_of(step: TrainStep, peak_flops: float | None) -> Callable[[float], float] | None:
+    """From tokens per second to the utilization by a step; None where no peak is known.
+
+    Args:
+        step: whose model and devices are meant.
+        peak_flops: FLOP/s of one device at best.
+    """
+    if peak_flops is None:
+        return None
+    # A frozen parameter has no gradient of its own: a third less to compute.
+    count = num_params(step.parts.params) + 2 * num_params(step.parts.frozen) // 3
+    return functools.partial(
+        model_flops_utilization, count, peak_flops=peak_flops, num_devices=step.world.size
+    )
 
 
 def percentiles(seconds: Sequence[float]) -> dict[int, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -13,18 +12,14 @@ from typing import Any, NoReturn, TypeVar
 import jax
 
 from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError
-from axon_dist.core.tree import num_params
 from axon_dist.core.typing import Batch
 from axon_dist.mesh import agree, watch_steps
-from axon_dist.precision import all_finite
 
-from ..step.nonfinite import FLAG, Loss, Nonfinite
-from ..step.state import TrainState
-from ..step.step import TrainStep
+from ..step import Nonfinite, TrainState, TrainStep, nonfinite
 from .arguments import BATCHES, KINDS
 from .cadence import LoopOptions
 from .clock import COMPILE, DATA, INITIALIZE, SAVE, VALIDATE, TimeSheet
-from .meters import bytes_per_device, model_flops_utilization, percentiles
+from .meters import bytes_per_device, percentiles, utilization_of
 from .metrics import MetricWriter
 from .profiling import StepProfile
 from .progress import Progress, SilentProgress
@@ -75,6 +70,8 @@ class Trainer:
             returns. It gets the last state too, however the run ends but by an error; where that
             is a step that was not finite, the state before, if it is still there. All that
             `batches` has handed out by then went into the state.
+        copy: `copy(state, number)` keeps a state where it can be had back sooner than what `save`
+            writes; must be done with the arrays when it returns.
         give_back: takes how many of the last batches went into no state after all; called before
             the last state of a run that stops because a step was not finite is saved.
         go_back: returns the newest good state that was saved, or None if there is none; has to be
@@ -131,6 +128,7 @@ class Trainer:
     progress: Progress = SilentProgress()
     should_stop: Callable[[Mapping[str, float]], bool] | None = None
     save: Callable[[TrainState, int, float | None], None] | None = None
+    copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
     history: Sequence[Mapping[str, Any]] = ()
@@ -205,15 +203,7 @@ class Trainer:
         )
 
     def _record(self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet) -> Record:
-        options, utilization = self.options, None
-        if options.peak_flops is not None:
-            utilization = functools.partial(
-                model_flops_utilization,
-                # A frozen parameter has no gradient of its own: a third less to compute.
-                num_params(state.params) + 2 * num_params(self.step.parts.frozen) // 3,
-                peak_flops=options.peak_flops,
-                num_devices=self.step.world.size,
-            )
+        options = self.options
         return Record(
             int(state.step),
             options.num_steps,
@@ -222,7 +212,7 @@ class Trainer:
             self.progress,
             bytes_per_device(state),
             options.items_per_step,
-            utilization,
+            utilization_of(self.step, options.peak_flops),
             item=options.item,
             skips=self._policy is Nonfinite.SKIP,
             tell=tell,
@@ -243,7 +233,11 @@ class Trainer:
                 "skip"
             )
 
-        given = {"save": ("save_every", self.save), "validation": ("eval_every", self.validation)}
+        given = {
+            "save": ("save_every", self.save),
+            "copy": ("copy_every", self.copy),
+            "validation": ("eval_every", self.validation),
+        }
         for name, (option, function) in given.items():
             every = getattr(self.options, option)
             if every and function is None:
@@ -322,13 +316,13 @@ class Trainer:
                 return state, "out of data"
             record.sign()
             with profile.around(record.taken + 1, record.settle):
-                state, metrics = self.step(state, batch, metrics.get(FLAG))
+                state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
             record.settle(keep=_LAG)
 
     def _is_pause(self, number: int) -> bool:
         options = self.options
-        cadences = (options.eval_every, options.save_every, options.num_steps)
+        cadences = options.eval_every, options.save_every, options.copy_every, options.num_steps
         return any(_is_multiple(number, every) for every in cadences)
 
     def _go_back(self, record: Record) -> TrainState | None:
@@ -355,14 +349,23 @@ class Trainer:
             has_stopped = not self._validate(state, record, stops)
         if _is_multiple(number, self.options.save_every):
             self._save(number, state, record)
+        if _is_multiple(number, self.options.copy_every):
+            self._copy(number, state, record)
         return has_stopped
+
+    def _copy(self, number: int, state: TrainState, record: Record) -> None:
+        if self.copy is not None:
+            self._check_finite(number, state)
+            with record.aside(SAVE):
+                self.copy(state, number)
+
+    def _check_finite(self, number: int, state: TrainState) -> None:
+        if self._policy is None and not nonfinite.is_finite(state):
+            raise NonfiniteError(f"the parameters after step {number} are not finite. {_ADVICE}")
 
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
-            if self._policy is None and not bool(jax.jit(all_finite)(state.params)):
-                raise NonfiniteError(
-                    f"the parameters after step {number} are not finite. {_ADVICE}"
-                )
+            self._check_finite(number, state)
             losses = dict(record.validation_curve[-1:])
             with record.aside(SAVE):
                 self.save(state, number, losses.get(number))
@@ -412,10 +415,12 @@ class Trainer:
             self._stop_before(record.lost, state, record)
         if reason == FINISHED and self.validation is not None:
             self._validate(state, record, stops)
+        if reason != FINISHED and not _is_multiple(record.step, self.options.copy_every):
+            self._copy(record.step, state, record)
         if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
             self._save(record.step, state, record)
 
-    def _stop_before(self, lost: Loss, state: TrainState, record: Record) -> NoReturn:
+    def _stop_before(self, lost: nonfinite.Loss, state: TrainState, record: Record) -> NoReturn:
         """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
         kept = ""
         if self._policy is not None:

@@ -23,9 +23,11 @@ from .agreement import from_main as from_main
 from .group import ProcessGroup as ProcessGroup
 from .kinds import GROUP as GROUP
 from .kinds import WORLD as WORLD
+from .paper import paper_world as paper_world
 from .roster import rank_table as rank_table
 from .roster import self_test as self_test
 from .spec import AXIS_ORDER as AXIS_ORDER
+from .spec import SLOW_AXES as SLOW_AXES
 from .spec import AxesLike as AxesLike
 from .spec import MeshSpec as MeshSpec
 from .step_watch import watch_steps as watch_steps

@@ -12,7 +12,10 @@ import numpy as np
 
 from ..core.errors import MeshError, did_you_mean
 
-AXIS_ORDER = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+SLOW_AXES = ("pods", "nodes")
+"""The axes that may lie over slow links; all others stay within a node, where nodes are known."""
+
+AXIS_ORDER = (*SLOW_AXES, "pp", "dp", "fsdp", "cp", "ep", "tp")
 """The axes of this library, outer to inner: the inner ones talk most and lie closest together."""
 
 

@@ -20,8 +20,9 @@ from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import prepare_emulation, share_of, stated_share
 from ..launch.environment import from_env
 from .group import ProcessGroup
+from .links import by_links
 from .shares import batch_shares, check_axes
-from .spec import AxesLike, MeshSpec
+from .spec import SLOW_AXES, AxesLike, MeshSpec
 
 
 class Backend(enum.StrEnum):
@@ -289,12 +290,22 @@ def build_mesh(spec: MeshSpec, devices: Sequence[Any]) -> Mesh:
 
     On TPUs `jax.make_mesh` orders the devices after the wiring of the slice, dims of which are
     split only where the axes are no products of whole ones; elsewhere the order given is the order
-    of the ranks. The axis types are always written out, for JAX's two ways to make a mesh disagree
+    of the ranks, but that slow axes, such as `nodes`, lie between nodes and the others within them
+    (`by_links`). The axis types are always written out, for JAX's two ways to make a mesh disagree
     about the default.
     """
     types = (AxisType.Auto,) * len(spec.names)
+    parts = by_links(spec, devices)
     if devices[0].platform != "tpu":
-        return Mesh(np.array(devices).reshape(spec.sizes), spec.names, axis_types=types)
+        return Mesh(np.array(parts).reshape(spec.sizes), spec.names, axis_types=types)
+    if len(parts) > 1:
+        # One torus for each rank of the slow axes: no wiring goes from one to the next.
+        sizes = [size for name, size in spec.axes if name not in SLOW_AXES]
+        wired = [
+            mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True)
+            for part in parts
+        ]
+        return Mesh(np.array(wired).reshape(spec.sizes), spec.names, axis_types=types)
     try:
         return jax.make_mesh(spec.sizes, spec.names, axis_types=types, devices=devices)
     except NotImplementedError:

@@ -16,6 +16,8 @@ from .decoding import Cache as Cache
 from .decoding import Past as Past
 from .decoding import Place as Place
 from .decoding import cached_attention as cached_attention
+from .expert_config import ExpertConfig as ExpertConfig
+from .experts import Experts as Experts
 from .flash import flash_attention as flash_attention
 from .generate import Decoder as Decoder
 from .generate import Generated as Generated

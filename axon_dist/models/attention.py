@@ -33,9 +33,10 @@ import jax
 import jax.numpy as jnp
 
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.splash import no_blocks, splash_obstacle
 from axon_dist.core.typing import Array
 
-from .flash import flash_attention, flash_obstacle, no_blocks
+from .flash import flash_attention
 
 
 def einsum_attention(
@@ -120,7 +121,7 @@ def auto_attention(
     query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
 ) -> Array:
     """Computes attention with the fused kernel of the platform if it can, else by `einsum`."""
-    if flash_obstacle(query) is None:
+    if splash_obstacle(query) is None:
         return flash_attention(query, key, value, causal, segments)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
     einsum = lambda q, k, v, s=None: einsum_attention(q, k, v, causal, s)
@@ -131,7 +132,12 @@ def auto_attention(
 
 
 def describe_attention(
-    form: str, platform: str, dtype: Any, shape: tuple[int, int, int], segments: bool = False
+    form: str,
+    platform: str,
+    dtype: Any,
+    shape: tuple[int, int, int],
+    segments: bool = False,
+    tiled: bool = False,
 ) -> str:
     """Says in one sentence which attention runs in a train step, and what would fuse it.
 
@@ -141,6 +147,7 @@ def describe_attention(
         dtype: what queries, keys and values are computed in.
         shape: (positions, heads, size of a head).
         segments: whether batches say which document each token is of.
+        tiled: whether plain products make scores tile by tile, as those around a ring do.
 
     Returns:
         The sentence.
@@ -151,11 +158,12 @@ def describe_attention(
     """
     length, heads, size = shape
     kernel = {"gpu": "cudnn", "tpu": "flash"}.get(platform)
+    plain = _NAMES["tiles" if tiled else "einsum"]
     if form not in ("auto", kernel):
         asked = "as asked for" + (': "auto" takes a fused kernel' if kernel else "")
-        return f"{_NAMES[form]}, {asked}"
+        return f"{plain if form == 'einsum' else _NAMES[form]}, {asked}"
     if kernel is None:
-        return f"{_NAMES['einsum']}: there is no fused kernel for {platform.upper()}s"
+        return f"{plain}: there is no fused kernel for {platform.upper()}s"
     heads_of: Any = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
     ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
     why = (
@@ -165,7 +173,7 @@ def describe_attention(
     )
     if why is not None:
         said = " ".join(why.split()).rstrip(".")
-        return f"{_NAMES['einsum']}, for {kernel} cannot run: {said}; {_CURES[kernel]}"
+        return f"{plain}, for {kernel} cannot run: {said}; {_CURES[kernel]}"
     mask = kernel == "cudnn" and segments
     more = f", and reads a mask [B, 1, {length}, {length}] that is made of the segments"
     return _NAMES[kernel] + (more if mask else "")
@@ -174,6 +182,7 @@ def describe_attention(
 _NAMES = MappingProxyType(
     {
         "einsum": "einsum, whose scores of all pairs lie in memory",
+        "tiles": "plain products, whose scores lie in memory a tile at a time",
         "cudnn": "the fused kernel of cuDNN",
         "flash": "the fused kernel for TPUs (splash attention)",
     }

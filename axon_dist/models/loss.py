@@ -15,14 +15,21 @@ from axon_dist.core.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted
 
+AUXILIARY = "auxiliary"
+"""The method by which a model tells what its call has added to the loss, and metrics of it."""
 
-def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> Weighted:
+
+def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> Any:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
 
     The logits of a large vocabulary never exist all at once: a model that has a method
     `before_head(tokens)` and returns from it what `linear_cross_entropy` takes besides labels and
     weights, `{"hidden": [B, T, D], "kernel": [D, V]}`, has its loss computed a chunk of positions
     at a time. One that returns None there, or has no such method, is asked for its logits.
+
+    A model that has a method `auxiliary()`, which is asked after its call, and returns from it a
+    scalar and a dict of metrics, has the scalar added to the mean loss: as mixtures of experts do
+    with their balance term.
 
     Args:
         model: maps tokens `[B, T]` to logits `[B, T, V]`.
@@ -33,7 +40,8 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
             given them, and neither padding nor the first token of a document counts as a target.
 
     Returns:
-        The sum of the losses in nats, float32, and the number of tokens that count.
+        The sum of the losses in nats, float32, and the number of tokens that count; with the
+        metrics of a model that has any.
 
     Raises:
         ConfigError: the mask or the segments have another shape than the tokens, or the model takes
@@ -47,9 +55,9 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
     """
     labels, counts = batch["tokens"][:, 1:], _counts(batch)
     if (head := _before_head(model, batch)) is not None:
-        return linear_cross_entropy(labels=labels, weights=counts, **head)
+        return _with_auxiliary(model, linear_cross_entropy(labels=labels, weights=counts, **head))
     losses = cross_entropy(_predict(model, batch), labels)
-    return Weighted(jnp.sum(losses * counts), jnp.sum(counts))
+    return _with_auxiliary(model, Weighted(jnp.sum(losses * counts), jnp.sum(counts)))
 
 
 def next_token_scores(
@@ -146,6 +154,16 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def _with_auxiliary(model: Any, loss: Weighted) -> Any:
+    """The loss with what the model adds to its mean; and metrics, if the model has any."""
+    method = getattr(model, AUXILIARY, None)
+    found = None if method is None else method()
+    if found is None:
+        return loss
+    more, metrics = found
+    return Weighted(loss.total + more * loss.weight, loss.weight), metrics
 
 
 def _before_head(model: Any, batch: Mapping[str, Array]) -> Mapping[str, Any] | None:

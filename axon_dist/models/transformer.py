@@ -14,6 +14,7 @@ from axon_dist.core.told import RNGS, Kind, told
 from axon_dist.core.typing import Array
 
 from .decoding import Cache, Past, Place
+from .experts import Experts, Findings
 from .layers import GatedMLP, PlainMLP, RMSNorm, SelfAttention, init_std, linear
 from .transformer_config import TransformerConfig
 
@@ -30,7 +31,8 @@ class Block(nnx.Module):
         self.attention_norm: Any = _norm(config, rngs)
         self.attention: SelfAttention = SelfAttention(config, rngs=rngs)
         self.mlp_norm: Any = _norm(config, rngs)
-        self.mlp: Any = (GatedMLP if config.gated else PlainMLP)(config, rngs=rngs)
+        kind = GatedMLP if config.gated else PlainMLP
+        self.mlp: Any = (Experts if config.experts else kind)(config, rngs=rngs)
         self.dropout: Any = _dropout(config, rngs)
 
     def __call__(
@@ -107,12 +109,26 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
-        return self.head(self.residual(tokens, segments))
+        return self.head(self.residual(tokens, *_places(segments)))
 
-    def residual(self, tokens: Array, segments: Array | None = None) -> Array:
-        """The residual stream behind the last block, `[B, T, D]`; arguments as of a call."""
-        more = () if segments is None else (segments, positions_in(segments))
-        x = self.embed(tokens, *more[1:])
+    def residual(
+        self, tokens: Array, segments: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """The residual stream behind the last block.
+
+        Where tokens lie in a row says nothing here but which of them attention sees: it is
+        `positions` that says where they stand.
+
+        Args:
+            tokens: integers `[B, T]`.
+            segments: integers `[B, T]`, the document of each token; None for one in each row.
+            positions: integers, `[B, T]` or `[1, T]`; None for those of the sequence index.
+
+        Returns:
+            `[B, T, D]`.
+        """
+        more = () if positions is None else (segments, positions)
+        x = self.embed(tokens, positions)
         if self.config.scan_layers:
             return scan_layers(self.blocks, x, *more)
         for block in self.blocks:
@@ -137,13 +153,29 @@ class Transformer(nnx.Module):
         found = _plain_kernel(layer)
         if found is None:
             return None
-        x = self.final_norm(self.residual(tokens, segments))
+        x = self.final_norm(self.residual(tokens, *_places(segments)))
         dtype = layer.dtype or jnp.promote_types(x.dtype, found.dtype)
         return {
             "hidden": x.astype(dtype),
             "kernel": found.astype(dtype),
             "logits_dtype": self.config.logits_dtype,
         }
+
+    def auxiliary(self) -> tuple[Array, dict[str, Array]] | None:
+        """What experts add to the loss of the call before, and what they report of it.
+
+        Returns:
+            A scalar, the sum over layers of their weighed terms; and as metrics the means over
+            layers of `Findings`. None without experts.
+        """
+        experts = self.config.experts
+        if experts is None:
+            return None
+        blocks = [self.blocks] if self.config.scan_layers else list(self.blocks)
+        rows = [block.mlp.report[...].reshape(-1, len(Findings._fields)) for block in blocks]
+        found = Findings(*jnp.concatenate(rows).T)
+        terms = experts.balance * found.balance + experts.z_loss * found.router_z
+        return jnp.sum(terms), {name: jnp.mean(x) for name, x in found._asdict().items()}
 
     def start_cache(self, padding: Array, length: int) -> Cache:
         """Makes an empty cache.
@@ -237,7 +269,11 @@ def positions_in(segments: Array) -> Array:
     return index - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
 
 
-def scan_layers(stacked: nnx.Module, x: Array, *more: Array) -> Array:
+def _places(segments: Array | None) -> tuple[Array, ...]:
+    return () if segments is None else (segments, positions_in(segments))
+
+
+def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
     """Applies the layers of a stacked module one after another in one `lax.scan`.
 
     Equals `for i in range(L): x = layer_i(x)` where layer i holds row i of every leaf. What a layer

@@ -10,6 +10,7 @@ from axon_dist.core.errors import ConfigError, did_you_mean
 
 from .attention import ATTENTION_FORMS
 from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
+from .expert_config import ExpertConfig
 from .mlp import ACTIVATIONS
 from .presets import PRESETS
 
@@ -65,6 +66,8 @@ class TransformerConfig:
             `"auto"` chunks those of vocabularies of 16 384 tokens and more.
         logits_dtype: of chunked logits. `"bfloat16"` halves the traffic of the loss and **changes
             its numbers**: logits are rounded to three digits, as a head in bfloat16 rounds its own.
+        experts: makes the feed-forward of every block a mixture of experts; None for one of its
+            own. Experts have no biases.
 
     Example:
         >>> config = TransformerConfig.preset("tiny", num_layers=3)
@@ -95,6 +98,7 @@ class TransformerConfig:
     bias: bool = False
     logits: str = "auto"
     logits_dtype: str = "float32"
+    experts: ExpertConfig | None = None
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
@@ -152,6 +156,13 @@ class TransformerConfig:
         self._check_name("activation", ACTIVATIONS, "activation")
         self._check_name("logits", LOGITS, "way to make logits")
         self._check_name("logits_dtype", ("float32", "bfloat16"), "dtype of logits")
+        if self.experts is not None:
+            self.experts.validate()
+            if self.bias:
+                raise ConfigError(
+                    "bias=True gives the linear layers of the blocks biases, and experts have "
+                    "none: leave bias out, or experts."
+                )
         if self.logits_dtype != "float32" and not self.chunks_logits:
             raise ConfigError(
                 f"logits_dtype={self.logits_dtype!r} is for chunked logits, and logits="
@@ -190,7 +201,8 @@ def num_params(config: TransformerConfig) -> int:
 
     With width D, layers L, heads H and kv heads N of size K, feed-forward F and vocabulary V:
     `V D (1 or 2) + L (2 D H K + 2 D N K + 3 D F + 2 D) + D`, the table counted once if tied; a
-    plain feed-forward has `2 D F`, biases, LayerNorms and learned positions count besides.
+    plain feed-forward has `2 D F`, biases, LayerNorms and learned positions count besides. With E
+    experts and S shared ones of hidden size F, `3 D F (E + S) + D E` take the place of `3 D F`.
 
     Args:
         config: a valid config.
@@ -202,10 +214,13 @@ def num_params(config: TransformerConfig) -> int:
         >>> round(num_params(TransformerConfig.preset("llama-8b")) / 1e9, 2)
         8.03
     """
-    width, hidden = config.width, config.hidden_size
+    width, hidden, router, experts = config.width, config.hidden_size, 0, config.experts
+    if experts is not None:
+        hidden = (experts.count + experts.shared) * (experts.width or hidden)
+        router = width * experts.count
     heads, kernels = config.num_heads + config.kv_heads, 3 if config.gated else 2
     norm = width * (1 if config.norm == "rms" else 2)
-    block = 2 * width * config.key_size * heads + kernels * width * hidden + 2 * norm
+    block = 2 * width * config.key_size * heads + kernels * width * hidden + 2 * norm + router
     if config.bias:
         q_and_kv = config.key_size * (config.num_heads + 2 * config.kv_heads)
         block += q_and_kv + width + (kernels - 1) * hidden + width

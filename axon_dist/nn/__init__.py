@@ -18,6 +18,7 @@ from ..program import wrap_calls as wrap_calls
 from .attention import TensorParallelAttention as TensorParallelAttention
 from .attention import attended as attended
 from .attention import check_attend as check_attend
+from .attention import in_any_order as in_any_order
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
@@ -40,6 +41,8 @@ from .remat import block_classes as block_classes
 from .remat import block_paths as block_paths
 from .remat import by_class as by_class
 from .remat import summed as summed
+from .ring import AROUND as AROUND
+from .ring import Ring as Ring
 from .ring import ring_attention as ring_attention
 from .ring import ulysses_attention as ulysses_attention
 

@@ -126,6 +126,17 @@ def mixes(module: nnx.Module) -> bool:
     return names[1:4] == ["query", "key", "value"]
 
 
+def in_any_order(module: nnx.Module) -> bool:
+    """Whether a module has a method `residual(tokens, segments, positions)`.
+
+    It promises that what it gives for a token does not depend on where in the row that stands, but
+    by `positions`, and by attention: rows in another order give results in that order.
+    """
+    method = getattr(type(module), "residual", None)
+    names = list(inspect.signature(method).parameters) if method is not None else []
+    return names[1:] == ["tokens", "segments", "positions"]
+
+
 def attended(
     attend: Callable[..., Array], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
 from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_named, stacks_of
+from .ring import AROUND
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""
@@ -91,7 +92,9 @@ class ActivationCheckpointing:
         """The policy as `jax.checkpoint` takes it."""
         if self.policy == OFFLOAD:
             return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-        return POLICIES[self.policy]
+        return jax.checkpoint_policies.save_from_both_policies(
+            POLICIES[self.policy], jax.checkpoint_policies.save_only_these_names(AROUND)
+        )
 
 
 def summed(x: Array) -> Array:

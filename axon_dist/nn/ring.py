@@ -1,9 +1,15 @@
 """Attention over a sequence that lies split over a mesh axis, inside `shard_map`.
 
-Ring attention passes keys and values around the ranks and folds each block into a running softmax;
-no rank ever holds the whole sequence. Under a causal mask a contiguous split would leave the first
-rank idle while the last works, so the ranks first trade pieces: of 2c pieces rank r takes number r
-and number 2c-1-r, after which every rank multiplies two pieces of queries with keys in every step.
+Ring attention passes keys and values around the ranks and merges what each block of them gives by
+the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
+contiguous split would leave the first rank idle while the last works, so the ranks first trade
+pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
+pieces of queries with keys in every step. A model that deals its positions once, in front of its
+layers, spares each layer the trade.
+
+Backwards either keys and values go around with their gradients, four arrays as wide as the heads of
+keys, or queries with what their gradients need, three as wide as their heads: the lighter of both.
+Gradients travel in the dtype of what they are gradients of.
 
 Ulysses instead trades the split of positions for a split of heads, attends, and trades back.
 
@@ -20,15 +26,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ..core.typing import Array
+from .block_attention import BlockAttention, Keys, Queries, merged
 
-KEY_BLOCK = 512
-"""Scores are made for so many keys at a time."""
-
-HIDDEN = -1e30
-"""The score of a key of another segment. Finite, so that a block in which a query sees no key adds
-something that the first key it sees wipes out, and no difference of infinities."""
+AROUND = "around_a_ring"
+"""The name of what ring attention keeps under every remat policy: to recompute it would send all
+keys around once more, and it is one activation."""
 
 Attend: TypeAlias = Callable[..., Array]
 """(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, maybe segments) -> `[B, T, H, K]`."""
@@ -41,8 +46,11 @@ def ring_attention(
     axis: str,
     causal: bool,
     segments: Array | None = None,
+    *,
+    form: str = "auto",
+    is_dealt: bool = False,
 ) -> Array:
-    """Attends over the whole sequence, each rank with its consecutive positions.
+    """Attends over the whole sequence, each rank with its positions.
 
     Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence. The backward pass goes around the
     ring once more and recomputes the scores, so that memory is linear in the positions of a rank.
@@ -54,18 +62,20 @@ def ring_attention(
         axis: the mesh axis of size c that splits the positions.
         causal: position t sees positions 0 to t; `T/c` is then even.
         segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
+        form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
+        is_dealt: whether a rank has its positions as `Ring.deal` gives them, and not in order.
 
     Returns:
-        `[B, T/c, H, K]` in the dtype of `query`.
+        `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
+
+    Raises:
+        UnsupportedError: when the form cannot run here.
     """
     ring = Ring(axis, jax.lax.axis_size(axis), causal)
-    num_kv = key.shape[2]
-    grouped = query.reshape(*query.shape[:2], num_kv, -1, query.shape[-1]).transpose(0, 2, 3, 1, 4)
-    keys, values = (x.transpose(0, 2, 1, 3) for x in (key, value))
-    # As an array of one feature they are dealt like the others.
-    of_row = None if segments is None else ring.deal(segments[..., None])
-    out: Any = _attend(ring, *(ring.deal(x) for x in (grouped, keys, values)), of_row)
-    return ring.undeal(out).transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    arrays = (query, key, value, segments)
+    if is_dealt:
+        return _attend(ring, BlockAttention(form), *arrays)
+    return ring.undeal(_attend(ring, BlockAttention(form), *jax.tree.map(ring.deal, arrays)))
 
 
 def ulysses_attention(
@@ -101,8 +111,8 @@ def ulysses_attention(
 class Ring:
     """The ranks along one axis, and who works on which pieces of the sequence.
 
-    Arrays are `[..., positions, features]`. Pieces are stacked in a new leading dim: two under a
-    causal mask, the earlier one first, else one.
+    Arrays are `[B, positions, ...]`. A rank has two pieces of positions under a causal mask, the
+    earlier one first, else one.
 
     Args:
         axis: the mesh axis.
@@ -127,21 +137,35 @@ class Ring:
     def deal(self, x: Array) -> Array:
         """Trades consecutive positions for pieces that make equal work."""
         if not self.causal:
-            return x[None]
+            return x
         # Under a causal mask early positions have little to do. Rank r works on pieces r and
         # 2N-1-r, whose work adds up to the same for all (zigzag; Brandon et al., Striped Attention,
         # arXiv:2311.09431).
-        even, odd = jnp.split(x, 2, axis=-2)
+        even, odd = jnp.split(x, 2, axis=1)
         even, odd = (self._send(half, parity) for parity, half in enumerate((even, odd)))
         return self._in_order(even, odd)
 
-    def undeal(self, pieces: Array) -> Array:
+    def undeal(self, x: Array) -> Array:
         """Trades the pieces back for consecutive positions."""
         if not self.causal:
-            return pieces[0]
-        even, odd = self._in_order(*pieces)
+            return x
+        even, odd = jnp.split(self._in_order(*jnp.split(x, 2, axis=1)), 2, axis=1)
         halves = (self._send(half, parity, True) for parity, half in enumerate((even, odd)))
-        return jnp.concatenate(list(halves), axis=-2)
+        return jnp.concatenate(list(halves), axis=1)
+
+    def positions(self, length: int) -> Array:
+        """Which positions lie where once the whole sequence has been dealt: int32 `[length]`.
+
+        Example:
+            >>> Ring("cp", 2, True).positions(8).tolist()
+            [0, 1, 6, 7, 2, 3, 4, 5]
+        """
+        place = jnp.arange(length, dtype=jnp.int32)
+        if not self.causal:
+            return place
+        rows = length // (2 * self.size)
+        rank, is_later = place // (2 * rows), place // rows % 2 == 1
+        return jnp.where(is_later, 2 * self.size - 1 - rank, rank) * rows + place % rows
 
     def _send(self, half: Array, parity: int, back: bool = False) -> Array:
         """Sends pieces 2r + parity to the ranks that work on them, or back."""
@@ -153,192 +177,185 @@ class Ring:
     def _in_order(self, one: Array, other: Array) -> Array:
         """A rank of even number has its earlier piece at even places, else at odd ones."""
         is_even = self.rank % 2 == 0
-        return jnp.stack([jnp.where(is_even, one, other), jnp.where(is_even, other, one)])
+        pieces = (jnp.where(is_even, one, other), jnp.where(is_even, other, one))
+        return jnp.concatenate(pieces, axis=1)
 
-    def pairs(self, step: Array | int) -> list[tuple[Any, Any, bool]]:
-        """Which queries meet which keys in a step: (piece of queries, piece of keys, masked).
+    def pairs(self, precedes: Array | bool) -> tuple[tuple[Any, Any], ...]:
+        """Which pieces of queries meet which pieces of another rank's keys.
 
-        In step s the keys are those of rank r - s. Keys of an earlier rank precede both pieces of
-        queries with their first piece; keys of a later rank precede only the last piece of queries.
+        The first piece of an earlier rank precedes both pieces of queries, and its second none;
+        both pieces of a later rank precede the second piece of queries, and neither the first. All
+        of a pair is seen, and both cases cost two products of half a block: no rank waits for
+        another.
+
+        Args:
+            precedes: whether the keys are those of an earlier rank than the queries.
         """
         if not self.causal:
-            return [(0, 0, False)]
-        if isinstance(step, int) and step == 0:
-            return [(0, 0, True), (1, 0, False), (1, 1, True)]
-        # Both cases cost two products of half a block: no rank waits for another.
-        from_earlier = step <= self.rank
-        chosen = jnp.where(from_earlier, 0, 1)
-        return [(1, 0, False), (chosen, chosen, False)]
+            return ((None, None),)
+        chosen = jnp.where(precedes, 0, 1)
+        return ((1, 0), (chosen, chosen))
+
+    def piece(self, tree: Any, number: Any) -> Any:
+        """One of the two pieces that a rank has; None for all it has."""
+        if number is None:
+            return tree
+        rows = lambda x: x.shape[1] // 2
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, number * rows(x), rows(x), 1), tree
+        )
+
+    def with_piece(self, tree: Any, number: Any, change: Callable[[Any], Any]) -> Any:
+        """The tree, one of its two pieces changed; all of it for None."""
+        new = change(self.piece(tree, number))
+        if number is None:
+            return new
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, number * new.shape[1], 1)
+        return jax.tree.map(put, tree, new)
+
+    def around(
+        self,
+        visit: Callable[[Any, Any, Any], tuple[Any, Any]],
+        state: Any,
+        held: Any,
+    ) -> tuple[Any, Any]:
+        """Visits what every other rank holds, and brings home what it is given on its way.
+
+        The next visitor is on its way while the present one is worked on, and what the last one was
+        given follows it.
+
+        Args:
+            visit: (state, what has come, from how many ranks back) -> (state, what it is given).
+            state: what the first visit gets.
+            held: what this rank sends around.
+
+        Returns:
+            The last state, and the sum of what was given to what this rank holds, in whose dtypes
+            it travels.
+        """
+        held = self.turn(held)
+        ahead = self.turn(held) if self.size > 2 else None
+        state, given = visit(state, held, jnp.asarray(1))
+
+        def step(carry: Any, back: Array) -> tuple[Any, None]:
+            state, given, held = carry
+            arriving, ahead = self.turn(given), self.turn(held)
+            state, more = visit(state, held, back)
+            return (state, _added(more, arriving), ahead), None
+
+        if self.size > 3:
+            steps = jnp.arange(2, self.size - 1)
+            (state, given, ahead), _ = jax.lax.scan(step, (state, given, ahead), steps)
+        if self.size > 2:
+            # The last round need not send on what it has read.
+            arriving = self.turn(given)
+            state, more = visit(state, ahead, jnp.asarray(self.size - 1))
+            given = _added(more, arriving)
+        return state, self.turn(given)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: Ring, query: Array, key: Array, value: Array, segments: Array | None) -> Array:
-    return _forward(ring, query, key, value, segments)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    ring: Ring,
+    kernel: BlockAttention,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+) -> Array:
+    return _forward(ring, kernel, query, key, value, segments)[0]
 
 
 def _forward(
-    ring: Ring, query: Array, key: Array, value: Array, segments: Array | None
+    ring: Ring,
+    kernel: BlockAttention,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
 ) -> tuple[Array, Any]:
-    """Folds the keys of every rank into a running softmax."""
-    # Made from the query, not by `zeros`: it then varies over the same axes as what the loop makes
-    # of it, which `shard_map` asks of a carry.
-    zero = query.astype(jnp.float32) * 0
-    state = (zero, zero[..., 0] - jnp.inf, zero[..., 0])
+    """Merges what one's own keys give with what those of every other rank do."""
+    queries, keys = Queries(query, segments), Keys(key, value, segments)
+    out, log_weight = kernel.forward(queries, keys, ring.causal)
 
-    def fold(state: Any, held: Any, step: Any) -> Any:
-        for piece, keys, masked in ring.pairs(step):
-            theirs = _taken(held, keys)
-            mine = _taken(state, piece)
-            queries = _taken((query, segments), piece)
-            folded = _fold(mine, queries, theirs, masked)
-            state = tuple(x.at[piece].set(new) for x, new in zip(state, folded, strict=True))
-        return state
+    def visit(state: Any, keys: Keys, back: Any) -> tuple[Any, tuple]:
+        for mine, theirs in ring.pairs(back <= ring.rank):
+            found = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
+            state = ring.with_piece(state, mine, functools.partial(merged, found))
+        return state, ()
 
-    state, _ = _around(ring, fold, state, (key, value, segments))
-    total, largest, weight = state
-    out = (total / weight[..., None]).astype(query.dtype)
-    return out, (query, key, value, segments, out, largest + jnp.log(weight))
+    if ring.size > 1:
+        (out, log_weight), _ = ring.around(visit, (out, log_weight), keys)
+    out = checkpoint_name(out.astype(query.dtype), AROUND)
+    log_weight = checkpoint_name(log_weight, AROUND)
+    return out, (query, key, value, segments, out, log_weight)
 
 
-def _backward(ring: Ring, saved: Any, cotangent: Array) -> tuple[Array, Array, Array, None]:
-    """Goes around once more; the gradients of keys travel with their keys and come home."""
+def _backward(
+    ring: Ring, kernel: BlockAttention, saved: Any, cotangent: Array
+) -> tuple[Array, Array, Array, None]:
+    """Goes around once more; gradients travel with what they are gradients of, and come home."""
     query, key, value, segments, out, log_weight = saved
-    cotangent = cotangent.astype(jnp.float32)
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
-    delta = jnp.sum(cotangent * out.astype(jnp.float32), axis=-1)
-    zeros = lambda x: x.astype(jnp.float32) * 0
-
-    def add(carry: Any, held: Any, step: Any) -> Any:
-        of_query, (of_key, of_value) = carry
-        for piece, keys, masked in ring.pairs(step):
-            mine = _taken((query, segments, cotangent, log_weight, delta), piece)
-            dq, dk, dv = _gradients(mine, _taken(held, keys), masked)
-            of_query = of_query.at[piece].add(dq)
-            of_key, of_value = of_key.at[keys].add(dk), of_value.at[keys].add(dv)
-        return of_query, (of_key, of_value)
-
-    start = (zeros(query), (zeros(key), zeros(value)))
-    travel = lambda carry: (carry[0], ring.turn(carry[1]))
-    (of_query, of_kv), _ = _around(ring, add, start, (key, value, segments), travel)
-    # After N - 1 turns gradients are one rank short of where their keys came from.
-    of_key, of_value = ring.turn(of_kv) if ring.size > 1 else of_kv
-    like = (query, key, value)
-    found = zip((of_query, of_key, of_value), like, strict=True)
-    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in found)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    queries = Queries(query, segments, cotangent, log_weight, delta, out)
+    keys = Keys(key, value, segments)
+    of_query, *of_keys = kernel.backward(queries, keys, ring.causal)
+    if ring.size > 1 and _queries_are_lighter(query, key):
+        of_keys, came = ring.around(
+            functools.partial(_host_queries, ring, kernel, keys),
+            tuple(of_keys),
+            queries._replace(out=None),
+        )
+        of_query += came.astype(jnp.float32)
+    elif ring.size > 1:
+        visit = functools.partial(_host_keys, ring, kernel, queries)
+        of_query, came = ring.around(visit, of_query, keys)
+        of_keys = [x + y.astype(jnp.float32) for x, y in zip(of_keys, came, strict=True)]
+    like = zip((of_query, *of_keys), (query, key, value), strict=True)
+    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in like)
     return of_query, of_key, of_value, None
-
-
-def _taken(tree: Any, piece: Any) -> Any:
-    """One of the pieces that are stacked in front."""
-    return jax.tree.map(lambda x: jnp.take(x, piece, axis=0), tree)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _around(
-    ring: Ring, body: Callable[..., Any], carry: Any, held: Any, travel: Any = lambda carry: carry
-) -> tuple[Any, Any]:
-    """Runs `body(carry, held, step)` once with what each rank holds, beginning with one's own.
+def _queries_are_lighter(query: Array, key: Array) -> bool:
+    """Whether fewer bytes go around with queries than with keys, in the backward pass.
 
-    The next block is on its way while the present one is worked on.
-
-    Args:
-        ring: the axis, its size, and whether the mask is causal.
-        body: one step.
-        carry: what the first step gets.
-        held: what goes around.
-        travel: what happens to the carry between two steps.
+    Queries take cotangents, gradients and two float32 numbers a head along; keys take values, and
+    the gradients of both.
     """
-    if ring.size == 1:
-        return body(carry, held, 0), held
-
-    def step(state: Any, number: Array) -> tuple[Any, None]:
-        carry, held = state
-        return (travel(body(carry, held, number)), ring.turn(held)), None
-
-    # The first and the last round stand outside the scan: the first knows its masks, and the last
-    # need not send keys on.
-    state = (travel(body(carry, held, 0)), ring.turn(held))
-    if ring.size > 2:
-        state, _ = jax.lax.scan(step, state, jnp.arange(1, ring.size - 1))
-    carry, held = state
-    return body(carry, held, jnp.asarray(ring.size - 1)), held
+    per_head = query.shape[-1] * query.dtype.itemsize
+    return query.shape[2] * (3 * per_head + 8) < key.shape[2] * 4 * per_head
 
 
-def _blocks(x: Array) -> Array:
-    """Cuts `[B, N, T, K]` into blocks of keys, stacked in front."""
-    count = -(-x.shape[-2] // KEY_BLOCK)
-    count = count if x.shape[-2] % count == 0 else 1
-    return jnp.moveaxis(x.reshape(*x.shape[:-2], count, -1, x.shape[-1]), -3, 0)
+def _host_keys(
+    ring: Ring, kernel: BlockAttention, queries: Queries, of_query: Array, keys: Keys, back: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    """Adds to the gradients of one's queries, and gives the visiting keys theirs."""
+    given = tuple(x.astype(jnp.float32) * 0 for x in keys[:2])
+    for mine, theirs in ring.pairs(back <= ring.rank):
+        found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
+        of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
+        given = ring.with_piece(given, theirs, functools.partial(_added, found[1:]))
+    return of_query, tuple(x.astype(y.dtype) for x, y in zip(given, keys, strict=False))
 
 
-def _scores(queries: Any, keys: Any, start: Array, masked: bool) -> Array:
-    """Scaled scores `[B, N, G, T, S]` of keys that begin at `start`, float32."""
-    (query, mine), (key, theirs) = queries, keys
-    scores = jnp.einsum("bngtk,bnsk->bngts", query, key, preferred_element_type=jnp.float32)
-    scores = scores * query.shape[-1] ** -0.5
-    if mine is not None:
-        is_same = mine == jnp.swapaxes(theirs, -1, -2)
-        scores = jnp.where(is_same[:, None, None], scores, HIDDEN)
-    if not masked:
-        return scores
-    place = functools.partial(jax.lax.broadcasted_iota, jnp.int32, scores.shape[-2:])
-    return jnp.where(place(0) >= place(1) + start, scores, -jnp.inf)
+def _host_queries(
+    ring: Ring, kernel: BlockAttention, keys: Keys, of_keys: Any, queries: Queries, back: Any
+) -> tuple[Any, Array]:
+    """Adds to the gradients of one's keys, and gives the visiting queries theirs."""
+    given = queries.query.astype(jnp.float32) * 0
+    for visiting, mine in ring.pairs(back > ring.rank):
+        found = kernel.backward(ring.piece(queries, visiting), ring.piece(keys, mine))
+        given = ring.with_piece(given, visiting, functools.partial(_added, found[0]))
+        of_keys = ring.with_piece(of_keys, mine, functools.partial(_added, found[1:]))
+    return of_keys, given.astype(queries.query.dtype)
 
 
-def _fold(state: Any, queries: Any, theirs: Any, masked: bool) -> Any:
-    """Folds one piece of keys into the running softmax (total, largest score, weight)."""
-    keys, values, segments = jax.tree.map(_blocks, theirs)
-
-    def block(state: Any, piece: Any) -> tuple[Any, None]:
-        (total, largest, weight), (keys, values, segments, number) = state, piece
-        start = number * keys.shape[-2]
-        scores = _scores(queries, (keys, segments), start, masked)
-        # A row without any key keeps -inf only until the first block: pieces begin with their own
-        # positions, which every query sees.
-        higher = jnp.maximum(largest, scores.max(-1))
-        probabilities = jnp.exp(scores - higher[..., None])
-        fade = jnp.exp(largest - higher)
-        mixed = jnp.einsum(
-            "bngts,bnsk->bngtk",
-            probabilities.astype(values.dtype),
-            values,
-            preferred_element_type=jnp.float32,
-        )
-        total = total * fade[..., None] + mixed
-        return (total, higher, weight * fade + probabilities.sum(-1)), None
-
-    return jax.lax.scan(block, state, (keys, values, segments, jnp.arange(len(keys))))[0]
-
-
-def _gradients(mine: Any, theirs: Any, masked: bool) -> tuple[Array, Array, Array]:
-    """The gradients of one piece of queries with one piece of keys, float32.
-
-    Args:
-        mine: queries, their segments, cotangents of their results, logarithms of their weights,
-            and the sums `out * cotangent` over features.
-        theirs: keys, values, and their segments.
-        masked: whether the pieces are the same positions under a causal mask.
-    """
-    (query, mine_of, cotangent, log_weight, delta), (key, _, _) = mine, theirs
-    dtype, blocks = query.dtype, jax.tree.map(_blocks, theirs)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-    def block(of_query: Array, piece: Any) -> tuple[Array, tuple[Array, Array]]:
-        keys, values, segments, number = piece
-        start = number * keys.shape[-2]
-        scores = _scores((query, mine_of), (keys, segments), start, masked)
-        weights = jnp.exp(scores - log_weight[..., None])
-        of_value = product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent.astype(dtype))
-        of_weights = product("bngtk,bnsk->bngts", cotangent.astype(dtype), values)
-        of_scores = weights * (of_weights - delta[..., None]) * query.shape[-1] ** -0.5
-        of_scores = of_scores.astype(dtype)
-        of_query = of_query + product("bngts,bnsk->bngtk", of_scores, keys)
-        return of_query, (product("bngts,bngtk->bnsk", of_scores, query), of_value)
-
-    zero = query.astype(jnp.float32) * 0
-    of_query, of_kv = jax.lax.scan(block, zero, (*blocks, jnp.arange(len(blocks[0]))))
-    join = lambda x: jnp.moveaxis(x, 0, -3).reshape(key.shape)
-    return of_query, join(of_kv[0]), join(of_kv[1])
+def _added(found: Any, so_far: Any) -> Any:
+    """The sums in float32, in the dtypes of what there is so far."""
+    add = lambda x, y: (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+    return jax.tree.map(add, so_far, found)

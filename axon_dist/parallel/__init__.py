@@ -9,6 +9,11 @@ from .context import context_parallel as context_parallel
 from .ddp import DDP as DDP
 from .ddp import DistributedDataParallel as DistributedDataParallel
 from .ddp import ddp as ddp
+from .expert import EXPERTS as EXPERTS
+from .expert import ExpertForm as ExpertForm
+from .expert import expert_parallel as expert_parallel
+from .expert import has_experts as has_experts
+from .expert import map_experts as map_experts
 from .fsdp import FSDP as FSDP
 from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy
@@ -39,10 +44,14 @@ from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
 from .plan import Rule as Rule
 from .plan import plan_of as plan_of
+from .reduce import reduce_tree as reduce_tree
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
 from .rules import STRATEGY_RULES as STRATEGY_RULES
 from .rules import Placed as Placed
+from .slow import diloco as diloco
+from .slow import local_sgd as local_sgd
+from .slow_plan import SlowPlan as SlowPlan
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
 from .strategy import Reduction as Reduction

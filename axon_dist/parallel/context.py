@@ -12,8 +12,17 @@ from jax.sharding import PartitionSpec
 from ..core.choice import Choice
 from ..core.errors import ConfigError, DivisibilityError, UnsupportedError, did_you_mean
 from ..core.typing import Array
-from ..nn import Layout, attended, check_attend, mixes, ring_attention, ulysses_attention
-from ..program import wrap_calls
+from ..nn import (
+    Layout,
+    Ring,
+    attended,
+    check_attend,
+    in_any_order,
+    mixes,
+    ring_attention,
+    ulysses_attention,
+)
+from ..program import HELD, Layers, layers_of, wrap_calls
 from .strategy import Strategy
 
 
@@ -34,6 +43,10 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
     position by itself. Attention is replaced where a module has a method
     `attend(query, key, value)`, as those of this library have, and in `nnx.MultiHeadAttention`.
     It may take `segments` besides, integers `[B, T]`: a position sees those of its own alone.
+
+    Under a causal mask a ring deals the positions, so that all ranks have the same work: once for
+    all layers in a module with a method `residual(tokens, segments, positions)`, which finds where
+    tokens stand in `positions` alone and draws no random numbers; else in front of each attention.
 
     Args:
         mode: `"ring"` sends keys and values around, c - 1 times 1/c of them, and its memory is
@@ -83,6 +96,11 @@ class ContextLayers:
         """Under the mode `ring`."""
         return self.mode is ContextMode.RING
 
+    @property
+    def splits_positions(self) -> bool:
+        """Always."""
+        return True
+
     def extend(self, layout: Layout) -> Layout:
         """Positions are split in every layer."""
         return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
@@ -113,11 +131,14 @@ class ContextLayers:
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
         """Changes the attention of a merged model, in place."""
         attention = SplitAttention(self.mode, self.axis, layout)
-        for _, module in list(nnx.iter_modules(model)):
+        modules = [module for _, module in nnx.iter_modules(model)]
+        for module in modules:
             if isinstance(module, nnx.MultiHeadAttention):
                 module.attention_fn = AttentionFunction(attention)
             elif mixes(module):
                 wrap_calls(module, {"attend": attention})
+        for module in filter(in_any_order, modules if self.sends_around else []):
+            wrap_calls(module, {"residual": DealtOnce(attention)})
 
 
 def _is_whole(module: nnx.Module) -> bool:
@@ -133,11 +154,13 @@ class SplitAttention:
         mode: how.
         axis: the mesh axis that splits the positions.
         layout: where activations lie.
+        is_dealt: whether positions lie as `Ring.deal` gives them, and not in order.
     """
 
     mode: ContextMode
     axis: str
     layout: Layout
+    is_dealt: bool = False
 
     def __call__(self, attend: Any, module: Any, *args: Any, **kwargs: Any) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
@@ -161,14 +184,17 @@ class SplitAttention:
 
         def local(query: Array, key: Array, value: Array, *segments: Array) -> Array:
             if self.mode is ContextMode.RING:
-                return ring_attention(query, key, value, self.axis, causal, *segments)
+                how = {"form": getattr(module, "form", "auto"), "is_dealt": self.is_dealt}
+                return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
             whole = lambda *x: attend(module, **dict(zip(names, x, strict=False)))
             return ulysses_attention(query, key, value, self.axis, whole, *segments)
 
         more = () if segments is None else (segments,)
         specs = (spec,) * 3 + (PartitionSpec(*spec[:2]),) * len(more)
-        return self.layout.mapped(local, specs, spec)(query, key, value, *more)
+        # Kernels say nothing of what varies over which axes.
+        run = self.layout.mapped(local, specs, spec, check_vma=False)
+        return run(query, key, value, *more)
 
     @property
     def size(self) -> int:
@@ -213,6 +239,73 @@ class SplitAttention:
                 f"{', in two pieces per rank' if pieces == 2 else ''}; make it a multiple of "
                 f"{self.size * pieces}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class DealtOnce:
+    """Deals positions in front of all layers, where else every layer would deal its heads.
+
+    Args:
+        attention: what runs in the layers.
+    """
+
+    attention: SplitAttention
+
+    def __call__(
+        self,
+        residual: Any,
+        module: Any,
+        tokens: Array,
+        segments: Array | None = None,
+        positions: Array | None = None,
+    ) -> Array:
+        """Runs `residual`, a method as `in_any_order` asks for it, on tokens in balanced order.
+
+        Args:
+            residual: the method that is replaced.
+            module: what has it.
+            tokens: integers `[B, T]`.
+            segments: integers `[B, T]`, or None.
+            positions: integers `[B, T]`; None for those of the index.
+
+        Returns:
+            `[B, T, D]`, in order.
+        """
+        layout, length, inner = self.attention.layout, tokens.shape[1], self._inner(module)
+        unknown = positions is None and segments is not None
+        if not inner or unknown or length % (2 * self.attention.size):
+            return residual(module, tokens, segments, positions)
+        ring = Ring(self.attention.axis, self.attention.size, causal=True)
+        deal = lambda *arrays: tuple(map(ring.deal, arrays))
+        arrays = [x for x in (tokens, segments, positions) if x is not None]
+        specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in arrays)
+        tokens, *more = layout.mapped(deal, specs, specs, check_vma=False)(*arrays)
+        segments, positions = more or (None, ring.positions(length)[None])
+        before = [(one, layers_of(one)) for one in inner]
+        try:
+            for one, layers in before:
+                setattr(one, HELD, self._dealt(layers))
+            out = residual(module, tokens, segments, positions)
+        finally:
+            for one, layers in before:
+                setattr(one, HELD, layers)
+        spec = layout.spec(out.shape)
+        return layout.mapped(ring.undeal, (spec,), spec, check_vma=False)(out)
+
+    def _inner(self, module: nnx.Module) -> list[nnx.Module]:
+        """The attention inside; none where one is not causal, or random numbers are drawn.
+
+        A token draws by its place in the row, which has to be the place that it has on one device.
+        """
+        inner = [one for _, one in nnx.iter_modules(module) if _is_whole(one) or mixes(one)]
+        draws = any(isinstance(x, nnx.RngState) for _, x in nnx.iter_graph(module))
+        causal = all(mixes(one) and getattr(one, "causal", True) for one in inner)
+        return inner if causal and not draws else []
+
+    def _dealt(self, layers: Layers) -> Layers:
+        dealt = dataclasses.replace(self.attention, is_dealt=True)
+        change = lambda around: dealt if around == self.attention else around
+        return Layers(tuple((name, change(around)) for name, around in layers.layers))
 
 
 @dataclasses.dataclass(frozen=True)

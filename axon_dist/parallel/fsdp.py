@@ -67,7 +67,8 @@ def fsdp(
 
     Args:
         sharding_strategy: what is split.
-        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last.
+        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. One that
+            `context_parallel` has, when composed with it, splits the arrays and no samples.
         cpu_offload: what lives in host memory between steps.
         mixed_precision: dtypes, a preset's name, or True.
         auto_wrap_policy: which modules are gathered and freed as one; by default the blocks

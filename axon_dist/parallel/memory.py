@@ -16,7 +16,7 @@ from ..core.tree import num_params
 from ..core.typing import PyTree
 from ..precision import cast_floating
 from ..sharding import Decision, Policy, Replicate, optimizer_decisions, spec_axes
-from .strategy import Strategy
+from .strategy import Strategy, with_masters
 from .zero import MIN_ELEMENTS
 
 
@@ -103,7 +103,8 @@ def estimate(
     A leaf none of whose dims divides stays whole, and is counted so. Leaves below `MIN_ELEMENTS`
     are counted as if they were split, as the formulas of the papers have it, which is why the
     estimate of a model of nothing but small leaves is low; `TrainStep.claims` counts leaf by leaf,
-    and `measure` what there is.
+    and `measure` what there is. Parameters that a step would keep as split masters, as ZeRO-1 and 2
+    do under a precision that computes in a narrower dtype, are counted so.
 
     Args:
         strategy: its policies say what is split, and how many ways.
@@ -121,6 +122,7 @@ def estimate(
     if strategy.precision is not None:
         stored = strategy.precision.param
         params = jax.eval_shape(lambda tree: cast_floating(tree, stored), params)
+        strategy = with_masters(strategy, frozenset(), stored)
     state = jax.eval_shape((optimizer or optax.adam(1e-3)).init, params)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, grad_dtype or x.dtype), params)
     held = Replicate() if strategy.holds_whole_gradients(accumulate) else strategy.opt_state

@@ -50,8 +50,10 @@ def pipelined(
         classes: the block classes or their names, one or several; empty for the blocks that the
             model keeps in lists or that a bridged Linen model repeats. Of these the name without
             the number, `"encoder/layer"` for `encoder/layer/0`.
-        boundaries: the first block of each stage, and the number of blocks.
-        costs: the cost of each block, to balance the stages by.
+        boundaries: the first block of each stage, and the number of blocks; of a loss that calls
+            blocks otherwise than once each and in order, the first of the calls on the longest way
+            through it, and their number.
+        costs: the cost of each block, or of each such call, to balance the stages by.
         backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
             all that the backward pass needs, and the name of a policy of
             `ActivationCheckpointing` keeps what it says of each block.

@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import optax
+
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
 from .ddp import ddp
+from .expert import ExpertForm, expert_parallel
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
 from .plan import PRESETS
+from .slow import diloco, local_sgd
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
@@ -22,6 +26,9 @@ from .zero import ZeROStage, zero
 
 DATA_AXES = ("dp", "fsdp")
 """The axes that split samples."""
+
+POSITION_AXIS = "cp"
+"""The axis that splits positions."""
 
 AUTO = "auto"
 """The plan that is read off the model."""
@@ -36,7 +43,23 @@ def data_axes(world: World) -> tuple[str, ...]:
     Raises:
         MeshError: when the mesh has none.
     """
-    axes = tuple(axis for axis in world.mesh.axis_names if axis in DATA_AXES)
+    return _axes_among(world, DATA_AXES)
+
+
+def array_axes(world: World) -> tuple[str, ...]:
+    """The axes of a mesh over which arrays are split: those of samples, and of positions.
+
+    The stages of a pipeline split theirs over the axes of samples alone.
+
+    Raises:
+        MeshError: when the mesh has none.
+    """
+    positions = () if "pp" in world.mesh.axis_names else (POSITION_AXIS,)
+    return _axes_among(world, (*DATA_AXES, *positions))
+
+
+def _axes_among(world: World, names: tuple[str, ...]) -> tuple[str, ...]:
+    axes = tuple(axis for axis in world.mesh.axis_names if axis in names)
     if not axes:
         raise MeshError(
             f"mesh {world.spec} has no axis to split the batch over; add dp or fsdp, of size 1 "
@@ -45,11 +68,15 @@ def data_axes(world: World) -> tuple[str, ...]:
     return axes
 
 
-def _row(make: Callable[..., Strategy], **fixed: Any) -> MakeStrategy:
-    """A row for `make`; its signature shows what is left for a config to say."""
+def _row(
+    make: Callable[..., Strategy],
+    axes: Callable[[World], tuple[str, ...]] = data_axes,
+    **fixed: Any,
+) -> MakeStrategy:
+    """A row for `make` over some axes; its signature shows what is left for a config to say."""
 
     def strategy(model: Any, world: World, **options: Any) -> Strategy:
-        return make(axes=data_axes(world), **fixed, **options)
+        return make(axes=axes(world), **fixed, **options)
 
     left = [
         parameter
@@ -125,16 +152,91 @@ def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> 
     return context_parallel(mode)
 
 
+def _expert(
+    model: Any, world: World, form: ExpertForm = ExpertForm.AUTO, capacity: float | None = None
+) -> Strategy:
+    """Expert parallelism over the axis `ep`, which splits the batch, too.
+
+    Args:
+        model: whose stacked experts are split.
+        world: the devices, and the mesh they form.
+        form: how tokens travel: `ring` brings those of all ranks to each and sums the results back,
+            `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.
+        capacity: how many times its even share of the tokens an expert takes at most. **What
+            exceeds it is left out**, and the metric `dropped` counts it; null leaves none out.
+    """
+    return expert_parallel(form, capacity, experts=suggest_plan(model).experts)
+
+
+def _diloco(
+    model: Any,
+    world: World,
+    every: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    compress: str | None = None,
+    fragments: int = 1,
+    axis: str = "nodes",
+) -> Strategy:
+    """DiLoCo over a slow axis: replicas train on their own, and an outer SGD joins them.
+
+    Args:
+        model: of which each replica has a copy.
+        world: the devices, and the mesh they form.
+        every: H, the steps that replicas take on their own before they meet.
+        lr: the learning rate of the outer SGD.
+        momentum: its momentum.
+        nesterov: whether that is Nesterov's.
+        compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
+        fragments: parts of the parameters that meet at steps of their own.
+        axis: the mesh axis between the replicas.
+    """
+    outer = optax.sgd(lr, momentum=momentum, nesterov=nesterov)
+    return diloco(axis, every=every, outer=outer, compress=compress, fragments=fragments)
+
+
+def _local_sgd(
+    model: Any,
+    world: World,
+    every: int,
+    compress: str | None = None,
+    fragments: int = 1,
+    axis: str = "nodes",
+) -> Strategy:
+    """Local SGD over a slow axis: replicas train on their own, and average their parameters.
+
+    Args:
+        model: of which each replica has a copy.
+        world: the devices, and the mesh they form.
+        every: H, the steps that replicas take on their own before they meet.
+        compress: `int8`, `fp8` or `top_k`, with error feedback; null sends float32.
+        fragments: parts of the parameters that meet at steps of their own.
+        axis: the mesh axis between the replicas.
+    """
+    return local_sgd(axis, every=every, compress=compress, fragments=fragments)
+
+
+_SPLIT = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+
 STRATEGIES: MappingProxyType[str, MakeStrategy] = MappingProxyType(
     {
         "ddp": _row(ddp),
-        "zero1": _row(zero, stage=ZeROStage.STAGE1),
-        "zero2": _row(zero, stage=ZeROStage.STAGE2),
-        "zero3": _row(zero, stage=ZeROStage.STAGE3),
+        "zero1": _row(zero, array_axes, stage=ZeROStage.STAGE1),
+        "zero2": _row(zero, array_axes, stage=ZeROStage.STAGE2),
+        "zero3": _row(zero, array_axes, stage=ZeROStage.STAGE3),
         "tensor": _tensor,
         "context": _context,
+        "expert": _expert,
         "pipeline": _pipeline,
-        **{choice.value: _row(fsdp, sharding_strategy=choice) for choice in ShardingStrategy},
+        "diloco": _diloco,
+        "local_sgd": _local_sgd,
+        **{
+            choice.value: _row(
+                fsdp, array_axes if choice in _SPLIT else data_axes, sharding_strategy=choice
+            )
+            for choice in ShardingStrategy
+        },
     }
 )
 """`STRATEGIES[name](model_or_factory, world, **options)` makes the strategy of that name.

@@ -9,7 +9,7 @@ from ..collectives import GradSyncStrategy
 from ..core.errors import MeshError, StrategyConflictError, did_you_mean
 from ..core.requirement import Requirement
 from ..mesh import World
-from .offload import check_offload
+from .offload import CPUOffload, check_offload
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -56,6 +56,37 @@ def _policy_axes(placed: Placed) -> Found:
     return _lacking(placed, (*strategy.params.split_axes, *strategy.opt_state.split_axes))
 
 
+def _slow_split(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None:
+        return None
+    within = [axis for layers in strategy.layers for axis in layers.axes]
+    axes = (*strategy.params.split_axes, *strategy.opt_state.split_axes, *within)
+    if strategy.slow.axis not in axes:
+        return None
+    return {"name": strategy.name, "axis": strategy.slow.axis}
+
+
+def _slow_stages(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None or strategy.pipeline is None:
+        return None
+    return {"name": strategy.name, "slow": strategy.slow.axis, "axis": strategy.pipeline.axis}
+
+
+def _slow_offload(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.slow is None or strategy.offload is CPUOffload.NONE:
+        return None
+    return {"axis": strategy.slow.axis, "offload": strategy.offload.value}
+
+
+def _slow_statistics(placed: Placed) -> Found:
+    strategy = placed.strategy
+    said = strategy.reduction is None or strategy.reduction.sync_buffers
+    return None if strategy.slow is None or said else {"axis": strategy.slow.axis}
+
+
 def _buckets(placed: Placed) -> Found:
     strategy = placed.strategy
     capacity = None if strategy.reduction is None else strategy.reduction.bucket_capacity
@@ -89,6 +120,13 @@ def _stage_samples(placed: Placed) -> Found:
     if strategy.pipeline is None or strategy.pipeline.axis not in strategy.batch_axes:
         return None
     return {"name": strategy.name, "axis": strategy.pipeline.axis}
+
+
+def _stage_residents(placed: Placed) -> Found:
+    strategy = placed.strategy
+    if strategy.pipeline is None or not strategy.resident:
+        return None
+    return {"name": strategy.name, "axis": strategy.resident[0]}
 
 
 def _stage_statistics(placed: Placed) -> Found:
@@ -127,6 +165,37 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         _policy_axes,
     ),
     Requirement.row(
+        "nothing is split over the axis between replicas",
+        StrategyConflictError,
+        "strategy {name!r} has replicas over axis {axis!r} that send nothing to each other for "
+        "many steps, and splits arrays over it; split them over another axis of the mesh",
+        _slow_split,
+    ),
+    Requirement.row(
+        "replicas are no pipelines",
+        StrategyConflictError,
+        "strategy {name!r} has replicas over axis {slow!r}, and cuts each into stages over "
+        "{axis!r}; stages of a pipeline train together on every step. Split the replicas by "
+        "fsdp() or tensor_parallel() instead, or leave out what makes replicas over {slow!r}",
+        _slow_stages,
+    ),
+    Requirement.row(
+        "replicas stay in device memory",
+        StrategyConflictError,
+        "replicas over axis {axis!r} keep all they have in device memory, and the strategy asks "
+        "for cpu_offload={offload!r}; leave the offload out, or split each replica over more "
+        "devices with fsdp()",
+        _slow_offload,
+    ),
+    Requirement.row(
+        "replicas have statistics of their own already",
+        StrategyConflictError,
+        "replicas over axis {axis!r} keep statistics of their own, and the strategy asks for "
+        "those of each rank: broadcast_buffers=False; leave it at True, which is about the ranks "
+        "within a replica",
+        _slow_statistics,
+    ),
+    Requirement.row(
         "buckets are of whole gradients",
         StrategyConflictError,
         "strategy {name!r} reduces each gradient to the ranks that own its shards, and "
@@ -161,6 +230,15 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         "lie, and every stage needs every sample; use another axis for the batch, such as 'dp' of "
         "a mesh pp=2,dp=2, or leave the data parallelism out",
         _stage_samples,
+    ),
+    Requirement.row(
+        "stages hold their experts whole",
+        StrategyConflictError,
+        "strategy {name!r} is a pipeline, whose ranks compute each from its own samples, and has "
+        "parameters along axis {axis!r} to which the samples of other ranks travel; leave "
+        "expert_parallel out beside a pipeline, and split them by fsdp or tensor_parallel, or "
+        "leave the pipeline out",
+        _stage_residents,
     ),
     Requirement.row(
         "stages keep no statistics",

@@ -21,6 +21,7 @@ from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
 from .rules import STRATEGY_RULES, Placed
+from .slow_plan import SlowPlan
 from .wrap import AutoWrapPolicy
 
 
@@ -71,6 +72,11 @@ class Reduction:
                 "None to leave the grouping to the compiler"
             )
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several gradients travel together, in an order of their own."""
+        return self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
+
     def is_local(self, num_microbatches: int, compute: Any = None) -> bool:
         """Whether gradients must be held per rank before they are reduced.
 
@@ -84,9 +90,8 @@ class Reduction:
             compute: the compute dtype; None where it does not differ from the parameters'.
         """
         held_back = self.per != "microbatch" and num_microbatches > 1
-        grouped = self.bucket_capacity is not None or self.sync is GradSyncStrategy.OVERLAPPED
         recast = None not in (self.dtype, compute) and self.dtype != compute
-        return self.by_hand or held_back or grouped or recast or not self.sync_buffers
+        return self.by_hand or held_back or self.is_grouped or recast or not self.sync_buffers
 
 
 class AdaptLayers(Protocol):
@@ -100,6 +105,11 @@ class AdaptLayers(Protocol):
     @property
     def sends_around(self) -> bool:
         """Whether it passes values around a ring of ranks, which all ranks must do together."""
+        ...
+
+    @property
+    def splits_positions(self) -> bool:
+        """Whether its axes split the positions of a sample, so that its ranks have other data."""
         ...
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
@@ -141,6 +151,10 @@ class Strategy:
         layers: what changes the calls of a merged model's layers, in order.
         gathers_once: whether parameters that lie split are whole for a whole step, in the dtype of
             the compute; else each unit gathers its own where it uses them. `with_masters` says so.
+        resident: those of the batch axes along which parameters that lie split are never gathered:
+            each rank computes with its part for the samples of all, as with experts.
+        slow: which axis lies between replicas that train on their own, and when they meet; None
+            where all ranks take every step together.
 
     Example:
         >>> Strategy("dp", batch_axes=("dp",), reduction=Reduction()).name
@@ -159,6 +173,16 @@ class Strategy:
     pipeline: PipelinePlan | None = None
     layers: tuple[AdaptLayers, ...] = ()
     gathers_once: bool = False
+    resident: tuple[str, ...] = ()
+    slow: SlowPlan | None = None
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks have data of their own: samples, or positions of them.
+
+        Gradients are sums over all of these.
+        """
+        return (*self.batch_axes, *_position_axes([self]))
 
     @property
     def reduces_per(self) -> str:
@@ -168,8 +192,14 @@ class Strategy:
         gradient, so each microbatch is reduced.
         """
         said = None if self.reduction is None else self.reduction.per
-        splits = not set(self.batch_axes).isdisjoint(self.params.split_axes)
+        splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
         return said or ("microbatch" if splits else "step")
+
+    @property
+    def sends_only_sums(self) -> bool:
+        """Whether nothing travels but sums of gradients: data parallelism over whole parameters."""
+        splits = self.params.split_axes or self.opt_state.split_axes
+        return bool(self.batch_axes) and not splits and not self.layers and self.pipeline is None
 
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
         """Whether a data-parallel rank holds a whole gradient while microbatches are added up.
@@ -248,7 +278,9 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     Returns:
         A strategy whose policies raise `StrategyConflictError` when two parts claim one dim. Of
         the reduction each part says what is not a default: `compose(ddp(), fsdp())` reduces every
-        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`.
+        microbatch, for `fsdp` keeps gradients split and `ddp` has not said `per`. An axis that
+        context parallelism has for the positions splits no samples: `fsdp(axes=("fsdp", "cp"))`
+        beside it splits samples over `fsdp`, and arrays over both.
 
     Raises:
         StrategyConflictError: when two parts split the batch over the same axis, or say
@@ -275,6 +307,8 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
         offload=_only(parts, "offload", CPUOffload.NONE),
         pipeline=_only(parts, "pipeline", None),
         layers=tuple(layers for part in parts for layers in part.layers),
+        resident=tuple(axis for part in parts for axis in part.resident),
+        slow=_only(parts, "slow", None),
     )
 
 
@@ -326,7 +360,7 @@ def with_masters(strategy: Strategy, frozen: frozenset[Path], dtype: Any) -> Str
     Returns:
         The strategy; itself where there is nothing to gain, or stages own the parameters.
     """
-    precision, axes = strategy.precision, set(strategy.batch_axes)
+    precision, axes = strategy.precision, set(strategy.data_axes)
     splits = not axes.isdisjoint(strategy.opt_state.split_axes)
     whole = axes.isdisjoint(strategy.params.split_axes)
     if precision is None or strategy.pipeline is not None or not (splits and whole):
@@ -344,10 +378,18 @@ def _merged(policies: Sequence[Policy]) -> Policy:
     return Merge(tuple(saying))
 
 
+def _position_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
+    every = (layers for part in parts for layers in part.layers if layers.splits_positions)
+    return tuple(axis for layers in every for axis in layers.axes)
+
+
 def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
     axes: dict[str, str] = {}
+    of_positions = _position_axes(parts)
     for part in parts:
         for axis in part.batch_axes:
+            if axis in of_positions:
+                continue
             if axis in axes:
                 raise StrategyConflictError(
                     f"dim 0 of the batch is split over axis {axis!r} by {axes[axis]!r} and by "

@@ -21,6 +21,7 @@ from ..core.typing import Path
 from ..nn import ParallelMode, mixes, softmax_attention
 from ..program import wrap_calls
 from ..program.dataflow import Cut, Flow, Product, Value, follow
+from .expert import MIX, has_experts
 from .plan import BIAS, TABLES, Plan, Rule
 
 SAMPLES, POSITIONS = 2, 12
@@ -50,9 +51,12 @@ class Suggestion(Plan):
     Args:
         rules: the rules, each with its reason.
         unplaced: the kernels that stay whole.
+        experts: the stacked experts, which `expert_parallel(experts=...)` splits: a pattern of the
+            path, and the dim of the experts from the end.
     """
 
     unplaced: tuple[Unplaced, ...] = ()
+    experts: tuple[tuple[str, int], ...] = ()
 
     @property
     def why_whole(self) -> tuple[str, ...]:
@@ -68,6 +72,8 @@ class Suggestion(Plan):
             table.add_row(rule.pattern, rule.mode.value, rule.reason)
         for left in self.unplaced:
             table.add_row(left.path, "(whole)", left.reason)
+        for pattern, dim in self.experts:
+            table.add_row(pattern, "expert", f"a matrix for each expert, in dim {dim}")
         return table
 
     def __str__(self) -> str:
@@ -145,6 +151,8 @@ def _trace(
         for _, module in list(nnx.iter_modules(merged)):
             if mixes(module):
                 wrap_calls(module, {"attend": _plain_attention})
+            if has_experts(module):
+                wrap_calls(module, {MIX: _every_expert})
         return merged(*inputs, **keywords)
 
     closed, arrays = _make_jaxpr(call, params, rest, arrays)
@@ -170,6 +178,16 @@ def _plain_attention(attend: Any, module: Any, query: Any, key: Any, value: Any)
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(heads, share, axis=2) for heads in (key, value))
     return softmax_attention(query, key, value, causal=True)
+
+
+def _every_expert(mix: Any, module: Any, tokens: Any, gates: Any, chosen: Any, kernels: Any) -> Any:
+    """Stands for experts that tokens are sorted by: every token goes to all of them."""
+    count = jax.tree.leaves(kernels)[0].shape[0]
+    weights = jnp.sum(jax.nn.one_hot(chosen, count) * gates[..., None], axis=-2)
+    rows = jnp.broadcast_to(tokens, (count, *tokens.shape))
+    product = lambda rows, kernel: jnp.einsum("ebtd,edh->ebth", rows, kernel)
+    made = module.feed(product, rows, kernels)
+    return jnp.einsum("ebtd,bte->btd", made, weights.astype(made.dtype)), jnp.zeros(())
 
 
 def _make_jaxpr(call: Any, params: Any, rest: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -211,7 +229,28 @@ class _Placement:
             if group is not None:
                 self._place_hidden(group)
         self._place_norms()
-        return Suggestion(tuple(_as_layers(self.rules)), tuple(self._unplaced()))
+        rules, unplaced = tuple(_as_layers(self.rules)), tuple(self._unplaced())
+        return Suggestion(rules, unplaced, tuple(self._experts()))
+
+    def _experts(self) -> Iterator[tuple[str, int]]:
+        """Kernels with a matrix for each of as many experts as a router tells apart.
+
+        Where all tokens go to all experts, the matrices of the first product are no batch of it,
+        and biases are in none; but their dims are those of one that is.
+        """
+        products = self.flow.products
+        routers = {self.flow.sizes[node] for p in products for node in p.free[-1:]}
+        stacks = {
+            self._segment(node)
+            for p in products
+            for node in p.batched
+            if 1 < self.flow.sizes[node] in routers
+        }
+        scores = {p.path for p in products if not p.batched and len(self.nodes[p.path]) < 3}
+        for path, dims in self.nodes.items():
+            found = [d for d, node in enumerate(dims[:-1]) if self._segment(node) in stacks]
+            if found and path not in scores:
+                yield f"^{re.escape(path)}$", found[0] - len(dims)
 
     def _groups(self) -> dict[int, int]:
         """Joins segments with their usable parts: the major factor, or else the next one."""

@@ -88,6 +88,11 @@ class TensorLayers:
         """Never: its ranks gather and scatter."""
         return False
 
+    @property
+    def splits_positions(self) -> bool:
+        """Never: between layers at most, and each gathers them."""
+        return False
+
     def extend(self, layout: Layout) -> Layout:
         """Heads are split, as the features that they are made of; and so is the vocabulary."""
         axes = (self.policy.axis,)

@@ -78,7 +78,8 @@ def zero(
 
     Args:
         stage: 0 to 3.
-        axes: the mesh axes that split the batch.
+        axes: the mesh axes that split the batch; one that `context_parallel` has, when composed
+            with it, splits the arrays and no samples.
         shard_axes: the axes that split the arrays; all of `axes` by default. Fewer make hybrid
             sharding: split over these, replicated over the others.
         min_elements: leaves with fewer elements stay whole.

@@ -4,6 +4,7 @@
 traced model. Nothing here knows strategies; `step/pipeline_view.py` does.
 """
 
+from .calls import Calls as Calls
 from .executor import Executor as Executor
 from .layout import Keys as Keys
 from .layout import Stages as Stages

@@ -1,18 +1,118 @@
-"""What is wrong with the calls of a model's blocks, where a pipeline cannot cut between them."""
+"""In what order a loss calls the blocks of a model, and what is wrong where that cannot be cut."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-MUST = "A pipeline needs each block to be called once, in the order in which the model holds them"
-"""What must hold."""
+from ..program import variables
+
+BATCH = (
+    "Give build_train_step a batch, of arrays or shapes, batch=...: it then finds the calls in the "
+    "loss before it lays out parameters, and keeps what several ranks call on each of them"
+)
+"""What finds the order of calls."""
 
 
-def why_not_in_order(
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """The calls of blocks in a loss, in the order of its program.
+
+    Args:
+        owners: of each call, the numbers of the blocks whose parameters it reads.
+        behind: of each call, the numbers of the calls whose results go into it.
+
+    Example:
+        >>> calls = Calls(({0}, {1}, {0}), ((), (0,), (1,)))
+        >>> calls.depths, calls.late([0, 1, 0])
+        ((0, 1, 2), (2, 1))
+    """
+
+    owners: tuple[Collection[int], ...]
+    behind: tuple[Collection[int], ...]
+
+    @classmethod
+    def of(cls, jaxpr: Any, calls: Iterable[int], block_of: Mapping[Any, int]) -> Calls:
+        """The calls of a program.
+
+        Args:
+            jaxpr: open, its units as calls.
+            calls: the positions of the calls.
+            block_of: the number of the block that a variable is a parameter of.
+        """
+        numbers = {index: number for number, index in enumerate(calls)}
+        owners, behind = [], []
+        sources: dict[Any, frozenset[int]] = {}
+        for index, equation in enumerate(jaxpr.eqns):
+            read = variables(equation.invars)
+            found = frozenset().union(*(sources.get(v, ()) for v in read))
+            if index in numbers:
+                owners.append(frozenset(block_of[v] for v in read if v in block_of))
+                behind.append(found)
+                found = frozenset({numbers[index]})
+            sources.update((v, found) for v in equation.outvars)
+        return cls(tuple(owners), tuple(behind))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """How many calls lie in front of each on the longest way to it.
+
+        Calls of one depth do not depend on each other: the two passes of a loss that calls its
+        model twice, or two towers side by side, go through the stages together.
+        """
+        found: list[int] = []
+        for behind in self.behind:
+            found.append(max((found[call] + 1 for call in behind), default=0))
+        return tuple(found)
+
+    @property
+    def called(self) -> set[int]:
+        """The blocks that are called at all."""
+        return set().union(*self.owners)
+
+    def late(self, homes: Sequence[int]) -> tuple[int, int] | None:
+        """The first call whose operands are made in a later stage than its own, and that stage.
+
+        Args:
+            homes: the stage of each call.
+        """
+        last = [max((homes[call] for call in behind), default=0) for behind in self.behind]
+        pairs = enumerate(zip(last, homes, strict=True))
+        return next(((call, at) for call, (at, home) in pairs if at > home), None)
+
+    def fits(self, stage_of: Sequence[int]) -> bool:
+        """Whether each block may be called in a stage of its own.
+
+        Args:
+            stage_of: the stage of each block.
+        """
+        homes = [{stage_of[number] for number in owners} for owners in self.owners]
+        return all(len(stages) == 1 for stages in homes) and not self.late(list(map(min, homes)))
+
+
+def levels_of(jaxpr: Any, homes: Mapping[int, int]) -> dict[Any, int]:
+    """The stage in which every value that depends on a call is made.
+
+    Args:
+        jaxpr: an open jaxpr.
+        homes: the stage of each call, by its position; a call waits for its operands all the same.
+    """
+    levels: dict[Any, int] = {}
+    for index, equation in enumerate(jaxpr.eqns):
+        level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
+        # A value made beside the blocks belongs to the earliest stage that can make it.
+        level = max(level, homes.get(index, -1))
+        if level >= 0:
+            levels.update((v, level) for v in equation.outvars)
+    return levels
+
+
+def why_not_seen(
     blocks: Sequence[str], calls: Sequence[Collection[int]], readers: Mapping[int, Collection[str]]
-) -> str:
-    """Says why calls are not those of each block once, in order, and what to do.
+) -> str | None:
+    """Says which blocks no call shows, and what to do; None where all are called.
 
     Args:
         blocks: the paths of the blocks, in the order in which the model holds them.
@@ -23,50 +123,57 @@ def why_not_in_order(
         The message of an error.
 
     Example:
-        >>> print(why_not_in_order(["blocks/0", "blocks/1"], [{1}, {0}], {}).split(".")[0])
-        the model calls 'blocks/1' where it holds 'blocks/0'
+        >>> print(why_not_seen(["blocks/0", "blocks/1"], [{1}], {}).split(" and")[0])
+        the loss has no call of 1 of the model's 2 blocks ('blocks/0')
     """
-    if tied := next((owners for owners in calls if len(owners) > 1), None):
-        shared = " and ".join(repr(blocks[number]) for number in sorted(tied))
-        return (
-            f"the blocks {shared} share a parameter, and each may lie on another "
-            "rank. Give each block parameters of its own, or keep what is shared in a module "
-            "outside the blocks and hand its value to them"
-        )
     count = Counter(number for owners in calls for number in owners)
-    if unseen := [number for number in range(len(blocks)) if not count[number]]:
-        read = {name for number in unseen for name in readers.get(number, ())}
-        return _unseen([blocks[number] for number in unseen], len(blocks), read)
-    if several := [number for number, times in count.items() if times > 1]:
-        return _repeated(blocks[several[0]], count[several[0]])
-    if len(calls) != len(blocks):
-        return f"the model calls its {len(blocks)} blocks {len(calls)} times. {MUST}"
-    pairs = enumerate(calls)
-    number, called = next((n, min(o)) for n, o in pairs if o and min(o) != n)
+    unseen = [number for number in range(len(blocks)) if not count[number]]
+    if not unseen:
+        return None
+    read = {name for number in unseen for name in readers.get(number, ())}
+    return _unseen([blocks[number] for number in unseen], len(blocks), read)
+
+
+def why_not_alone(blocks: Sequence[str]) -> str:
+    """Says why a call is no stage's, and what to do.
+
+    Args:
+        blocks: the paths of the blocks whose parameters it reads, of several stages, or none.
+    """
+    if not blocks:
+        return f"the loss calls a block that shares all its parameters with others. {BATCH}"
+    names = " and ".join(map(repr, blocks))
     return (
-        f"the model calls {blocks[called]!r} where it holds {blocks[number]!r}. {MUST}: hold them "
-        "in one list in the order of their calls, or name the class of the blocks, "
-        'classes=("Block",), where other modules are taken for blocks too'
+        f"one call reads parameters of the blocks {names}, and each may lie on another rank. "
+        f"{BATCH}"
+    )
+
+
+def why_not_in_order(path: str, home: int, late: int) -> str:
+    """Says why a block cannot be called in its stage, and what to do.
+
+    Args:
+        path: of the block.
+        home: its stage.
+        late: the stage that makes its operands.
+    """
+    return (
+        f"the model calls {path!r}, a block of stage {home} in the order in which the model holds "
+        f"them, behind blocks of stage {late}. {BATCH}; where other modules are taken for blocks, "
+        'name the class of the blocks: classes=("Block",)'
     )
 
 
 def _unseen(paths: Sequence[str], num_blocks: int, readers: Collection[str]) -> str:
     some = ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
     found = f"the loss has no call of {len(paths)} of the model's {num_blocks} blocks ({some})"
+    must = "A pipeline needs a call of each block"
     rename = 'where these are not the blocks, name their class: classes=("Block",)'
     if not readers:
-        return f"{found} and does not use their parameters. {MUST}. Take them out; {rename}"
+        return f"{found} and does not use their parameters. {must}. Take them out; {rename}"
     return (
         f"{found} that a pipeline could see; their parameters are read within: "
-        f"{', '.join(sorted(readers))}. {MUST}. Calls are hidden by jit, remat, checkpoint, cond "
+        f"{', '.join(sorted(readers))}. {must}. Calls are hidden by jit, remat, checkpoint, cond "
         "or scan around them. Call the blocks themselves, directly; a pipeline recomputes without "
         f"nnx.remat around them, and backward=... says what it keeps; {rename}"
-    )
-
-
-def _repeated(path: str, times: int) -> str:
-    return (
-        f"the model calls {path!r} {times} times. {MUST}. Weights that are used several times "
-        "belong into a module that is no block, or the calls into one block that makes them all; "
-        'name the class of the blocks, classes=("Block",), or call the model once per loss'
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Any, Self, TypeAlias
 
 import jax
 
 from ..core.typing import PyTree
 from ..schedule import Schedule, stage_ranges
+from .calls import Calls
 
 Keys: TypeAlias = tuple[Any, ...]
 """The keys of nested dicts on the way to a leaf or a module."""
@@ -61,11 +64,17 @@ def nest(flat: dict[Keys, Any]) -> PyTree:
 class Stages:
     """Which blocks make a stage, and which rank has it.
 
+    A block lies on the rank that calls it, with the first of the stages that do. What several ranks
+    call lies on all of them, as what is outside the blocks does.
+
     Args:
-        blocks: the keys of every block, in the order of the model.
-        boundaries: stage `s` has blocks `boundaries[s]` to `boundaries[s + 1]`.
+        blocks: the keys of every block that one rank has, in the order of the stages.
+        boundaries: stage `s` has blocks `boundaries[s]` to `boundaries[s + 1]`, maybe none.
         placement: the rank of each stage.
         num_devices: ranks along the pipeline; some may have no stage.
+        shared: the keys of blocks, and of what is within blocks, that all ranks have.
+        depths: stage `s` runs the calls of depths `depths[s]` to `depths[s + 1]`; None where each
+            block is called in its own stage alone.
 
     Example:
         >>> stages = Stages((("layers", 0), ("layers", 1), ("layers", 2)), (0, 2, 3), (0, 1), 2)
@@ -77,11 +86,56 @@ class Stages:
     boundaries: tuple[int, ...]
     placement: tuple[int, ...]
     num_devices: int
+    shared: tuple[Keys, ...] = ()
+    depths: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]) -> Self:
         """The stages of a schedule."""
         return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
+
+    @classmethod
+    def by_calls(
+        cls, schedule: Schedule, blocks: tuple[Keys, ...], calls: Calls, depths: tuple[int, ...]
+    ) -> Stages:
+        """The stages of a schedule that runs blocks where a loss calls them.
+
+        Args:
+            schedule: says where stages lie.
+            blocks: the keys of every block, in the order of the model.
+            calls: of the blocks.
+            depths: the first depth of each stage, and the number of depths.
+
+        Returns:
+            The stages.
+        """
+        used = [set[int]() for _ in blocks]
+        for owners, depth in zip(calls.owners, calls.depths, strict=True):
+            for number in owners:
+                used[number].add(bisect.bisect_right(depths, depth) - 1)
+        ranks = [{schedule.placement[stage] for stage in stages} for stages in used]
+        own = [number for number, found in enumerate(ranks) if len(found) == 1]
+        own.sort(key=lambda number: min(used[number]))
+        counts = [sum(min(used[n]) == stage for n in own) for stage in range(len(depths) - 1)]
+        return dataclasses.replace(
+            cls.of(schedule, tuple(blocks[n] for n in own), (0, *accumulate(counts))),
+            shared=tuple(block for n, block in enumerate(blocks) if n not in own),
+            depths=depths,
+        )
+
+    @property
+    def called(self) -> tuple[Keys, ...]:
+        """The keys of all blocks, and of what they share."""
+        return (*self.blocks, *self.shared)
+
+    def is_shared(self, keys: Keys) -> bool:
+        """Whether all ranks have a leaf of the model that may be in a block."""
+        return any(keys[: len(each)] == each for each in self.shared)
+
+    def stage_at(self, depth: int) -> int:
+        """The stage that runs the calls of a depth."""
+        assert self.depths is not None
+        return min(bisect.bisect_right(self.depths, depth), self.num_stages) - 1
 
     @property
     def num_stages(self) -> int:

@@ -83,7 +83,7 @@ class StageProgram:
 
     stages: tuple[int, ...]
     chunk: int
-    rows: range
+    rows: Sequence[int]
     first: Callable[[Rest, Data], Wire]
     middle: Callable[[Sequence[Sequence[Any]], Rest, Data, Array, Wire], Wire]
     last: Callable[[Rest, Data, Wire], Loss]

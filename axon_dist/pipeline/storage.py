@@ -90,7 +90,9 @@ class ModelStorage(abc.ABC):
         return type(self)(self.stages, shapes)
 
     def block_of(self, keys: Keys) -> int | None:
-        """The block that a leaf of the model belongs to."""
+        """The block that a leaf of the model belongs to; None for what all ranks have."""
+        if self.stages.is_shared(keys):
+            return None
         blocks = enumerate(self.stages.blocks)
         return next((i for i, block in blocks if keys[: len(block)] == block), None)
 
@@ -144,7 +146,7 @@ class RowStorage(ModelStorage):
     @property
     def leaves(self) -> tuple[Keys, ...]:
         """The keys of the leaves within a block."""
-        return self._leaves_of_block[0]
+        return self._leaves_of_block[0] if self.stages.blocks else ()
 
     @cached_property
     def _leaves_of_block(self) -> list[tuple[Keys, ...]]:
@@ -343,7 +345,7 @@ def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
     form = lambda block: [
         (keys[len(block) :], leaf.shape, leaf.dtype)
         for keys, leaf in flat.items()
-        if keys[: len(block)] == block
+        if keys[: len(block)] == block and not stages.is_shared(keys)
     ]
     forms = [form(block) for block in stages.blocks]
     kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage

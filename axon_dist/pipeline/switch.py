@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..core.errors import UnsupportedError
 from ..program import Piece, depends_on, variables
-from .calls import why_not_in_order
+from .calls import Calls, levels_of, why_not_alone, why_not_in_order, why_not_seen
 from .loss_trace import LossTrace
 from .packing import Packing
 from .stage import Data, Loss, Rest, StageProgram, Wire
@@ -25,7 +25,12 @@ class SwitchStages:
 
     An equation belongs to the stage of the last block that it depends on; what depends on no block
     is computed wherever it is needed. What a stage passes on is everything that was made before
-    its end and is read after it, as vectors that are as long as the longest stage needs.
+    its end and is read after it, as vectors that are as long as the longest stage needs: so go the
+    output of an encoder, or the skips of a U-Net, through the stages between, and their gradients
+    back.
+
+    A block is called in its stage, as often as the loss likes; where calls of one block lie in
+    several stages (`Stages.depths`), a rank that has all these stages has the block.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
@@ -39,8 +44,8 @@ class SwitchStages:
         """One program per stage.
 
         Raises:
-            UnsupportedError: when the blocks are not called once each and in order, or a stage
-                reads the parameters of another's blocks.
+            UnsupportedError: when a block is not called, or not in the order of the stages, or a
+                stage reads the parameters of another rank's blocks.
         """
         self._check_calls()
         for stage, piece in enumerate(self._pieces):
@@ -53,7 +58,7 @@ class SwitchStages:
         return StageProgram(
             stages=(stage,),
             chunk=chunk,
-            rows=self.storage.rows_of_chunk(chunk),
+            rows=[row for home in self._kept_at(stage) for row in self._rows_of(home)],
             # Nothing enters the first stage: what stands before the first block is a part of its
             # piece.
             first=lambda rest, data: zeros(Wire(*map(list, self._packed))),
@@ -73,22 +78,25 @@ class SwitchStages:
     @cached_property
     def _levels(self) -> dict[Any, int]:
         """The stage in which every value that depends on a block is made; S after the last."""
-        calls = {call: number for number, call in enumerate(self.trace.calls)}
         last = self.trace.jaxpr.eqns[self.trace.calls[-1]]
         after = depends_on(self.trace.jaxpr, last.outvars) - set(last.outvars)
-        levels: dict[Any, int] = {}
-        for index, equation in enumerate(self.trace.jaxpr.eqns):
-            level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
-            if index in calls:
-                # A value made beside the blocks belongs to the earliest stage that can make it; a
-                # call to its own.
-                level = max(level, self.storage.stages.stage_of(calls[index]))
-            # What depends on the last block's result is the loss's, behind the last stage.
-            elif not after.isdisjoint(equation.outvars):
-                level = self._num_stages
-            if level >= 0:
-                levels.update((v, level) for v in equation.outvars)
-        return levels
+        # What depends on the last call's result is the loss's, behind the last stage.
+        found = levels_of(self.trace.jaxpr, self._homes)
+        return {v: self._num_stages if v in after else level for v, level in found.items()}
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        """The stage of every call, by its position."""
+        stages = self.storage.stages
+        if stages.depths is not None:
+            homes = map(stages.stage_at, self._calls.depths)
+        else:
+            homes = (stages.stage_of(min(owners)) for owners in self._calls.owners)
+        return dict(zip(self.trace.calls, homes, strict=True))
+
+    @cached_property
+    def _calls(self) -> Calls:
+        return Calls.of(self.trace.jaxpr, self.trace.calls, self._block_of)
 
     @cached_property
     def _crossing(self) -> list[list[Any]]:
@@ -135,8 +143,11 @@ class SwitchStages:
 
     def _middle(self, stage: int, weights: Any, rest: Rest, data: Data, wire: Wire) -> Wire:
         known = self._known(rest, data) | self._unpack(stage, wire)
-        for keys, value in self.storage.block_weights(stage, weights).items():
-            known[self.trace.params[keys]] = value
+        rows = iter(weights)
+        for home in self._kept_at(stage):
+            own = [next(rows) for _ in self._rows_of(home)]
+            for keys, value in self.storage.block_weights(home, own).items():
+                known[self.trace.params[keys]] = value
         return self._pack(stage + 1, self._pieces[stage].run(known))
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
@@ -152,14 +163,30 @@ class SwitchStages:
         rest = enumerate(self.storage.rest)
         return tuple(i for i, keys in rest if self.trace.params[keys] in piece.needs)
 
+    def _kept_at(self, stage: int) -> list[int]:
+        """The stages, this one or others of its rank, whose blocks a stage calls."""
+        owners = self._owners(self._pieces[stage].needs)
+        return sorted({self.storage.stages.stage_of(number) for number in owners})
+
+    def _rows_of(self, stage: int) -> range:
+        return self.storage.rows_of_chunk(self.storage.stages.chunk_of(stage))
+
     def _check_calls(self) -> None:
-        blocks = self.storage.stages.blocks
-        equations = [self.trace.jaxpr.eqns[call] for call in self.trace.calls]
-        owned = [self._owners(variables(equation.invars)) for equation in equations]
-        in_order = all(owners <= {number} for number, owners in enumerate(owned))
-        if len(owned) != len(blocks) or not in_order:
-            paths = ["/".join(map(str, keys)) for keys in blocks]
-            raise UnsupportedError(why_not_in_order(paths, owned, self._readers))
+        stages = self.storage.stages
+        path = lambda number: "/".join(map(str, stages.blocks[number]))
+        paths = list(map(path, range(len(stages.blocks))))
+        if unseen := why_not_seen(paths, self._calls.owners, self._readers):
+            raise UnsupportedError(unseen)
+        if stages.depths is not None:
+            return
+        for owners in self._calls.owners:
+            if len({stages.stage_of(number) for number in owners}) != 1:
+                raise UnsupportedError(why_not_alone(sorted(map(path, owners))))
+        homes = list(self._homes.values())
+        if late := self._calls.late(homes):
+            call, at = late
+            block = path(min(self._calls.owners[call]))
+            raise UnsupportedError(why_not_in_order(block, homes[call], at))
 
     @property
     def _readers(self) -> dict[int, set[str]]:
@@ -172,13 +199,15 @@ class SwitchStages:
 
     def _check_weights(self, stage: int, piece: Piece) -> None:
         stages = self.storage.stages
-        own = set(stages.blocks_of(stage)) if stage < self._num_stages else set()
-        if foreign := self._owners(piece.needs) - own:
+        is_loss = stage == self._num_stages
+        rank_of = lambda number: stages.placement[stages.stage_of(number)]
+        is_own = lambda number: not is_loss and rank_of(number) == stages.placement[stage]
+        if foreign := {number for number in self._owners(piece.needs) if not is_own(number)}:
             path = "/".join(map(str, stages.blocks[min(foreign)]))
-            where = f"stage {stage}" if own else "the loss"
+            where = "the loss" if is_loss else f"stage {stage}"
             advice = (
                 "Tie parameters outside the blocks, or choose boundaries that keep the two together"
-                if own
+                if not is_loss
                 else "Tie parameters outside the blocks; a penalty on weights is the optimizer's "
                 "business here, such as optax.add_decayed_weights"
             )
@@ -193,12 +222,8 @@ class SwitchStages:
 
     @cached_property
     def _block_of(self) -> dict[Any, int]:
-        found: dict[Any, int] = {}
-        for keys, variable in self.trace.params.items():
-            for number, block in enumerate(self.storage.stages.blocks):
-                if keys[: len(block)] == block:
-                    found[variable] = number
-        return found
+        blocks = ((v, self.storage.block_of(keys)) for keys, v in self.trace.params.items())
+        return {variable: number for variable, number in blocks if number is not None}
 
 
 def _by_kind(avals: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -45,7 +45,7 @@ class UniformStages:
     @classmethod
     def find(cls, trace: LossTrace, storage: ModelStorage) -> UniformStages | None:
         """The stages of a trace, or None where its blocks are not such a chain."""
-        if not isinstance(storage, RowStorage):
+        if not isinstance(storage, RowStorage) or storage.stages.depths is not None:
             return None
         chains = find_chains(trace.jaxpr)
         if len(chains) != 1 or list(chains[0].calls) != trace.calls:

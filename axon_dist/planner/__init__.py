@@ -1,8 +1,9 @@
 """What a model needs on devices that are not here: bytes, traffic, time, and a plan.
 
-No array is made and no device is asked: everything follows from sizes, formulas with their papers,
-and peak rates. The compiled step has the last word; `axon inspect` reads it. Imports `parallel`,
-`precision`, `schedule`, `mesh` and `core`. Start reading in `recommend.py`, then `plan.py`.
+No array is made and no device is asked: of a number of parameters everything follows from formulas
+with their papers, of a model from its own program. The compiled step has the last word; `axon
+inspect` reads it. Imports `parallel`, `program`, `precision`, `schedule`, `mesh` and `core`. Start
+reading in `recommend.py`, then `plan.py`; what a traced step says is in `reading.py`.
 """
 
 from ..hardware import HARDWARE as HARDWARE
@@ -30,8 +31,13 @@ from .memory import estimate_memory as estimate_memory
 from .memory import model_size as model_size
 from .plan import Plan as Plan
 from .plan import evaluate as evaluate
+from .profile import Profile as Profile
+from .profile import workload_of as workload_of
 from .quantity import parse_bytes as parse_bytes
 from .quantity import parse_count as parse_count
+from .quantity import parse_memory as parse_memory
+from .reading import Reading as Reading
+from .reading import read_program as read_program
 from .recommend import Recommendation as Recommendation
 from .recommend import recommend as recommend
 from .scaling import effective_batch as effective_batch
@@ -46,4 +52,5 @@ from .traffic import sequence_bytes as sequence_bytes
 from .traffic import tensor_bytes as tensor_bytes
 from .transfer import Transfer as Transfer
 from .transfer import transfers as transfers
+from .workload import ModelCost as ModelCost
 from .workload import Workload as Workload

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .shape import TransformerShape
+from typing import TYPE_CHECKING
+
+from ..core.linear_loss import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from .shape import TransformerShape
+
+CHUNKED_FROM = 16_384
+"""From how many tokens on the loss makes the logits a chunk of positions at a time."""
 
 # Korthikanti et al., section 4.1, in elements of size (s, b, h) and dropout masks of one byte each.
 _SPLIT = 12  # Q, K, V and the input of the projection; the MLP's hidden (4) before and after GELU
@@ -62,6 +70,7 @@ def step_activations(
     itemsize: int = 2,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     sequence: bool = False,
     flash: bool = True,
     remat: bool = False,
@@ -79,6 +88,7 @@ def step_activations(
         itemsize: bytes of an activation.
         tp: ranks of tensor parallelism.
         pp: stages of the pipeline.
+        cp: ranks that split the positions.
         sequence: whether norms and residuals are split over the tp ranks.
         flash: whether attention is fused.
         remat: whether every block is recomputed in the backward pass.
@@ -97,8 +107,14 @@ def step_activations(
     block = layer_activations(
         shape, microbatch, itemsize=itemsize, tp=tp, sequence=sequence, flash=flash
     )
-    tokens = shape.sequence_length * microbatch
+    tokens = -(-shape.sequence_length // cp) * microbatch
     inputs = tokens * shape.width * itemsize // (tp if sequence else 1)
+    block //= cp
     kept = layers * inputs + block if remat else layers * block
-    logits = 2 * 4 * tokens * shape.vocab_size // tp
+    logits = 4 * tokens * shape.vocab_size // tp
+    if shape.vocab_size >= CHUNKED_FROM:
+        # Products of a chunk in float32, and their gradient in the dtype of the compute.
+        logits = min(logits, CHUNK_BYTES) * (4 + itemsize) // 4
+    else:
+        logits *= 2
     return kept + logits + in_flight * inputs

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.errors import ConfigError, did_you_mean
 from ..mesh import MeshSpec
 from ..parallel import ZERO, ZeROStage
+from ..precision import MixedPrecision
 from ..schedule import PipelineSchedule
 
 STAGES: MappingProxyType[str, ZeROStage] = MappingProxyType(
@@ -46,6 +47,7 @@ class Arrangement:
         pp: stages of the pipeline.
         dp: ranks that split the batch.
         fsdp: ranks that split the batch and, usually, the parameters.
+        cp: ranks of context parallelism, which split the positions of a sample.
         tp: ranks of tensor parallelism.
         num_microbatches: pieces of a step's batch on a rank.
         remat: whether the blocks are recomputed in the backward pass.
@@ -67,6 +69,7 @@ class Arrangement:
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
+    cp: int = 1
     tp: int = 1
     num_microbatches: int = 1
     remat: bool = False
@@ -89,7 +92,7 @@ class Arrangement:
                 f"unknown schedule {self.schedule!r}."
                 f"{did_you_mean(self.schedule, list(PipelineSchedule))}"
             )
-        for field in ("pp", "dp", "fsdp", "tp", "num_microbatches"):
+        for field in ("pp", "dp", "fsdp", "cp", "tp", "num_microbatches"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so")
         if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
@@ -101,7 +104,7 @@ class Arrangement:
     @property
     def name(self) -> str:
         """What is combined, such as `"pp + tp + full_shard"`."""
-        parts = [axis for axis in ("pp", "tp") if getattr(self, axis) > 1]
+        parts = [axis for axis in ("pp", "cp", "tp") if getattr(self, axis) > 1]
         if self.data_ranks > 1 or not parts:
             parts.append(self.strategy)
         return " + ".join(parts)
@@ -109,7 +112,7 @@ class Arrangement:
     @property
     def num_devices(self) -> int:
         """The product of all axes."""
-        return self.pp * self.dp * self.fsdp * self.tp
+        return self.pp * self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -138,6 +141,23 @@ class Arrangement:
             for is_split in (split.params, split.grads and self.pp == 1, split.opt_state)
         )
 
+    def shards_for(self, policy: MixedPrecision) -> tuple[int, int, int]:
+        """The same under a policy: what is computed in a narrower dtype has its masters split.
+
+        Where only the moments are split, parameters lie with them, and are gathered once a step in
+        the dtype of the compute (`with_masters`).
+
+        Args:
+            policy: the dtypes.
+        """
+        params, grads, state = self.shards
+        return state if self.keeps_masters(policy) else params, grads, state
+
+    def keeps_masters(self, policy: MixedPrecision) -> bool:
+        """Whether parameters lie split with their moments though every rank computes with all."""
+        params, _, state = self.shards
+        return params < state and self.pp == 1 and policy.compute.itemsize < policy.param.itemsize
+
     @property
     def splits_params(self) -> bool:
         """Whether parameters are gathered where they are used."""
@@ -146,10 +166,10 @@ class Arrangement:
     @property
     def mesh(self) -> MeshSpec:
         """The axes larger than 1, outer to inner, and one data axis at least."""
-        sizes = {axis: getattr(self, axis) for axis in ("pp", "dp", "fsdp", "tp")}
+        sizes = {axis: getattr(self, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
         kept = {axis: size for axis, size in sizes.items() if size > 1}
         if self.data_ranks == 1:
-            kept = {"pp": self.pp, "dp": 1, "tp": self.tp}
+            kept = {"pp": self.pp, "dp": 1, "cp": self.cp, "tp": self.tp}
             kept = {axis: size for axis, size in kept.items() if size > 1 or axis == "dp"}
         return MeshSpec(kept)
 
@@ -161,6 +181,8 @@ class Arrangement:
             {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
         """
         parallel: dict[str, Any] = {self.strategy: {}}
+        if self.cp > 1:
+            parallel["context"] = {}
         if self.tp > 1:
             parallel["tensor"] = {"sequence": True} if self.sequence else {}
         if self.pp > 1:

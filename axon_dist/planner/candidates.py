@@ -27,13 +27,13 @@ def candidates(work: Workload, num_devices: int, hardware: Hardware) -> Iterator
     Yields:
         Arrangements over `num_devices`.
     """
-    for tp, pp in itertools.product(divisors(num_devices), repeat=2):
-        if num_devices % (tp * pp) or not _splits(work, tp, pp, hardware):
+    for tp, pp, cp in itertools.product(divisors(num_devices), repeat=3):
+        if num_devices % (tp * pp * cp) or not _splits(work, tp, pp, cp, hardware):
             continue
-        ranks = num_devices // (tp * pp)
+        ranks = num_devices // (tp * pp * cp)
         if work.global_batch % ranks == 0:
             local = work.global_batch // ranks
-            for base in _strategies(ranks, tp, pp, hardware):
+            for base in _strategies(ranks, {"tp": tp, "pp": pp, "cp": cp}, hardware):
                 yield from _microbatches(base, local)
 
 
@@ -47,25 +47,27 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(i for i in range(1, number + 1) if number % i == 0)
 
 
-def _splits(work: Workload, tp: int, pp: int, hardware: Hardware) -> bool:
-    shape = work.shape
-    inside = tp <= (hardware.node_size or 8)
-    return inside and shape.num_heads % tp == 0 and shape.num_layers % pp == 0
+def _splits(work: Workload, tp: int, pp: int, cp: int, hardware: Hardware) -> bool:
+    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once.
+    together = pp == 1 or cp == 1
+    inside = tp * cp <= (hardware.node_size or 8)
+    return together and inside and work.shape.divides(tp, pp, cp)
 
 
-def _strategies(ranks: int, tp: int, pp: int, hardware: Hardware) -> Iterator[Arrangement]:
-    model = {"tp": tp, "pp": pp, "sequence": tp > 1}
+def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Arrangement]:
+    model = {**split, "sequence": split["tp"] > 1}
     if ranks == 1:
         yield Arrangement(strategy="ddp", **model)
         return
     for name in STAGES:
-        if pp > 1 and not ZERO[STAGES[name]].params:
+        if split["pp"] > 1 and not ZERO[STAGES[name]].params:
             continue
         if name != "hybrid_shard":
             yield arrange(name, ranks, **model)
-        elif tp * pp == 1 and 1 < hardware.node_size < ranks and ranks % hardware.node_size == 0:
+        elif max(split.values()) == 1 and 1 < hardware.node_size < ranks:
             size = hardware.node_size
-            yield Arrangement(strategy=name, dp=ranks // size, fsdp=size)
+            if ranks % size == 0:
+                yield Arrangement(strategy=name, dp=ranks // size, fsdp=size)
 
 
 def _microbatches(base: Arrangement, local: int) -> Iterator[Arrangement]:

@@ -92,7 +92,7 @@ def estimate_step_time(
     """
     recomputed = int(arrangement.remat) + int(arrangement.pp > 1)
     rate = hardware.rate(work.policy.compute) * efficiency
-    flops = work.tokens * work.shape.flops_per_token(recomputed) / arrangement.num_devices
+    flops = work.flops(recomputed) / arrangement.num_devices
     compute = flops / rate
     moved = transfers(arrangement, work)
     stages, count = arrangement.pp, arrangement.num_microbatches
@@ -114,7 +114,7 @@ def _exposed(moved: tuple[Transfer, ...], hardware: Hardware, compute: float) ->
 def _update_seconds(plan: Arrangement, work: Workload, hardware: Hardware) -> float:
     """Every value of the state that a device updates is read and written once."""
     per_param = 2 * 4 * work.policy.param.itemsize
-    updated = work.shape.num_params / (plan.model_ranks * plan.shards[2])
+    updated = work.shape.num_params / (plan.model_ranks * plan.shards_for(work.policy)[2])
     return per_param * updated / hardware.memory_bandwidth
 
 

@@ -169,7 +169,8 @@ def estimate_memory(
     With `p + g + o` bytes per parameter, ZeRO stages 0 to 3 over N ranks hold `p + g + o`,
     `p + g + o/N`, `p + (g + o)/N` and `(p + g + o)/N`, gradients as they are held between
     microbatches. Leaves too small to be split are counted as
-    if they were.
+    if they were. Under a precision that computes in a narrower dtype, stages 1 and 2 split the
+    parameters too.
 
     Args:
         params: arrays or `ShapeDtypeStruct`s, or their number.
@@ -202,17 +203,17 @@ def estimate_memory(
     tree = None if isinstance(params, (int, float)) else params
     known = isinstance(optimizer, BytesPerParam)
     cost = optimizer if known else bytes_per_param(optimizer, policy, tree)
-    held = zip(dataclasses.astuple(cost), plan.shards, strict=True)
+    held = zip(dataclasses.astuple(cost), plan.shards_for(policy), strict=True)
     own, grads, state = (math.ceil(count * size / (plan.model_ranks * ways)) for size, ways in held)
     gathered = _gathered(plan, policy, count, layer_params)
     return MemoryEstimate(own, grads, state, activations, gathered)
 
 
 def _gathered(plan: Arrangement, policy: MixedPrecision, count: int, layer_params: int) -> int:
-    """Two layers in the compute dtype, one used and one ahead; a pipeline gathers its stage."""
+    """Two layers in the compute dtype, one used and one ahead; or all that a rank computes with."""
     if not layer_params or not (plan.splits_params or policy.is_mixed):
         return 0
-    if plan.pp > 1 and plan.splits_params:
+    if plan.keeps_masters(policy) or (plan.pp > 1 and plan.splits_params):
         return math.ceil(count / plan.model_ranks) * policy.compute.itemsize
     return math.ceil(2 * layer_params / plan.tp) * policy.compute.itemsize
 

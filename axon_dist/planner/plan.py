@@ -7,7 +7,6 @@ import functools
 
 from ..hardware.chips import Hardware
 from ..schedule import PipelineSchedule, build_schedule, peak_live
-from .activations import step_activations
 from .arrangement import Arrangement
 from .cost import StepTime, estimate_step_time
 from .memory import MemoryEstimate, estimate_memory
@@ -115,12 +114,12 @@ def evaluate(
         (True, 16.5)
     """
     pp, count = arrangement.pp, arrangement.num_microbatches
-    activations = step_activations(
-        work.shape,
+    activations = work.shape.activations(
         microbatch_size(arrangement, work),
         itemsize=work.policy.compute.itemsize,
         tp=arrangement.tp,
         pp=pp,
+        cp=arrangement.cp,
         sequence=arrangement.sequence,
         flash=work.flash,
         remat=arrangement.remat,

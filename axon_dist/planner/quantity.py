@@ -39,6 +39,31 @@ def parse_bytes(text: str | float) -> int:
     return _parse(text, BYTE_UNITS, "size in bytes", "80GB")
 
 
+def parse_memory(text: str) -> int:
+    """Reads the memory of a device, which has to have a unit.
+
+    Args:
+        text: such as `"80GB"` or `"80GiB"`.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ConfigError: for a number without a unit, or what `parse_bytes` refuses.
+
+    Example:
+        >>> parse_memory("80GiB")
+        85899345920
+    """
+    match = _NUMBER.fullmatch(text)
+    if match is not None and not match.group(2):
+        raise ConfigError(
+            f"got a memory of {text!r} without a unit, which could be bytes or gigabytes; write "
+            f"{text.strip()}GB (10**9 bytes) or {text.strip()}GiB (2**30 bytes)"
+        )
+    return parse_bytes(text)
+
+
 def parse_count(text: str | float) -> int:
     """Reads a number of parameters.
 

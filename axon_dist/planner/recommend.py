@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import optax
 
@@ -16,8 +17,8 @@ from .candidates import candidates
 from .lint import Finding, lint
 from .plan import ROOMY, USABLE, Plan, evaluate
 from .quantity import parse_count
-from .shape import TransformerShape, guess_shape
-from .workload import Workload
+from .shape import guess_shape
+from .workload import ModelCost, Workload
 
 GLOBAL_BATCH = 1024
 """Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
@@ -97,7 +98,7 @@ _HARDWARE = Kind(
 
 
 def recommend(
-    num_params: float | TransformerShape,
+    num_params: float | ModelCost,
     num_devices: int,
     device_bytes: float | None = None,
     *,
@@ -115,8 +116,9 @@ def recommend(
     Where nothing leaves room, nothing is held twice. Among equals the faster one is better.
 
     Args:
-        num_params: trainable scalars, or the sizes of a transformer; a number is taken for a
-            transformer of usual proportions.
+        num_params: trainable scalars, or what a model costs: the sizes of a transformer, or the
+            `shape` of a `workload_of` any model; a number is taken for a transformer of usual
+            proportions.
         num_devices: all of them are used.
         device_bytes: memory of a device, bytes; None takes the hardware's.
         hardware: a name of `HARDWARE`, or any description.
@@ -149,19 +151,56 @@ def recommend(
         raise ConfigError(
             f"got num_devices={num_devices} and device_bytes={memory}; both must be positive"
         )
-    known = isinstance(num_params, TransformerShape)
-    shape = num_params if known else guess_shape(parse_count(num_params), sequence_length)
+    is_count = isinstance(num_params, (int, float, str))
+    shape: Any = num_params
+    if is_count:
+        shape = guess_shape(parse_count(num_params), sequence_length)
     batch = -(-GLOBAL_BATCH // num_devices) * num_devices if global_batch is None else global_batch
     work = Workload(shape=shape, global_batch=batch, optimizer=optimizer, precision=precision)
-    found = [evaluate(one, work, row, memory) for one in candidates(work, num_devices, row)]
-    if not found:
-        raise ConfigError(
-            f"no mesh of {num_devices} devices divides global_batch={batch}, "
-            f"{shape.num_heads} heads and {shape.num_layers} layers; make the batch a multiple "
-            f"of {num_devices}, such as {-(-batch // num_devices) * num_devices}"
-        )
+    found = evaluated(work, num_devices, row, memory)
     plans = best_of_each(found)
     return Recommendation(work, row, num_devices, plans, lint(plans[0], work, row))
+
+
+def evaluated(
+    work: Workload, num_devices: int, hardware: Hardware, device_bytes: int | None = None
+) -> list[Plan]:
+    """The estimates of every candidate.
+
+    Args:
+        work: what is trained.
+        num_devices: all of them are used.
+        hardware: the chip.
+        device_bytes: memory of a device; None takes the chip's.
+
+    Raises:
+        ConfigError: for a batch that no mesh of all the devices divides.
+    """
+    tried = candidates(work, num_devices, hardware)
+    found = [evaluate(one, work, hardware, device_bytes) for one in tried]
+    if not found:
+        batch = work.global_batch
+        raise ConfigError(
+            f"no mesh of {num_devices} devices divides global_batch={batch}, "
+            f"{work.shape.words}; make the batch a multiple "
+            f"of {num_devices}, such as {-(-batch // num_devices) * num_devices}"
+        )
+    return found
+
+
+def quickest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Of every name the plan with the shortest step that fits, the shortest first.
+
+    Where nothing of a name fits it is the smallest, behind all that fit.
+
+    Args:
+        plans: estimates.
+    """
+    order = lambda p: (1, p.memory.total) if not p.fits else (0, p.time.total)
+    best: dict[str, Plan] = {}
+    for plan in sorted(plans, key=order):
+        best.setdefault(plan.name, plan)
+    return tuple(best.values())
 
 
 def best_of_each(plans: Sequence[Plan]) -> tuple[Plan, ...]:
@@ -179,7 +218,7 @@ def preference(plan: Plan) -> tuple[float, ...]:
     arrangement = plan.arrangement
     wasteful = not plan.is_roomy and arrangement.shards[0] < arrangement.data_ranks
     simplicity = (
-        2 * (arrangement.pp > 1) + (arrangement.tp > 1),
+        4 * (arrangement.pp > 1) + 2 * (arrangement.cp > 1) + (arrangement.tp > 1),
         SIMPLICITY.index(arrangement.strategy),
     )
     wishes = (not plan.is_roomy, wasteful, not plan.is_quiet)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..core.errors import ConfigError
+from .activations import step_activations
 
 _HEAD_DIM = 128
 _ASPECT = 128
@@ -54,6 +56,28 @@ class TransformerShape:
     def layer_params(self) -> int:
         """Parameters of a block, as an equal share of all; what FSDP gathers as one."""
         return -(-self.num_params // self.num_layers)
+
+    @property
+    def words(self) -> str:
+        """What sizes of axes have to divide, in words."""
+        return f"{self.num_heads} heads and {self.num_layers} layers"
+
+    def divides(self, tp: int, pp: int, cp: int) -> bool:
+        """Whether the heads, the layers and the positions divide."""
+        by_heads = self.num_heads % tp == 0 and self.num_layers % pp == 0
+        return by_heads and self.sequence_length % cp == 0
+
+    def flops(self, samples: int, recomputed: int = 0) -> float:
+        """Operations of a step of so many samples."""
+        return samples * self.sequence_length * self.flops_per_token(recomputed)
+
+    def stream(self, samples: int, itemsize: int) -> int:
+        """Bytes of the residual stream."""
+        return samples * self.sequence_length * self.width * itemsize
+
+    def activations(self, samples: int, **how: Any) -> int:
+        """Bytes at the peak, see `step_activations`."""
+        return step_activations(self, samples, **how)
 
     def flops_per_token(self, recomputed: int = 0) -> float:
         """Operations of a training step per token: `6 P + 12 L h s`.

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from ..hardware.chips import Hardware
 from .arrangement import Arrangement
-from .traffic import ROUNDS, around, pipeline_bytes, sequence_bytes, tensor_bytes
+from .traffic import (
+    ROUNDS,
+    around,
+    context_bytes,
+    pipeline_bytes,
+    sequence_bytes,
+    tensor_bytes,
+)
 from .workload import Workload
 
 
@@ -61,7 +68,8 @@ def transfers(arrangement: Arrangement, work: Workload) -> tuple[Transfer, ...]:
         >>> [(t.axis, t.kind, t.wire_bytes) for t in transfers(arrange("ddp", 2), work)]
         [('dp', 'gradients', 4000000000.0)]
     """
-    found = (*_data(arrangement, work), *_tensor(arrangement, work), *_pipeline(arrangement, work))
+    kinds = (_data, _context, _tensor, _pipeline)
+    found = [transfer for kind in kinds for transfer in kind(arrangement, work)]
     return tuple(transfer for transfer in found if transfer.num_ranks > 1)
 
 
@@ -80,7 +88,7 @@ def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
     reduced = params * work.policy.reduce_dtype.itemsize
     ranks, axis = plan.num_shards, "fsdp" if plan.fsdp > 1 else "dp"
     send = lambda kind, size, calls, hides=True: Transfer(
-        axis, kind, calls * around(ranks) * size, calls * layers, ranks, plan.tp, hides
+        axis, kind, calls * around(ranks) * size, calls * layers, ranks, plan.cp * plan.tp, hides
     )
     if plan.strategy == "ddp":
         yield send("gradients", reduced, 2)
@@ -89,16 +97,29 @@ def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
     if plan.splits_params:
         yield send("layers", params * work.policy.compute.itemsize, gathers)
     else:
-        yield send("parameters", params * work.policy.param.itemsize, gathers, hides=False)
+        kept = work.policy.compute if plan.keeps_masters(work.policy) else work.policy.param
+        yield send("parameters", params * kept.itemsize, gathers, hides=False)
     if plan.strategy == "hybrid_shard":
         wire = 2 * around(plan.dp) * reduced / plan.fsdp
-        stride = plan.tp * plan.fsdp
+        stride = plan.tp * plan.cp * plan.fsdp
         yield Transfer("dp", "gradients", wire, 2 * layers, plan.dp, stride, True)
+
+
+def _context(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
+    layers = -(-work.shape.num_layers // plan.pp)
+    # Keys are counted as wide as the residual stream: fewer heads of them send less.
+    keys = work.residual_bytes(microbatch_size(plan, work)) / plan.tp
+    count = plan.num_microbatches
+    wire = context_bytes(keys, layers, plan.cp) * count if keys else 0.0
+    calls = 3 * layers * count
+    yield Transfer("cp", "keys and values", wire, calls, plan.cp, plan.tp, True)
 
 
 def _tensor(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
     layers = -(-work.shape.num_layers // plan.pp)
-    residual = work.residual_bytes(microbatch_size(plan, work))
+    residual = work.residual_bytes(microbatch_size(plan, work)) / plan.cp
+    if not residual:
+        return
     count = sequence_bytes if plan.sequence else tensor_bytes
     again = plan.remat or plan.pp > 1
     wire = count(residual, layers, plan.tp, remat=again) * plan.num_microbatches
@@ -108,7 +129,9 @@ def _tensor(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
 
 
 def _pipeline(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
-    residual = work.residual_bytes(microbatch_size(plan, work))
+    residual = work.residual_bytes(microbatch_size(plan, work)) / plan.cp
+    if not residual:
+        return
     # Neighbouring stages: a pair, whatever the length of the pipeline.
     pair, stride = min(plan.pp, 2), plan.num_devices // plan.pp
     wire = pipeline_bytes(residual) * plan.num_microbatches

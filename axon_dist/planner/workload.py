@@ -4,13 +4,53 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, Protocol
 
 import optax
 
 from ..core.errors import ConfigError
 from ..precision import MixedPrecision
 from .memory import BytesPerParam, bytes_per_param
-from .shape import TransformerShape
+
+
+class ModelCost(Protocol):
+    """What a model costs, by formula (`TransformerShape`) or by its own program (`Profile`)."""
+
+    @property
+    def num_params(self) -> int:
+        """Trainable scalars."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks that the model repeats."""
+        ...
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of a block, which FSDP gathers as one."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """What sizes of axes have to divide, in words."""
+        ...
+
+    def flops(self, samples: int, recomputed: int = 0) -> float:
+        """Operations of a step of so many samples."""
+        ...
+
+    def stream(self, samples: int, itemsize: int) -> int:
+        """Bytes that a block hands to the next."""
+        ...
+
+    def activations(self, samples: int, **how: Any) -> int:
+        """Bytes at the peak of a step of so many samples on a device."""
+        ...
+
+    def divides(self, tp: int, pp: int, cp: int) -> bool:
+        """Whether such sizes of axes can split it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +58,7 @@ class Workload:
     """A model, a batch and the numbers they are in.
 
     Args:
-        shape: the sizes of the model.
+        shape: what the model costs.
         global_batch: samples of a step, over all devices and microbatches.
         optimizer: a name of `OPTIMIZERS`, or an optax transformation.
         precision: a policy or a preset's name; None is float32.
@@ -34,7 +74,7 @@ class Workload:
         (2, 16777216)
     """
 
-    shape: TransformerShape
+    shape: ModelCost
     global_batch: int
     optimizer: str | optax.GradientTransformation = "adam"
     precision: MixedPrecision | str | bool | None = None
@@ -55,12 +95,10 @@ class Workload:
         """The dtypes."""
         return MixedPrecision.of(self.precision)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.global_batch * self.shape.sequence_length
+    def flops(self, recomputed: int = 0) -> float:
+        """Operations of a step over all devices."""
+        return self.shape.flops(self.global_batch, recomputed)
 
     def residual_bytes(self, microbatch: int) -> int:
         """Bytes of the residual stream of some samples, in the compute dtype."""
-        shape = self.shape
-        return microbatch * shape.sequence_length * shape.width * self.policy.compute.itemsize
+        return self.shape.stream(microbatch, self.policy.compute.itemsize)

@@ -4,6 +4,9 @@ Imports `core` alone. Start reading in `walk.py`, the few ways in which all othe
 then `units.py`, `layer_scan.py` and `piece.py`.
 """
 
+from .calls import HELD as HELD
+from .calls import Layers as Layers
+from .calls import layers_of as layers_of
 from .calls import wrap_calls as wrap_calls
 from .convolution import ByRank as ByRank
 from .layer_scan import SHARED as SHARED

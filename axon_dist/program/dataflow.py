@@ -53,12 +53,14 @@ class Product:
         contracted: nodes of the kernel's contracted dims.
         free: nodes of the kernel's other dims.
         order: position in the program.
+        batched: nodes of the kernel's batch dims: a matrix for each, such as those of experts.
     """
 
     path: Path
     contracted: tuple[int, ...]
     free: tuple[int, ...]
     order: int
+    batched: tuple[int, ...] = ()
 
 
 class Flow:
@@ -257,7 +259,8 @@ def _dot(flow: Flow, equation: Any, operands: list[Value], results: list[Value])
             flow.join(out.pop(0), operand.dims[dim])
         if operand.origin is not None:
             pick = lambda dims, operand=operand: tuple(operand.dims[dim] for dim in dims)
-            flow.products.append(Product(operand.origin, pick(summed), pick(free), flow.order))
+            kinds = (pick(summed), pick(free), flow.order, pick(shared))
+            flow.products.append(Product(operand.origin, *kinds))
 
 
 def _reduce(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:

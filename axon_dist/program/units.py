@@ -252,6 +252,7 @@ def _named() -> Any:
 
 def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     module = nnx.merge(graphdef, gathered(params), rest, copy=True)
+    before = {keys: variable.get_value() for keys, variable in _variables_of(module)}
     arrays, state = given
     nodes = nnx.merge(how.nodes.graphdef, state, copy=True)
     sources = {ARRAY: iter(arrays), NODE: iter(nodes)}
@@ -264,7 +265,16 @@ def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
     # What never changes is not handed on from block to block.
     changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
     weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
-    return output, nnx.state(module, lambda keys, _: keys not in weights), changed
+    # What the call has left alone is not written back: within `jax.grad` it could not be.
+    is_new = lambda keys, variable: variable.get_value() is not before.get(keys)
+    is_changed = lambda keys, variable: keys not in weights and is_new(keys, variable)
+    return output, nnx.state(module, is_changed), changed
+
+
+def _variables_of(module: nnx.Module) -> Iterator[tuple[Any, nnx.Variable]]:
+    for keys, variable in nnx.to_flat_state(nnx.state(module)):
+        if isinstance(variable, nnx.Variable):
+            yield keys, variable
 
 
 def _is_weight(_: Any, variable: Any) -> bool:

@@ -10,6 +10,7 @@ from .apply import shardings as shardings
 from .apply import specs as specs
 from .beside import InPlaceOf as InPlaceOf
 from .beside import spread as spread
+from .copies import Copies as Copies
 from .explain import Explanation as Explanation
 from .explain import LeafDecision as LeafDecision
 from .explain import explain as explain

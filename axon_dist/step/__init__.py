@@ -12,6 +12,7 @@ from .determinism import deterministic_options as deterministic_options
 from .nonfinite import Nonfinite as Nonfinite
 from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
+from .parts import ModelParts as ModelParts
 from .parts import take_apart as take_apart
 from .portable import PortableForm as PortableForm
 from .rules import RULES as RULES

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError
 from ..core.shared import Shared
-from ..core.tree import check_32_bits, leaves_with_paths, parted, path_str
+from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str
 from ..core.typing import Batch, PyTree
 from .local_view import batch_spec
 from .padding import Padding
@@ -185,6 +185,12 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
         )
     rows, shared = parted(batch, {path_str(keys) for keys in found})
     return rows, jax.tree.map(lambda one: _canonical(one.value), shared)
+
+
+def unwrapped(batch: Batch) -> Batch:
+    """A batch as a loss function sees it, with what its samples have in common unwrapped."""
+    samples, shared = apart(batch)
+    return joined(samples, shared) if shared else samples
 
 
 def _canonical(value: Any) -> Any:

@@ -15,13 +15,14 @@ from ..nn import ActivationCheckpointing
 from ..parallel import HasStrategy, Strategy, as_strategy
 from ..precision import GradScaler, MixedPrecision
 from .arguments import check_arguments, is_told_step
+from .batch import unwrapped
 from .chosen import strategy_for
 from .nonfinite import Nonfinite, nonfinite_policy
 from .options import StepOptions
 from .parts import ModelLike, stored_as, take_apart
+from .replica_form import form_of
 from .rules import check_rules
 from .spec import StepSpec
-from .state_form import StateForm
 from .step import TrainStep
 
 
@@ -155,9 +156,10 @@ def build_train_step(
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
     parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
-    spec = StepSpec(parts, loss_fn, extended, chosen, world, options)
+    example = None if batch is None else unwrapped(batch)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, options, example)
     check_rules(spec)
-    step = TrainStep(spec, StateForm(spec, source))
+    step = TrainStep(spec, form_of(spec, source))
     if batch is not None:
         step.check(batch)
     return step

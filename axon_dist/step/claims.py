@@ -10,6 +10,7 @@ import jax
 from rich.console import Group
 
 from ..core.typing import PyTree
+from ..parallel import Strategy
 from ..sharding import Explanation, explain, explain_optimizer
 from .spec import StepSpec
 from .state import TrainState
@@ -82,9 +83,15 @@ class Claims:
         return Group(*tables, *([] if self.frozen is None else [self.frozen.table()]))
 
 
-def claims_of(spec: StepSpec, state: TrainState) -> Claims:
-    """The claims of a step's strategy about a state of given shapes."""
-    strategy, mesh = spec.storage.strategy, spec.mesh
+def claims_of(spec: StepSpec, state: TrainState, strategy: Strategy | None = None) -> Claims:
+    """The claims of a step's strategy about a state of given shapes.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        state: of shapes.
+        strategy: lays it out; None is that of the storage.
+    """
+    strategy, mesh = strategy or spec.storage.strategy, spec.mesh
     return Claims(
         explain(strategy.params, state.params, mesh, f"parameters under {strategy.name}"),
         explain(strategy.opt_state, state.params, mesh, f"gradients under {strategy.name}"),

@@ -16,7 +16,10 @@ from .determinism import deterministic_options
 
 
 def compiler_options(
-    world: World, given: Mapping[str, OptionValue | None] | None = None, deterministic: bool = False
+    world: World,
+    given: Mapping[str, OptionValue | None] | None = None,
+    deterministic: bool = False,
+    only_sums: bool = False,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
@@ -28,6 +31,7 @@ def compiler_options(
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits.
+        only_sums: whether nothing travels in the step but sums of gradients.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -45,7 +49,8 @@ def compiler_options(
     given, chip = dict(given or {}), machine_of(world.mesh)
     fixed = deterministic_options(world) if deterministic else {}
     _check_conflicts(given, fixed)
-    every = {**(dict(chip.options) if chip else {}), **fixed, **given}
+    own = {} if chip is None else dict(chip.options + chip.sum_options * only_sums)
+    every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
     if chosen:
         _check_compiler(world, chosen)

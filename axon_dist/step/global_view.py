@@ -58,7 +58,7 @@ def global_gradients(spec: StepSpec) -> GradientFn:
 
 
 def made_whole(spec: StepSpec, params: PyTree) -> PyTree:
-    """The trained parameters in the compute dtype, whole over the batch axes.
+    """The trained parameters in the compute dtype, whole over the data axes.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
@@ -86,14 +86,15 @@ def global_forward(spec: StepSpec, also: Prepare, gathered: bool = False) -> For
 
 
 def gather_of(spec: StepSpec, gathered: bool = False) -> Callable[[Path], GlobalGather]:
-    """How weights are gathered in global view: whole over the batch axes, gradients to owners.
+    """How weights are gathered in global view: whole over the data axes, gradients to owners.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         gathered: whether trained weights are whole already.
     """
     strategy, mesh = spec.strategy, spec.mesh
-    others = tuple(axis for axis in mesh.axis_names if axis not in strategy.batch_axes)
+    gathered_over = set(strategy.data_axes) - set(strategy.resident)
+    others = tuple(axis for axis in mesh.axis_names if axis not in gathered_over)
 
     def make(path: Path) -> GlobalGather:
         shape = spec.parts.shape_of(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,19 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..collectives import GradSyncStrategy, plan_buckets, reduce_buckets
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
-from ..core.tree import is_key, leaves_with_paths, map_with_path
+from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..parallel import (
     Held,
     LocalGather,
     ReduceHeld,
-    Reduction,
     all_gather_by,
     only_axes,
-    reduce_by,
+    reduce_tree,
 )
 from ..program import (
     Rows,
@@ -38,6 +36,7 @@ from ..program import (
 )
 from ..sharding import Policy, spec_axes, specs
 from .accumulate import LastFn, SumsFn, accumulate
+from .buffers import buffer_partition, own_buffers, stack_buffers
 from .normalization import has_statistics, synchronise_statistics
 from .objective import (
     Forward,
@@ -50,7 +49,6 @@ from .objective import (
     gradient_sums,
     gradient_totals,
 )
-from .parts import own_and_given
 from .spec import StepSpec
 from .stacking import stacking_of
 from .view import MakeGather, spelled
@@ -148,7 +146,7 @@ class LocalPlan:
     ) -> Any:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
         reduction, count = self.spec.reduction, self.spec.num_microbatches
-        own = _own_buffers(buffers, reduction)
+        own = own_buffers(buffers, reduction)
         drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
         share = lambda weight: all_mean(weight, self.axes)
         parts = count * self.spec.num_ranks
@@ -220,11 +218,8 @@ class LocalPlan:
         fits the gradients of means, and what is reduced within are those of sums.
         """
         reduction = self.spec.reduction
-        is_free = reduction.bucket_capacity is None
-        is_free &= reduction.sync is not GradSyncStrategy.OVERLAPPED
-        return (
-            self.spec.num_microbatches > 1 and reduction.per == "step" and is_free and scale is None
-        )
+        is_held = reduction.per == "step" and self.spec.num_microbatches > 1
+        return is_held and not reduction.is_grouped and scale is None
 
     def _last(self, frozen: PyTree) -> LastFn:
         """Takes the last microbatch, whose backward pass hides the reduction, unit by unit."""
@@ -263,7 +258,7 @@ class LocalPlan:
         return last
 
     def _slot(self, grad: Any, owner: PartitionSpec) -> Any:
-        sharding = jax.sharding.NamedSharding(self.spec.mesh, owner)
+        sharding = jax.sharding.NamedSharding(self.spec.world.mesh, owner)
         # What has travelled in a narrower dtype has no more digits than that.
         dtype = on_wire(grad, self.spec.reduction.dtype).dtype
         return jnp.zeros(sharding.shard_shape(grad.shape), dtype)
@@ -318,16 +313,7 @@ class LocalPlan:
         return reduced
 
     def _reduce(self, grads: PyTree) -> PyTree:
-        reduction = self.spec.reduction
-        if reduction.bucket_capacity is None:
-            one = lambda g, spec: reduce_by(g, spec, self.axes, reduction.dtype)
-            return jax.tree.map(one, grads, self.owner_specs)
-        # Buckets hold one dtype each, so what is sent is cast before it is packed.
-        wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
-        buckets = plan_buckets(wire, reduction.bucket_capacity)
-        total = lambda x: all_sum(x, self.axes)
-        reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
-        return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)
+        return reduce_tree(grads, self.owner_specs, self.axes, self.spec.reduction)
 
 
 def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]:
@@ -382,46 +368,3 @@ def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
 def batch_spec(axes: tuple[str, ...], num_microbatches: int) -> PartitionSpec:
     """Where a batch lies: samples over the batch axes, microbatches in front of them."""
     return PartitionSpec(axes) if num_microbatches == 1 else PartitionSpec(None, axes)
-
-
-def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
-    """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
-    whole = lambda _: PartitionSpec()
-    if reduction.sync_buffers:
-        return jax.tree.map(whole, buffers)
-    return _of_ranks(lambda _: PartitionSpec(axes), buffers, whole)
-
-
-def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
-    """Gives every rank its own copy of the statistics where they are not synchronised."""
-    if reduction.sync_buffers:
-        return buffers
-    return _of_ranks(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
-
-
-def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
-    """The statistics to evaluate with: the average over the ranks' own."""
-    if reduction.sync_buffers:
-        return buffers
-    return _of_ranks(lambda x: x.mean(0), buffers)
-
-
-def _of_ranks(
-    function: Callable[[Any], Any],
-    buffers: PyTree,
-    otherwise: Callable[[Any], Any] = lambda leaf: leaf,
-) -> PyTree:
-    """Maps over the statistics of the model, of which ranks may have their own."""
-    own, given = own_and_given(buffers)
-    one = lambda leaf: function(leaf) if _per_rank(leaf) else otherwise(leaf)
-    return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
-
-
-def _per_rank(leaf: Any) -> bool:
-    return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
-    if reduction.sync_buffers:
-        return buffers
-    return _of_ranks(lambda x: x[0], buffers)

@@ -6,8 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import jax
+
 from ..core.choice import Choice
 from ..core.errors import ConfigError, did_you_mean
+from ..precision import all_finite
+from .state import TrainState
 
 FLAG = "nonfinite"
 """The metric in which a guarded step says that it changed nothing."""
@@ -56,6 +60,11 @@ class Loss:
 def is_lost(values: Mapping[str, float]) -> bool:
     """Whether the metrics of a step say so; those of a step without a guard have the loss alone."""
     return bool(values[FLAG]) if FLAG in values else not math.isfinite(values["loss"])
+
+
+def is_finite(state: TrainState) -> bool:
+    """Whether every parameter of a state is finite; computed on the devices."""
+    return bool(jax.jit(all_finite)(state.params))
 
 
 def nonfinite_policy(name: Nonfinite | str | None) -> Nonfinite | None:

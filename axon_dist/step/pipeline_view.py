@@ -26,15 +26,14 @@ from ..pipeline import (
     UniformStages,
     buffers_over_time,
     mean_weight,
-    trace_loss,
     with_joined_rows,
 )
 from ..pipeline import Sums as PipelineSums
 from ..program.randomness import Rows, with_rank, without_rank
-from ..program.rows import Stacked, by_rows, whole
 from .local_view import sample_rows
-from .objective import GradientFn, GradientResult, Sums, evaluate, weighed_metrics
+from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
+from .staged_loss import nested_metrics, traced
 from .view import View, fp8_of, paths_of, spelled
 
 
@@ -145,7 +144,7 @@ class StagedPlan:
     @cached_property
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
-        modules = {self.stacks.in_model(keys) for keys in self.rows.stages.blocks}
+        modules = {self.stacks.in_model(keys) for keys in self.rows.stages.called}
         blocks = frozenset("/".join(map(str, keys)) for keys in modules)
         return View(
             self.strategy.precision,
@@ -212,24 +211,11 @@ class StagedPlan:
         params = jax.eval_shape(self.view.cast, self.rows.shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
-        def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
-            outcome = evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
-            wide = lambda x: jnp.asarray(x, jnp.float32)
-            loss = outcome.loss
-            return (
-                wide(loss.total),
-                wide(loss.weight),
-                _flat(weighed_metrics(outcome)),
-                outcome.buffers,
-            )
+        def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
+            return evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
 
-        spelling = spelled(forward, self.strategy, self.mesh)
-        if self.stacks.depths:
-            # A loop over stacked blocks, as the model has it, hides which of them a call reads.
-            layers = by_rows(spelling)
-            together = lambda params: self.stacks.together(params, Stacked)
-            spelling = lambda params, *rest: jax.tree.map(whole, layers(together(params), *rest))
-        return trace_loss(spelling, params, buffers, one)
+        spelling = lambda forward: spelled(forward, self.strategy, self.mesh)
+        return traced(run, spelling, self.stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -287,26 +273,7 @@ class StagedPlan:
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
         total, weight, metrics = all_sum(sums.loss, self.axes)
         names: Any = trace.metrics
-        return total, weight, _nested(dict(zip(names, metrics, strict=True)))
-
-
-def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
-    """Metrics by name and part: those with a weight of their own have two."""
-    found: dict[tuple[str, str], Array] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Weighted):
-            found[name, "total"] = jnp.asarray(value.total)
-            found[name, "weight"] = jnp.asarray(value.weight)
-        else:
-            found[name, ""] = value
-    return found
-
-
-def _nested(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
-    """The inverse of `_flat`."""
-    alone = {name: value for (name, part), value in found.items() if not part}
-    own = {name for name, part in found if part}
-    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
+        return total, weight, nested_metrics(dict(zip(names, metrics, strict=True)))
 
 
 def _own_entry(rows: Any) -> Any:

@@ -12,7 +12,7 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import PyTree
 from ..parallel import CPUOffload
 from ..sharding import optimizer_shardings, shardings
-from .local_view import buffer_partition
+from .buffers import buffer_partition
 from .spec import StepSpec
 from .state import TrainState
 

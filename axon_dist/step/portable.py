@@ -7,14 +7,17 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from axon_dist.checkpoint import target_of
 from axon_dist.core.tree import joined, parted
 from axon_dist.core.typing import PyTree
 from axon_dist.sharding import LargestDim, shardings
 
+from .buffers import stack_buffers
 from .state import TrainState
 from .step import TrainStep
+from .update import first_average
 
 
 class PortableForm:
@@ -66,6 +69,31 @@ class PortableForm:
     def of(self, state: TrainState) -> TrainState:
         """The portable form of a state, which stays usable."""
         return state if self._is_same else self._to_model(state)
+
+    def with_weights(self, weights: PyTree, buffers: PyTree) -> TrainState:
+        """The first state of a step that trains nothing, with other parameters and statistics.
+
+        Args:
+            weights: in the form of the model, trained and frozen, where the step keeps them.
+            buffers: the model's, on every device.
+        """
+        step, spec = self._step, self._step.spec
+        params, frozen = parted(weights, step.parts.frozen_paths)
+        stacked = jax.jit(
+            lambda buffers: stack_buffers(buffers, spec.reduction, spec.num_ranks),
+            out_shardings=step.state_shardings.buffers,
+        )
+        scaler = step.options.scaler
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.target.opt_state,
+            buffers=stacked(buffers),
+            scaler=None if scaler is None else scaler.init(),
+            frozen=frozen,
+            ema=first_average(step.options.ema, params),
+        )
+        return self.take_up(state)
 
     def take_up(self, portable: TrainState) -> TrainState:
         """The state of the step; the inverse of `of`, exactly."""

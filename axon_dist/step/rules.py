@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
-from ..parallel import STRATEGY_RULES, Placed, check_sums
+from ..core.tree import leaves_with_paths
+from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts
 from ..program import linen_modules
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
 from .evaluation import check_eval_kwargs
 from .normalization import own_statistics
+from .outer import Outer
 from .separable import wants_ranks
 from .spec import StepSpec
 
@@ -29,6 +34,26 @@ def _microbatches(spec: StepSpec) -> Found:
 def _layers(spec: StepSpec) -> None:
     for layers in spec.strategy.layers:
         layers.check(spec.parts.abstract, spec.layout)
+
+
+def _residents(spec: StepSpec) -> Found:
+    strategy, reduction = spec.strategy, spec.reduction
+    if not strategy.resident or strategy.pipeline is not None:
+        return None
+    alone = dataclasses.replace(strategy, resident=())
+    is_local, asked = wants_ranks(alone, spec.parts, spec.num_microbatches)
+    if not is_local:
+        return None
+    per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
+    return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
+
+
+def _stage_experts(spec: StepSpec) -> Found:
+    if spec.strategy.pipeline is None:
+        return None
+    modules = nnx.iter_modules(spec.parts.abstract)
+    found = next(("/".join(map(str, keys)) for keys, m in modules if has_experts(m)), None)
+    return None if found is None else {"path": found}
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -46,7 +71,7 @@ def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.storage.rows
     if rows is None or remat is None or not remat.classes:
         return None
-    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.blocks}
+    modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
     named = [(keys, type(module).__name__) for keys, module in nnx.iter_modules(model)]
     named += [(keys, name.rpartition("/")[2]) for keys, name in linen_modules(model)]
@@ -58,9 +83,9 @@ def _stage_classes(spec: StepSpec) -> Found:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    if spec.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+    if spec.dealt.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
         return None
-    kind = spec.matrices_within
+    kind = spec.dealt.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
@@ -89,6 +114,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "its accumulation; leave accumulate out, or change num_microbatches",
         _microbatches,
     ),
+    Requirement.row(
+        "stages have no experts",
+        UnsupportedError,
+        "{path} chooses experts, and what it tells the loss and its bias is of all samples, which "
+        "the stages of a pipeline see a microbatch at a time and out of order; leave the pipeline "
+        "out, and split the model by expert_parallel, fsdp or tensor_parallel",
+        _stage_experts,
+    ),
     Requirement(
         "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)
     ),
@@ -108,6 +141,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     ),
     Requirement("modules to gather or recompute exist", lambda spec: spec.view),
     Requirement.row(
+        "parameters that samples travel to are the compiler's to reduce",
+        UnsupportedError,
+        "parameters lie split along {axis!r} and the samples of all its ranks travel to them, so "
+        "that no rank has gradients of its own samples, as {asked} would need; leave that out, and "
+        "every microbatch is reduced, in the dtype of the compute",
+        _residents,
+    ),
+    Requirement.row(
         "statistics are of the whole batch",
         UnsupportedError,
         "{path} holds batch statistics outside nnx.BatchNorm, which cannot be averaged over the "
@@ -115,7 +156,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _statistics,
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.next_opt_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.dealt.next_state),
     Requirement.row(
         "matrices can be dealt",
         UnsupportedError,
@@ -129,6 +170,71 @@ RULES: tuple[Requirement[StepSpec], ...] = (
 """What a step must fulfil, whatever its batch; what depends on the batch is traced."""
 
 
+def _held_alone(spec: StepSpec) -> Found:
+    slow, policy = spec.strategy.slow, spec.options.nonfinite
+    if slow is None or policy is None or not policy.holds:
+        return None
+    return {"axis": slow.axis, "policy": policy.value}
+
+
+def _averaged_alone(spec: StepSpec) -> Found:
+    slow, ema = spec.strategy.slow, spec.options.ema
+    return None if slow is None or ema is None else {"axis": slow.axis, "ema": ema}
+
+
+def _fragments(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    count = len(jax.tree.leaves(spec.stored_shapes))
+    if slow is None or all(Outer(spec).fragments):
+        return None
+    return {"count": slow.fragments, "params": count, "name": spec.strategy.name}
+
+
+def _compressed(spec: StepSpec) -> Found:
+    slow = spec.strategy.slow
+    found = leaves_with_paths(spec.stored_shapes)
+    complex_ = next((p for p, x in found if jnp.issubdtype(x.dtype, jnp.complexfloating)), None)
+    if slow is None or slow.compression is None or complex_ is None:
+        return None
+    return {"path": complex_, "how": slow.compression}
+
+
+REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
+    *(rule.of(lambda spec: Placed(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    Requirement.row(
+        "no replica waits for another",
+        UnsupportedError,
+        "nonfinite={policy!r} keeps the state of all ranks from the first step that is not finite, "
+        "and replicas over axis {axis!r} would have to tell each other on every step; use 'skip', "
+        "with which each leaves out its own batch, in a config train: {{nonfinite: skip}}",
+        _held_alone,
+    ),
+    Requirement.row(
+        "what is averaged is one",
+        UnsupportedError,
+        "ema={ema} averages the parameters of every step, and replicas over axis {axis!r} have "
+        "none in common but where they meet; leave ema out, for the outer optimizer averages: "
+        "diloco(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))",
+        _averaged_alone,
+    ),
+    Requirement.row(
+        "fragments have parameters",
+        StrategyConflictError,
+        "strategy {name!r} has fragments={count}, and the model's {params} parameters do not fill "
+        "that many of about one size; use fewer",
+        _fragments,
+    ),
+    Requirement.row(
+        "what is compressed is real",
+        UnsupportedError,
+        "the parameter {path!r} is complex, and {how} is of real numbers; leave the compression "
+        "out",
+        _compressed,
+    ),
+)
+"""What a step with several replicas must fulfil besides."""
+
+
 def check_rules(spec: StepSpec) -> None:
     """Raises what the first broken rule says, if there is one.
 
@@ -138,4 +244,6 @@ def check_rules(spec: StepSpec) -> None:
     Raises:
         AxonDistError: of the kind that names what is wrong.
     """
-    check_all(RULES, spec)
+    if spec.strategy.slow is not None:
+        check_all(REPLICA_RULES, spec)
+    check_all(RULES, spec.replica(region=False))

@@ -105,6 +105,23 @@ class Separator:
             self._found[key] = self._separate(shapes, leaves[0].shape[0])
         return self._found[key]
 
+    def coupling(self, batch: Batch) -> str:
+        """What couples the samples, so that other microbatches would give another loss; "" if not.
+
+        Statistics such as BatchNorm's are those of a microbatch, and so couple its samples.
+
+        Args:
+            batch: as for `of`, of at least two samples.
+        """
+        for path, leaf in leaves_with_paths(self._parts.arguments[1]):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                return f"the statistics {path} are those of a microbatch"
+        lead = 0 if self._microbatches == 1 else 1
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
+        samples = max(jax.tree.leaves(shapes)[0].shape[0], 2)
+        adapt = None if self._adapt is None else self._adapt()
+        return self._obstacle(self._use(shapes, (samples, 2 * samples), adapt, 2))
+
     @property
     def _ranks(self) -> int:
         return math.prod(self._sizes.values())
@@ -210,7 +227,9 @@ def wants_ranks(
     compute = parts.dtype if strategy.precision is None else strategy.precision.compute
     reduction = strategy.reduction or Reduction()
     # Without batch axes no rank has gradients of its own to hold back.
-    if not (strategy.batch_axes and reduction.is_local(num_microbatches, compute)):
+    if strategy.resident or not strategy.batch_axes:
+        return False, []
+    if not reduction.is_local(num_microbatches, compute):
         return False, []
     recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
     capacity, overlaps = reduction.bucket_capacity, reduction.sync is GradSyncStrategy.OVERLAPPED

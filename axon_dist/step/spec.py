@@ -9,18 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
-from ..core.typing import Array, LossFn, OptionValue, PyTree
+from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import World
 from ..nn import Layout
-from ..optim import Deal, Dealer
 from ..parallel import Reduction, Strategy
-from ..program.matrices import has_matrices, hidden_in
-from ..sharding import optimizer_shardings, shardings
+from ..sharding import shardings
 from .compiling import compiler_options
+from .dealt import DealtUpdate
 from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
@@ -43,6 +41,10 @@ class StepSpec:
         strategy: about the model's own leaves.
         world: the devices, and the mesh they form.
         options: what the step does besides.
+        region: the mesh as one of several replicas sees it that train on their own, within the
+            region where the axis between them is manual; None outside of such a region.
+        batch: a global batch that the step is built for, as the loss sees it, arrays or shapes;
+            None where no batch is known.
     """
 
     parts: ModelParts
@@ -51,11 +53,35 @@ class StepSpec:
     strategy: Strategy
     world: World
     options: StepOptions
+    region: AbstractMesh | None = None
+    batch: Batch | None = None
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self.world.mesh
+    def mesh(self) -> Any:
+        """The mesh, as it is in context where the step is traced."""
+        return self.world.mesh if self.region is None else self.region
+
+    def replica(self, region: bool = True) -> StepSpec:
+        """The step of one replica, where the strategy has several that train on their own.
+
+        Args:
+            region: to be traced where the axis between the replicas is manual; else it is a step
+                of all devices that leaves this axis alone.
+        """
+        slow = self.strategy.slow
+        if slow is None:
+            return self
+        axes = tuple(axis for axis in self.strategy.batch_axes if axis != slow.axis)
+        strategy = dataclasses.replace(self.strategy, slow=None, batch_axes=axes)
+        manual = {slow.axis: AxisType.Manual}
+        mesh = self.world.mesh.abstract_mesh.update_axis_types(manual) if region else None
+        return dataclasses.replace(self, strategy=strategy, region=mesh)
+
+    def together(self) -> StepSpec:
+        """The step of all replicas together, as if they met on every step."""
+        if self.strategy.slow is None:
+            return self
+        return dataclasses.replace(self, strategy=dataclasses.replace(self.strategy, slow=None))
 
     @property
     def num_microbatches(self) -> int:
@@ -76,14 +102,16 @@ class StepSpec:
     @cached_property
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
-        options = self.options
-        return compiler_options(self.world, options.compiler_options, options.deterministic)
+        given, deterministic = self.options.compiler_options, self.options.deterministic
+        return compiler_options(self.world, given, deterministic, self.strategy.sends_only_sums)
 
     @property
     def is_local(self) -> bool:
         """Whether each rank differentiates its own samples; else the compiler divides the work."""
-        if self.strategy.pipeline is not None or not self.strategy.batch_axes:
-            # Without batch axes no rank has gradients of its own to hold back.
+        strategy = self.strategy
+        if strategy.pipeline is not None or strategy.resident or not strategy.batch_axes:
+            # Without batch axes no rank has gradients of its own to hold back; and parameters that
+            # are resident are for the samples of other ranks, too.
             return False
         precision = self.strategy.precision
         compute = self.parts.dtype if precision is None else precision.compute
@@ -132,7 +160,7 @@ class StepSpec:
 
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
-        storage = storage_of(self.parts, self.strategy)
+        storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
 
     @property
@@ -166,58 +194,11 @@ class StepSpec:
         return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
 
     @cached_property
-    def _traced_update(self) -> tuple[Any, Any]:
-        """The update of the stored optimizer as a program, and the shapes that it returns."""
-        update = lambda grads, state, params, loss: self.stored_optimizer.update(
-            grads, state, params, value=loss
-        )
-        params, loss = self.stored_shapes, jax.ShapeDtypeStruct((), jnp.float32)
-        trace = jax.make_jaxpr(update, return_shape=True)
-        return trace(params, self.first_opt_state, params, loss)
-
-    @cached_property
-    def next_opt_state(self) -> PyTree:
-        """The shapes of the optimizer's state after an update."""
-        return self._traced_update[1][1]
-
-    @cached_property
-    def dealer(self) -> Dealer | None:
-        """What deals the matrices that the optimizer needs whole; None where it needs none."""
-        if not has_matrices(self._traced_update[0]):
-            return None
-        policy, shapes = self.storage.strategy.opt_state, self.first_opt_state
-        moments = optimizer_shardings(policy, self.stored_shapes, shapes, self.mesh)
-        params = shardings(self.storage.strategy.params, self.stored_shapes, self.mesh)
-        places = jax.tree.leaves((self.owners, moments, params))
-        return Dealer(self.mesh, (*(place.spec for place in places), PartitionSpec()))
-
-    @property
-    def matrices_within(self) -> str | None:
-        """The operation of the optimizer that hides matrices which it needs whole."""
-        return hidden_in(self._traced_update[0])
-
-    @property
-    def deals(self) -> tuple[Deal, ...]:
-        """How the matrices are dealt that the optimizer needs whole."""
-        return () if self.dealer is None else self.dealer.deals(self._traced_update[0])
-
-    def update(self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array) -> Any:
-        """What the stored optimizer does, with the matrices dealt that it needs whole.
-
-        Args:
-            grads: like the stored parameters, laid out as `owners`.
-            state: of the optimizer.
-            params: as stored.
-            value: the loss.
-
-        Returns:
-            The updates, and the next state.
-        """
-        if self.dealer is None or self.mesh.size == 1:
-            return self.stored_optimizer.update(grads, state, params, value=value)
-        program, shapes = self._traced_update
-        leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), self.dealer.run(program, leaves))
+    def dealt(self) -> DealtUpdate:
+        """The update of the stored optimizer, with the matrices dealt that it needs whole."""
+        policies = self.storage.strategy.params, self.storage.strategy.opt_state
+        optimizer, params = self.stored_optimizer, self.stored_shapes
+        return DealtUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
 
     @cached_property
     def view(self) -> View:
@@ -230,12 +211,12 @@ class StepSpec:
     @property
     def layout(self) -> Layout:
         """Where the activations of all layers lie."""
-        return layout_of(self.strategy, self.mesh)
+        return layout_of(self.strategy, self.world.mesh)
 
     @cached_property
     def change_layers(self) -> Prepare:
         """What the strategy changes about the calls of the model's layers."""
-        return layers_of(self.strategy, self.mesh)
+        return layers_of(self.strategy, self.world.mesh)
 
 
 class MadeOfSpec:

@@ -30,6 +30,11 @@ class TrainState:
         scaler: the state of the loss scale, or None without one.
         frozen: nested dict, the parameters that the optimizer leaves alone.
         ema: nested dict, the moving average of `params`, in float32 or wider; or None.
+        outer: nested dict, the parameters on which replicas that train on their own last agreed,
+            in float32 or wider; `params`, `opt_state`, `buffers` and `scaler` then have a row for
+            each replica in dim 0. None where there is one.
+        meeting: what the next meeting of such replicas needs besides: `opt_state`, one of the outer
+            optimizer for each fragment, and `missing`, what each has left unsaid under compression.
     """
 
     step: Array
@@ -39,6 +44,8 @@ class TrainState:
     scaler: Any = None
     frozen: PyTree = dataclasses.field(default_factory=dict)
     ema: PyTree = None
+    outer: PyTree = None
+    meeting: Any = None
 
 
 def averaged(state: TrainState) -> TrainState:

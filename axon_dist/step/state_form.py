@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +15,8 @@ from ..core.errors import ConfigError
 from ..core.tree import joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..mesh import agree, checksums, digest
+from .buffers import mean_buffers, stack_buffers
 from .claims import Claims, claims_of
-from .local_view import mean_buffers, stack_buffers
 from .parts import Source
 from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec
@@ -53,6 +53,25 @@ class StateForm:
     def claims(self) -> Claims:
         """Where the strategy says that arrays lie, and why."""
         return claims_of(self.spec, self.shapes)
+
+    @property
+    def owners(self) -> Any:
+        """Where gradients lie in the end: with their moments."""
+        return self.spec.owners
+
+    @property
+    def reported(self) -> NamedSharding:
+        """Where a step leaves its metrics."""
+        return self.whole
+
+    @property
+    def meetings(self) -> tuple[Callable[[TrainState], TrainState], ...]:
+        """What replicas that train on their own do where they meet; none where there is one."""
+        return ()
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Which of the meetings follow after so many steps."""
+        return ()
 
     @property
     def whole(self) -> NamedSharding:

@@ -22,11 +22,11 @@ from .claims import Claims
 from .deadlock_guard import jit_of
 from .evaluation import evaluation, means
 from .in_flight import InFlightLimit
+from .replicas import separation_of, shared_metrics, steps_of
 from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
 from .state import TrainState, averaged, check_fits, check_usable
 from .state_form import StateForm
-from .take import one_step, unscaled_gradients
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -59,8 +59,8 @@ class TrainStep(MadeOfSpec):
         self.near: Callable[[TrainState], TrainState] = form.near
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
-        gradients, evaluated = unscaled_gradients(spec), evaluation(spec)
-        take, near = one_step(spec, gradients), form.near
+        (gradients, take), evaluated = steps_of(spec), evaluation(spec.together())
+        near = form.near
 
         # Profilers show a compiled program by the name of its function.
         def train_step(
@@ -68,7 +68,7 @@ class TrainStep(MadeOfSpec):
         ) -> tuple[TrainState, dict[str, Any]]:
             return take(near(state), placed, held)
 
-        self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.whole))
+        self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
         self._evaluate = jit(
             lambda state, placed: evaluated(
                 *form.arguments(near(state), placed.shared), placed.arrays
@@ -77,8 +77,13 @@ class TrainStep(MadeOfSpec):
         )
         self._differentiate = jit(
             lambda state, placed: gradients(near(state), placed)[:2],
-            out_shardings=(spec.owners, form.whole),
+            out_shardings=(form.owners, form.reported),
         )
+        self._meetings = [
+            jit(run, donate_argnums=0, out_shardings=form.places) for run in form.meetings
+        ]
+        self._report = jax.jit(shared_metrics, out_shardings=form.whole)
+        self._counted: tuple[Callable[[], TrainState | None], int] = (lambda: None, 0)
         self._means = jax.jit(means)
 
     def init(self, weights: Mapping[Path, Array] | None = None) -> TrainState:
@@ -158,10 +163,23 @@ class TrainStep(MadeOfSpec):
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         held = self._held(held)
         self._agree_on_program(state, placed, held)
+        taken = self._taken(state) + 1
         state, metrics = self._step(state, placed, held)
+        if self._meetings:
+            metrics = self._report(metrics)
+            for number in self._form.due(taken):
+                state = self._meetings[number](state)
+            self._counted = weakref.ref(state), taken
         self._own = weakref.ref(state)
         self._in_flight.add(metrics["loss"])
         return state, metrics
+
+    def _taken(self, state: TrainState) -> int:
+        """How many steps a state has taken; asked of the devices where it is not this step's."""
+        if not self._meetings:
+            return 0
+        last, count = self._counted
+        return count if last() is state else int(state.step)
 
     def _agree_on_program(self, *args: Any) -> None:
         """Before the first step on batches of a shape: whether all processes will run the same."""
@@ -197,8 +215,17 @@ class TrainStep(MadeOfSpec):
             UnsupportedError: when the strategy needs ranks that compute the loss each from its own
                 samples, and the loss couples them.
         """
+        replica = self.spec.replica(region=False)
+        return separation_of(replica, self.spec, self.layout.abstract(batch))
+
+    def coupling(self, batch: Batch) -> str:
+        """What in the loss couples samples, so that other microbatches would change it; "" if not.
+
+        Args:
+            batch: leaves of shape [B, ...] with B the samples of all processes; shapes will do.
+        """
         placed = self.layout.abstract(batch)
-        return self.spec.with_shared(placed.shared).separator.of(placed.arrays)
+        return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
 
     def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict[str, Any]]:
         """The reduced gradients of a batch, before clipping; the state stays.
@@ -213,7 +240,8 @@ class TrainStep(MadeOfSpec):
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
-        return self._differentiate(state, placed)
+        grads, metrics = self._differentiate(state, placed)
+        return grads, self._report(metrics) if self._meetings else metrics
 
     def evaluate_sums(
         self, state: TrainState, batch: Batch, *, ema: bool = False
@@ -270,6 +298,27 @@ class TrainStep(MadeOfSpec):
             runs, with `compiler_options`.
         """
         return self._lower(batch, 1)
+
+    def lower_meetings(self) -> tuple[jax.stages.Lowered, ...]:
+        """Lowers what follows the steps after which replicas meet; one program a fragment.
+
+        Returns:
+            The lowered programs; none where the strategy has no replicas that train on their own.
+        """
+        return tuple(run.lower(self._form.placed_shapes) for run in self._meetings)
+
+    def program(self, batch: Batch) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+        """Traces the step for a batch of shapes, without lowering it for any device.
+
+        Args:
+            batch: as for `lower`.
+
+        Returns:
+            The closed jaxpr over global arrays, and the shapes and shardings of its arguments: the
+            leaves of the state first, which it returns first, then those of the batch.
+        """
+        arguments = self._arguments(batch, 1)
+        return self._step.trace(*arguments).jaxpr, jax.tree.leaves(arguments)
 
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.

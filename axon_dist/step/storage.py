@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,10 @@ from flax import nnx
 
 from ..core.errors import UnsupportedError
 from ..core.tree import joined, leaves_with_paths, parted
-from ..core.typing import Path, PyTree
+from ..core.typing import Batch, LossFn, Path, PyTree
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
+    Calls,
     FlatStorage,
     Keys,
     ModelStorage,
@@ -24,12 +25,14 @@ from ..pipeline import (
     Stages,
     storage_for,
 )
+from ..pipeline.calls import BATCH
 from ..pipeline.layout import flatten
 from ..precision import narrowed, widened
 from ..program import linen_blocks, linen_named, names_of, stacks_of
-from ..schedule import partition
+from ..schedule import partition, stage_ranges
 from ..sharding import InPlaceOf
 from .parts import ModelParts
+from .staged_loss import calls_in
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
@@ -89,12 +92,19 @@ class Storage:
         )
 
 
-def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
+def storage_of(
+    parts: ModelParts,
+    strategy: Strategy,
+    loss_fn: LossFn | None = None,
+    batch: Batch | None = None,
+) -> Storage:
     """The storage that a strategy needs.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
         strategy: its pipeline cuts the model; without one the state holds the model's own dict.
+        loss_fn: the user's loss, in which a pipeline finds the calls of blocks.
+        batch: for it, as the loss sees it, arrays or shapes; None where no batch is known.
 
     Returns:
         The storage.
@@ -111,7 +121,7 @@ def storage_of(parts: ModelParts, strategy: Strategy) -> Storage:
             "keep the widened weights of all their blocks beside the eight bits for the whole "
             "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
         )
-    stages, stacks = _stages(parts, strategy.pipeline)
+    stages, stacks = _stages(parts, strategy.pipeline, loss_fn, batch)
     rows = storage_for(stages, stacks.apart(parts.weights))
     return Storage(
         _staged(strategy, rows, stacks),
@@ -160,22 +170,87 @@ def _frozen_rows(parts: ModelParts, rows: ModelStorage, stacks: Stacks) -> froze
     return frozenset(path for path, kinds in held.items() if True in kinds)
 
 
-def _stages(parts: ModelParts, plan: PipelinePlan) -> tuple[Stages, Stacks]:
-    model = parts.abstract
-    blocks = block_keys(model, plan.classes)
-    if len(blocks) < plan.schedule.num_stages:
-        where = (
-            ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
-        )
-        raise UnsupportedError(
-            f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
-            f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
-            f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
-            "stage its module: Pipeline.from_modules([...])"
-        )
-    boundaries = partition(len(blocks), plan.schedule.num_stages, plan.costs, plan.boundaries)
+def _stages(
+    parts: ModelParts, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
+) -> tuple[Stages, Stacks]:
+    model, count = parts.abstract, plan.schedule.num_stages
+    blocks = tuple(block_keys(model, plan.classes))
     stacks = Stacks(tuple(item for item in _stacked(model).items() if (*item[0], 0) in blocks))
-    return Stages.of(plan.schedule, tuple(blocks), boundaries), stacks
+    calls = None
+    if loss_fn is not None and batch is not None and blocks:
+        calls = calls_in(parts, loss_fn, blocks, stacks, batch)
+    if calls is None or _fits(calls, blocks, plan) or _hides(calls, parts, stacks, blocks):
+        _check_enough(model, plan, blocks)
+        boundaries = partition(len(blocks), count, plan.costs, plan.boundaries)
+        stages = Stages.of(plan.schedule, blocks, boundaries)
+    else:
+        stages = Stages.by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
+    shared = (*stages.shared, *_tied(parts, stacks, blocks))
+    return dataclasses.replace(stages, shared=shared), stacks
+
+
+def _hides(calls: Calls, parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]) -> bool:
+    """Whether a block with parameters of its own has no call, which the stages will refuse."""
+    leaves = _leaves(parts, stacks)
+    own = {_owner(keys, blocks) for keys in leaves} - {None}
+    return not calls.called.issuperset(own)
+
+
+def _leaves(parts: ModelParts, stacks: Stacks) -> dict[Keys, Any]:
+    return flatten(stacks.apart(parts.weights))
+
+
+def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
+    """Whether blocks may be cut in the order in which the model holds them."""
+    count = plan.schedule.num_stages
+    # Boundaries and costs may be about the calls, of which there are more than blocks.
+    said = plan.boundaries[-1:] if plan.boundaries else (len(plan.costs or blocks),)
+    if len(blocks) < count or said != (len(blocks),):
+        return False
+    ranges = stage_ranges(partition(len(blocks), count, plan.costs, plan.boundaries))
+    return calls.fits([stage for stage, numbers in enumerate(ranges) for _ in numbers])
+
+
+def _depths(calls: Calls, plan: PipelinePlan) -> tuple[int, ...]:
+    """The first depth of each stage, and the number of depths."""
+    count, size = plan.schedule.num_stages, max(calls.depths) + 1
+    if size < count:
+        raise UnsupportedError(
+            f"the pipeline has {count} stages, and the longest way through the loss has {size} "
+            "calls of blocks, one behind another. Use fewer stages"
+        )
+    return partition(size, count, plan.costs, plan.boundaries)
+
+
+def _check_enough(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys]) -> None:
+    if len(blocks) >= plan.schedule.num_stages:
+        return
+    where = ", ".join(plan.classes) or "modules in lists, stacked by nnx.vmap or numbered by Linen"
+    repeated = f". Where the loss calls a block several times: {BATCH}" if blocks else ""
+    raise UnsupportedError(
+        f"the pipeline has {plan.schedule.num_stages} stages, and the model has {len(blocks)} "
+        f"block{'s' * (len(blocks) != 1)} to cut between ({where}). Use fewer stages, "
+        f"name the class of the blocks among {', '.join(names_of(model))}, or give each "
+        f"stage its module: Pipeline.from_modules([...]){repeated}"
+    )
+
+
+def _tied(parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]) -> list[Keys]:
+    """The keys of what several blocks have in common, or a block with what is in none."""
+    held = {stacks.in_model(keys) for keys in _leaves(parts, stacks)}
+    found = []
+    for paths in nnx.find_duplicates(parts.abstract):
+        own = [_owner(tuple(path), blocks) for path in paths]
+        keys = next((tuple(p) for p in paths if any(_is_in(k, [tuple(p)]) for k in held)), None)
+        # A block that is held twice is one block, called twice.
+        is_block = keys in blocks
+        if keys is not None and not is_block and (len(set(own)) > 1):
+            found.append(keys)
+    return found
+
+
+def _owner(keys: Keys, blocks: Sequence[Keys]) -> int | None:
+    return next((n for n, block in enumerate(blocks) if _is_in(keys, [block])), None)
 
 
 def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:

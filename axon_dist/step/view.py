@@ -19,6 +19,7 @@ from ..parallel import (
     LossOverMesh,
     Strategy,
     TransformerAutoWrapPolicy,
+    map_experts,
     map_kernels,
     regather_in_backward,
 )
@@ -190,6 +191,7 @@ def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
         # Kernels first: where a layer has mapped attention over all axes already, nothing is left
         # for them to split.
         map_kernels(model, layout)
+        map_experts(model, layout)
         for layers in strategy.layers:
             layers(model, layout)
 

@@ -3,6 +3,7 @@ import pathlib
 import pytest
 import yaml
 
+from axon_dist.app import planned
 from axon_dist.cli.main import main
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -24,11 +25,44 @@ def test_a_size_on_some_devices(capsys, monkeypatch):
     assert lines["parallel"] == {"full_shard": {}}
 
 
-def test_a_config_on_a_target(capsys):
+TINY = [
+    "model.width=32", "model.num_layers=2", "model.num_heads=2", "data.sequence_length=32",
+    "train.global_batch=16",
+]  # fmt: skip
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Reads one plan alone."""
+    monkeypatch.setattr(planned, "MOST", 1)
+
+
+def test_a_config_on_a_target(capsys, few):
     config = str(CONFIGS / "fsdp8.yaml")
-    text = out_of(capsys, config, "train.global_batch=64", "--target", "h100:8")
-    assert "64 samples of 128 tokens" in text
+    text = " ".join(out_of(capsys, config, *TINY, "--target", "h100:8").split())
+    assert "16 samples per step, 8 devices" in text
     assert "rates of h100" in text
+    assert "then the shortest predicted step" in text
+    assert "a step is" in text
+
+
+def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    config = str(CONFIGS / "fsdp8.yaml")
+    text = out_of(capsys, config, *TINY, "--target", "cpu:8", "--compile", "1")
+    assert "compiled: of the program that would run" in " ".join(text.split())
+    (row,) = [line for line in text.splitlines() if " yes " in line]
+    state, temp, peak, _, sent, _, compiled, compiled_sent = row.split()[-8:]
+    assert float(peak) == pytest.approx(float(compiled), rel=0.25)
+    assert float(sent) == pytest.approx(float(compiled_sent), rel=0.02)
+    assert float(state) + float(temp) == pytest.approx(float(peak), abs=0.02)
+
+
+def test_a_convolutional_model_is_planned(capsys, few):
+    config = str(CONFIGS / "recipes" / "resnet50_ddp8.yaml")
+    text = out_of(capsys, config, "model.preset=tiny", "data.image_size=16", "--target", "h100:8")
+    assert text.startswith("resnet50_ddp8: ")
+    assert "ddp" in text
 
 
 def test_what_does_not_fit_is_exit_code_1(capsys):
@@ -46,11 +80,19 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
         (["--params", "lots", "--devices", "8"], "cannot read 'lots' as a number of parameters"),
         (
             [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--batch", "64"],
-            "got a config together with global_batch; a config says these itself",
+            "got a config together with --batch; a config says these itself",
         ),
         (
-            [str(CONFIGS / "recipes" / "resnet50_ddp8.yaml"), "--target", "h100:8"],
-            "plan knows the activations of transformers on text, and resnet50_ddp8 is",
+            ["--params", "7e9", "--devices", "8", "--memory", "80"],
+            "got a memory of '80' without a unit, which could be bytes or gigabytes; write 80GB",
+        ),
+        (
+            ["--params", "7e9", "--target", "h100:8", "--compile", "1"],
+            "--compile needs a config",
+        ),
+        (
+            [str(CONFIGS / "zero1.yaml"), "--devices", "8", "--compile", "1"],
+            "--compile 1 needs a machine to compile for; name it with --target",
         ),
     ],
 )

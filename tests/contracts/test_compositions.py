@@ -116,6 +116,50 @@ def test_heads_are_divided_by_tensor_ranks_once(mode):
     equals_one_device(decoder(), strategy, "dp=2,cp=2,tp=2", 2)
 
 
+OVER_POSITIONS = {
+    "fsdp": (lambda axes: fsdp(axes=axes, min_elements=8), "fsdp=2,cp=2", "ring", 1),
+    "zero1 once a step": (lambda axes: zero(1, axes, min_elements=8), "dp=2,cp=2", "ring", 2),
+    "zero2 by hand": (
+        lambda axes: zero(2, axes, min_elements=8, reduction=Reduction(by_hand=True)),
+        "dp=2,cp=2",
+        "ulysses",
+        2,
+    ),
+    "fsdp by hand": (
+        lambda axes: fsdp(axes=axes, min_elements=8, reduction=Reduction(by_hand=True)),
+        "fsdp=2,cp=2",
+        "ring",
+        1,
+    ),
+    "no samples are split": (lambda axes: fsdp(axes=axes, min_elements=8), "cp=4", "ring", 1),
+    "beside tensor": (
+        lambda axes: fsdp(axes=axes[:2], min_elements=8),
+        "fsdp=2,cp=2,tp=2",
+        "ring",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", part(OVER_POSITIONS, ["fsdp"]))
+def test_state_is_split_over_the_ranks_of_positions(name):
+    make, mesh, mode, accumulate = OVER_POSITIONS[name]
+    axes = tuple(axis.split("=")[0] for axis in mesh.split(","))
+    parts = [make(axes), context_parallel(mode), *([by_plan()] if "tp" in mesh else [])]
+    adam = lambda: optax.adam(1e-2)
+    strategy = compose(*parts)
+    step, state = equals_one_device(decoder(), strategy, mesh, accumulate, adam)
+    assert "cp" not in strategy.batch_axes
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.size >= 1024]
+    ways = math.prod(step.world.mesh.shape[axis] for axis in axes if axis != "tp")
+    assert min(x.size // x.addressable_shards[0].data.size for x in moments) == ways
+    if strategy.params.split_axes:
+        held = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+        program = step.lower(decoder().batch(0)).compile()
+        arguments = program.memory_analysis().argument_size_in_bytes
+        assert arguments < 1.2 * held / ways
+
+
 def test_too_few_heads_advise_what_works():
     build = lambda *parts: equals_one_device(
         decoder(num_heads=2), compose(*parts, context_parallel("ulysses"), by_plan()), mesh, 2

@@ -108,8 +108,8 @@ def test_muon_equals_one_device(name):
     options = {} if strategy.pipeline else {"accumulate": accumulate}
     step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, **options)
     devices = world.size // (2 if strategy.pipeline else 1)
-    assert len(step.spec.deals) == 2
-    assert all(deal.per_device == -(-deal.count // devices) for deal in step.spec.deals)
+    assert len(step.spec.dealt.deals) == 2
+    assert all(deal.per_device == -(-deal.count // devices) for deal in step.spec.dealt.deals)
     state = step.init()
     for number in range(STEPS):
         state, metrics = step(state, case.batch(number))

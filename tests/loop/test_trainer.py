@@ -62,7 +62,7 @@ class FakeStep:
 
     def __init__(self, world, losses=None, before=lambda number: None):
         self.options = StepOptions()
-        self.parts = types.SimpleNamespace(frozen={})
+        self.parts = types.SimpleNamespace(params={"w": jnp.ones(3)}, frozen={})
         self.world, self.losses, self.before = world, losses, before
         self.batches, self.taken = [], 0
 

@@ -147,4 +147,4 @@ def test_what_runs_is_told_with_what_would_fuse_it(monkeypatch):
 
 def test_the_kernel_of_tpus_is_for_tpus_alone():
     query, *_ = heads(length=128)
-    assert attention.flash_obstacle(query) == "no TPU is compiled for."
+    assert attention.splash_obstacle(query) == "no TPU is compiled for."

@@ -74,7 +74,7 @@ def test_ring_equals_whole_attention(make_world, size, kv_heads, causal):
 
 
 def test_keys_in_blocks_are_the_same_keys(make_world, monkeypatch):
-    monkeypatch.setattr("axon_dist.nn.ring.KEY_BLOCK", 2)
+    monkeypatch.setattr("axon_dist.nn.block_attention.BLOCK", 2)
     mesh = make_world("cp=2").mesh
     attend = split(functools.partial(ring_attention, axis="cp", causal=True), mesh)
     compare(attend, True, (heads(16, 2), heads(16, 2), heads(16, 2)))
@@ -95,14 +95,13 @@ def test_every_rank_has_the_same_work(size):
     seen = np.zeros_like(mask)
     for rank in range(size):
         pieces = (rank, 2 * size - 1 - rank)
-        for step in range(size):
-            keys = ((rank - step) % size, 2 * size - 1 - (rank - step) % size)
-            ring = type("At", (Ring,), {"rank": property(lambda self, rank=rank: rank)})
-            pairs = ring("cp", size, True).pairs(step if step == 0 else jnp.asarray(step))
-            assert len(pairs) == (3 if step == 0 else 2)
-            for mine, theirs, masked in pairs:
+        seen[np.ix_(pieces, pieces)] += np.tril(np.ones((2, 2), int))
+        for other in set(range(size)) - {rank}:
+            keys = (other, 2 * size - 1 - other)
+            pairs = Ring("cp", size, True).pairs(other < rank)
+            assert len(pairs) == 2
+            for mine, theirs in pairs:
                 seen[pieces[int(mine)], keys[int(theirs)]] += 1
-                assert masked == (pieces[int(mine)] == keys[int(theirs)])
     np.testing.assert_array_equal(seen, mask)
 
 
@@ -110,20 +109,28 @@ def test_every_rank_has_the_same_work(size):
 def test_dealing_is_undone(make_world, size):
     mesh = make_world(f"cp={size}").mesh
     ring = Ring("cp", size, True)
-    x = jnp.arange(4.0 * size).reshape(1, 4 * size, 1)
-    dealt = jax.shard_map(
-        lambda x: ring.deal(x), mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, None, "cp")
-    )(x)
-    pieces = np.arange(4 * size).reshape(2 * size, 2)
-    np.testing.assert_array_equal(dealt[0].ravel(), pieces[:size].ravel())
-    np.testing.assert_array_equal(dealt[1].ravel(), pieces[: size - 1 : -1].ravel())
-    back = jax.shard_map(
-        lambda x: ring.undeal(ring.deal(x)),
-        mesh=mesh,
-        in_specs=P(None, "cp"),
-        out_specs=P(None, "cp"),
-    )(x)
-    np.testing.assert_array_equal(back, x)
+    x = jnp.arange(4 * size).reshape(1, 4 * size)
+    over = lambda f: jax.shard_map(f, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+    np.testing.assert_array_equal(over(ring.deal)(x)[0], ring.positions(4 * size))
+    pieces = np.asarray(ring.positions(4 * size)).reshape(size, 2, 2)
+    whole = np.arange(4 * size).reshape(2 * size, 2)
+    np.testing.assert_array_equal(pieces[:, 0], whole[:size])
+    np.testing.assert_array_equal(pieces[:, 1], whole[: size - 1 : -1])
+    np.testing.assert_array_equal(over(lambda x: ring.undeal(ring.deal(x)))(x), x)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_backwards_the_lighter_half_goes_around(make_world, kv_heads):
+    """Keys, values and their gradients; or queries, cotangents, their gradients and two numbers."""
+    world = make_world("cp=4")
+    attend = split(functools.partial(ring_attention, axis="cp", causal=False), world.mesh)
+    arrays = [heads(16, 4, 8), heads(16, kv_heads, 8), heads(16, kv_heads, 8)]
+    gradients = jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2))
+    ledger = collectives(jax.jit(gradients).lower(*arrays).compile(), world.mesh)
+    query, key = arrays[0].nbytes // 4, arrays[1].nbytes // 4
+    numbers = 2 * 4 * query // 8 // 4
+    back = 4 * key if kv_heads == 1 else 3 * query + numbers
+    assert ledger.by_kind() == {"collective-permute": 3 * (2 * key + back)}
 
 
 def test_the_ring_sends_keys_and_values_and_nothing_else(make_world):

@@ -51,7 +51,7 @@ def update_of(step):
     whole = NamedSharding(spec.mesh, jax.sharding.PartitionSpec())
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     places = spec.owners, step.state_shardings.opt_state
-    run = lambda g, s, p, v: spec.update(g, s, p, value=v)
+    run = lambda g, s, p, v: spec.dealt(g, s, p, value=v)
     return jax.jit(run, out_shardings=places).lower(grads, state.opt_state, state.params, value)
 
 
@@ -61,7 +61,7 @@ def of_newton_schulz(m, n):
 
 def test_one_exchange_there_and_back_and_products_divided():
     step = built("fsdp=8", fsdp(min_elements=8))
-    (deal,) = step.spec.deals
+    (deal,) = step.spec.dealt.deals
     assert (deal.count, deal.padding, deal.per_device) == (6, 2, 1)
     assert str(deal) == "6 of 16×32 dealt over fsdp: 1 on each of 8 devices, 2 of them padding"
     compiled = update_of(step).compile()
@@ -74,7 +74,7 @@ def test_one_exchange_there_and_back_and_products_divided():
 def test_tensor_ranks_share_the_work_too():
     plan = tensor_parallel({"up$": "column", "down$": "row"})
     step = built("fsdp=2,tp=2,dp=2", compose(fsdp(min_elements=8), plan))
-    (deal,) = step.spec.deals
+    (deal,) = step.spec.dealt.deals
     assert (deal.moved, deal.extra, deal.num_ranks) == (("fsdp", "tp"), ("dp",), 8)
     compiled = update_of(step).compile()
     kinds = [c.kind for c in collectives(compiled, step.spec.mesh)]
@@ -84,8 +84,8 @@ def test_tensor_ranks_share_the_work_too():
 
 def test_an_optimizer_without_matrices_is_not_touched():
     step = built("fsdp=8", fsdp(min_elements=8), optax.sgd(0.1))
-    assert step.spec.dealer is None
-    assert step.spec.deals == ()
+    assert step.spec.dealt.dealer is None
+    assert step.spec.dealt.deals == ()
 
 
 @pytest.mark.full

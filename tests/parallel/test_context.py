@@ -11,7 +11,9 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp
 from axon_dist.core.errors import ConfigError, DivisibilityError, MeshError, UnsupportedError
+from axon_dist.inspect import collectives
 from axon_dist.models import MLP, Transformer, TransformerConfig, next_token_loss
+from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, fsdp, tensor_parallel
 
 CONFIG = dataclasses.replace(TransformerConfig.preset("tiny"), vocab_size=32)
@@ -96,6 +98,24 @@ def test_errors_name_sizes_and_remedies():
         context_parallel("rings")
     with pytest.raises(MeshError, match=r"over axis 'cp', which mesh dp=8 lacks"):
         gradients(make(), context_parallel(), World.emulate(8, "dp=8"))
+
+
+def test_positions_are_dealt_once_and_keys_go_around_twice():
+    """Two arrays a layer forwards and three backwards; the residual stream once there and back."""
+    world, model = World.emulate(2, "cp=2"), make(num_layers=2, num_kv_heads=None)
+    step = build_train_step(
+        model,
+        optax.sgd(0.1),
+        next_token_loss,
+        context_parallel(),
+        world,
+        remat=ActivationCheckpointing(),
+    )
+    ledger = collectives(step.lower(BATCH).compile(), world.mesh)
+    heads = 4 * 16 * CONFIG.width * 4 // 2
+    numbers = 2 * heads // model.config.key_size
+    sent = ledger.by_kind()["collective-permute"] - 2 * (5 * heads + numbers)
+    assert 0 < sent <= 2.25 * heads
 
 
 def test_activations_shrink_with_the_ranks():

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from axon_dist.core.errors import MeshError
-from axon_dist.parallel import STRATEGIES, data_axes, ddp, fsdp, zero
+from axon_dist.parallel import STRATEGIES, compose, data_axes, ddp, fsdp, zero
 
 
 def test_rows_are_over_the_data_axes_of_the_mesh(make_world):
@@ -18,6 +18,16 @@ def test_rows_are_over_the_data_axes_of_the_mesh(make_world):
     assert STRATEGIES["hybrid_shard"](None, world) == fsdp("hybrid_shard", ("dp", "fsdp"))
     names = {"ddp", "zero1", "zero2", "zero3", "no_shard", "shard_grad_op", "full_shard"}
     assert names < set(STRATEGIES)
+
+
+def test_state_is_split_over_the_ranks_of_positions_too(make_world):
+    world = make_world("fsdp=2,cp=2")
+    strategy = compose(STRATEGIES["full_shard"](None, world), STRATEGIES["context"](None, world))
+    assert (strategy.batch_axes, strategy.params.axes) == (("fsdp",), ("fsdp", "cp"))
+    assert strategy.data_axes == ("fsdp", "cp")
+    assert STRATEGIES["ddp"](None, world) == ddp(("fsdp",))
+    staged = make_world("pp=2,dp=2,cp=2")
+    assert STRATEGIES["zero1"](None, staged) == zero(1, ("dp",))
 
 
 def test_a_mesh_without_data_axes(make_world):

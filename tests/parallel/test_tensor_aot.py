@@ -8,6 +8,8 @@ was summed, for eight, and ten with sequence parallelism, where only the inputs 
 The token table and the head have two sums more.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -73,6 +75,32 @@ def test_bytes_on_each_axis(target, preset, shards, ranks, policy, sequence, hal
     assert ledger.total_wire_bytes(axis=("fsdp", "tp")) <= 0.001 * over_tp
     sums = ledger.total_wire_bytes("all-reduce", "tp")
     assert sums < 0.01 * over_tp if sequence else sums > 0.9 * over_tp
+
+
+@pytest.mark.parametrize("kv_heads", [16, 4])
+def test_a_ring_sends_the_least_and_makes_no_scores(kv_heads):
+    """Keys and values once; backwards three arrays as wide as queries, or four as keys."""
+    length, ranks = 65_536, 8
+    config = TransformerConfig.preset(
+        "1b", num_layers=1, num_kv_heads=kv_heads, vocab_size=1024, max_length=length
+    )
+    world, program = compiled(
+        "h100:8", "fsdp=1,cp=8", config, context_parallel(), length=length, batch=1
+    )
+    text = program.as_text()
+    queries = length // ranks * config.width * 2
+    keys = queries * kv_heads // config.num_heads
+    numbers = 2 * 4 * length // ranks * config.num_heads
+    layer = (ranks - 1) * (2 * keys + min(4 * keys, 3 * queries + numbers))
+    # The residual stream is dealt once, there and back.
+    sent = collectives(program, world.mesh).by_kind()["collective-permute"]
+    assert layer <= sent <= 1.02 * (layer + 2 * queries)
+    # One's own keys, and two pairs of pieces in the first, the middle and the last rounds.
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 7
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 7
+    tile = length // ranks // 2
+    scores = [x.split(",") for x in set(re.findall(r"(?:f32|bf16|pred)\[([\d,]+)\]", text))]
+    assert not [s for s in scores if sum(int(n) % tile == 0 for n in s) > 1]
 
 
 def test_memory_of_a_long_sequence_falls_with_the_ring():

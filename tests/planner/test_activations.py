@@ -30,7 +30,9 @@ def test_korthikanti(shape, batch, tp):
 @given(shape=SIZES, batch=st.integers(1, 8))
 def test_recomputation_keeps_inputs_and_one_block(shape, batch):
     sbh = shape.sequence_length * batch * shape.width
-    logits = 8 * shape.sequence_length * batch * shape.vocab_size
+    # A chunk of the logits of 32 000 tokens in float32, and its gradient in 16 bits.
+    whole = 4 * shape.sequence_length * batch * shape.vocab_size
+    logits = min(whole, 2**29) * 3 // 2
     full = step_activations(shape, batch) - logits
     remat = step_activations(shape, batch, remat=True) - logits
     assert full == 34 * sbh * shape.num_layers

@@ -41,7 +41,7 @@ def test_the_bubble_of_a_long_step_is_that_of_its_table(name, stages, per_stage,
 
 def test_one_device_computes_and_updates():
     time = estimate_step_time(Arrangement(), WORK, H100)
-    flops = WORK.tokens * WORK.shape.flops_per_token()
+    flops = WORK.flops()
     assert time.compute == pytest.approx(flops / (989e12 / 2))
     assert time.update == pytest.approx(1e9 * 32 / 3.35e12)
     assert (time.bubble, time.exposed, time.overhead) == (0, 0, 0)

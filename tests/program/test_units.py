@@ -177,3 +177,25 @@ def test_a_list_that_a_call_appends_to_is_refused():
         UnsupportedError, match=r"Appending changes a list.* had 1 .* have 2.*return the value"
     ):
         model(jnp.ones((2, 4)), [])
+
+
+def test_a_model_of_units_is_differentiated_within_a_loss():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.inner, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.0, rngs=rngs)
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.dropout(self.inner(x)))
+
+    slope = lambda model, x: jax.grad(lambda x: jnp.sum(model(x)))(x)
+    model, x = nnx.Sequential(*(Block(nnx.Rngs(i)) for i in range(2))), jnp.ones((3, 4))
+    want = slope(model, x)
+    graphdef, state = nnx.split(model)
+
+    def run(state, x):
+        marked = nnx.merge(graphdef, state, copy=True)
+        mark_units(marked, lambda path, module: isinstance(module, Block))
+        return slope(marked, x)
+
+    # No count of the dropout has moved, and none is written back at another level of the trace.
+    np.testing.assert_allclose(jax.jit(run)(state, x), want, rtol=1e-6)

@@ -3,6 +3,8 @@
 Emulated devices have none: here the table has a row for them, with a pass of the compiler left out.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import build_train_step, fsdp
+from axon_dist import World, build_train_step, compose, ddp, fsdp, tensor_parallel, zero
 from axon_dist.core.errors import ConfigError
 from axon_dist.hardware.options import PIPELINED
 from axon_dist.step.compiling import compiler_options
@@ -19,11 +21,11 @@ GATHERS = next(name for name in PIPELINED if name.endswith("all_gather"))
 NAME = "xla_disable_hlo_passes"
 
 
-def build(world, **options):
+def build(world, strategy=fsdp(axes=("dp",), min_elements=8), **options):  # noqa: B008
     return build_train_step(
         lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), optax.sgd(0.1),
         lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
-        fsdp(axes=("dp",), min_elements=8), world, **options,
+        strategy, world, **options,
     )  # fmt: skip
 
 
@@ -43,6 +45,25 @@ def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
     assert compiler_options(world, {NAME: None}) == {}
     more = {"xla_cpu_enable_fast_math": False}
     assert build(world, compiler_options=more).compiler_options == {NAME: "algsimp", **more}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "alone"),
+    [
+        (ddp("dp"), True), (fsdp(axes=("dp",), min_elements=8), False),
+        (zero(1, "dp", min_elements=8), False),
+        (compose(ddp("dp"), tensor_parallel({"": "column"}, axis="tp")), False),
+    ],
+    ids=["ddp", "full_shard", "zero1", "ddp + tp"],
+)  # fmt: skip
+def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch):
+    """Above those of the chip, below those of the user."""
+    row = dataclasses.replace(chip, sum_options=((NAME, "dce"),))
+    monkeypatch.setattr("axon_dist.step.compiling.machine_of", lambda mesh: row)
+    world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
+    make = lambda **options: build(world, strategy, **options).compiler_options
+    assert make() == {NAME: "dce" if alone else "algsimp"}
+    assert make(compiler_options={NAME: "cse"}) == {NAME: "cse"}
 
 
 def test_every_program_of_the_step_is_compiled_with_them(world, chip):

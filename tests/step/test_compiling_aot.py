@@ -101,7 +101,10 @@ def test_fused_attention_keeps_samples_apart():
 
 
 def test_adapters_on_a_frozen_base_send_two_thirds_and_keep_a_sixth():
-    """Per parameter 4 bytes instead of 6 on the wire, and 2 instead of 12 between steps."""
+    """Per parameter 4 bytes instead of 6 on the wire, and 2 instead of 12 between steps.
+
+    Kept in eight bits, half of both.
+    """
     config = TransformerConfig.preset("1b", num_layers=2, max_length=512, vocab_size=512)
     world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
     adapted = lambda: lora(Transformer(config, rngs=nnx.Rngs(0)), 8, rngs=nnx.Rngs(1))
@@ -120,7 +123,9 @@ def test_adapters_on_a_frozen_base_send_two_thirds_and_keep_a_sixth():
     full = per_parameter(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     narrow = per_parameter(adapted, trainable=nnx.LoRAParam, frozen_dtype="bfloat16")
     assert full == pytest.approx([4, 2, 12], rel=0.02)
+    eighth = per_parameter(adapted, trainable=nnx.LoRAParam, frozen_dtype="int8")
     assert narrow == pytest.approx([4, 0.01, 2.08], abs=0.03)
+    assert eighth == pytest.approx([2, 0.01, 1.08], abs=0.03)
 
 
 def test_zero1_gathers_in_the_compute_dtype_and_hides_the_reduction_of_layers():

@@ -1,0 +1,242 @@
+"""`HostCopies`: the newest state of a run in the memory of its hosts, which outlives its processes.
+
+A process that is killed takes its devices' memory with it. What it has written to a folder of the
+host's memory, such as `/dev/shm`, stays, so that the run goes on from there, on as many processes
+as there are then, and reads nothing from a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.typing import Array, PyTree
+from ..core.typing import Path as LeafPath
+from ..mesh import process_index
+from .agree import from_main
+from .layout import differences, shortened
+from .leaves import as_array, described, from_stored, named_leaves, stored_target, to_stored
+from .manifest import spec_of
+from .pieces import CopyHeader, Pieces, Place, complete_copies, place_of, write_copy
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """What a run goes on from.
+
+    Args:
+        step: how many steps the state has taken.
+        state: the state.
+        meta: what was kept with it.
+    """
+
+    step: int
+    state: PyTree
+    meta: Mapping[str, Any]
+
+
+class HostCopies:
+    """The newest state that the processes of a run have left in the memory of their hosts.
+
+    Each distinct shard is written once a host, by the first process there that holds it. So a host
+    has what its devices have: a whole state under `ddp`, and where every host holds a replica. The
+    state outlives any process, and a host that is replaced gets it from another that has it whole.
+
+    Args:
+        folder: in the memory of this host; the same for all of its processes.
+        tell: takes a sentence when a copy could not be made; the run goes on.
+
+    Example:
+        >>> import jax.numpy as jnp, tempfile
+        >>> copies = HostCopies(Path(tempfile.mkdtemp()))
+        >>> copies.save(3, {"w": jnp.arange(4.0)}, {"seen": 12})
+        >>> found = HostCopies(copies.folder).newest({"w": jnp.zeros(4)})
+        >>> found.step, found.state["w"].tolist(), found.meta
+        (3, [0.0, 1.0, 2.0, 3.0], {'seen': 12})
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None] = lambda text: None):
+        self.folder, self.tell = folder, tell
+        where = f"{socket.gethostname()} {folder.resolve()}"
+        self._hosts = _gathered(zlib.crc32(where.encode()) >> 1)
+        # Steps are counted again after a loss: what was written before must not be mixed with that.
+        self._generation: str = from_main(secrets.token_hex(8))
+        self._turn = 0
+
+    def save(self, step: int, state: PyTree, meta: Mapping[str, Any]) -> None:
+        """Copies the state of a step; its arrays may be donated when this returns.
+
+        Every process calls this between the same steps. A copy counts when all have written their
+        pieces; until then the one before it does, so that for a moment there are two.
+
+        Args:
+            step: how many steps the state has taken.
+            state: a pytree of arrays and random keys.
+            meta: what JSON holds.
+        """
+        leaves = {path: as_array(path, leaf) for path, leaf in named_leaves(state).items()}
+        me, self._turn = process_index(), self._turn + 1
+        header = CopyHeader(
+            step=step,
+            generation=self._generation,
+            turn=self._turn,
+            process=me,
+            writers=tuple(p for p, host in enumerate(self._hosts) if host == self._hosts[me]),
+            leaves={path: spec_of(leaf) for path, leaf in leaves.items()},
+            meta=dict(meta),
+        )
+        stored = {path: to_stored(leaf) for path, leaf in leaves.items()}
+        reason = ""
+        try:
+            write_copy(self.folder, header, self._own_pieces(stored))
+        except OSError as error:
+            reason = error.strerror or str(error)
+        # Only a copy that all have written takes the place of the one before it.
+        if failed := [p for p, has_failed in enumerate(_gathered(bool(reason))) if has_failed]:
+            self._remove(lambda found: found.process == me and found.copy == header.copy)
+            self.tell(
+                f"no copy of step {step}: processes {failed} could not write theirs"
+                f"{f' to {str(self.folder)!r}: {reason}' if reason else ''}; the one before it "
+                "stays. Make room there, or copy less often"
+            )
+            return
+        self._remove(lambda found: found.copy != header.copy)
+
+    def newest(self, target: PyTree) -> HostCopy | None:
+        """Restores the newest copy that some host has whole; every process calls this.
+
+        Args:
+            target: as for `load_checkpoint`.
+
+        Returns:
+            What was found, on the mesh of the target; None where no host has a whole copy.
+
+        Raises:
+            CheckpointError: when the copy belongs to another model or optimizer.
+            DamagedCheckpointError: on all processes, when a piece is not what was written.
+        """
+        own = next(iter(complete_copies(self.folder)), None)
+        best = _gathered(-1 if own is None else own.header.step)
+        if max(best) < 0:
+            return None
+        step, has_it = max(best), own is not None and own.header.step == max(best)
+        source = best.index(step)
+        targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
+        if has_it:
+            assert own is not None
+            wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
+            if found := differences(own.header.leaves, wanted):
+                raise CheckpointError(
+                    f"the copy of step {step} in the memory of this host does not fit: "
+                    f"{shortened(found)}; start the run anew, with the model it was made from"
+                )
+        read = _read_here if min(best) == step else _read_from
+        stored = read(own if has_it else None, source, targets)
+        _check_whole(own if has_it else None, step)
+        leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
+        state = jax.tree.unflatten(jax.tree.structure(target), leaves)
+        return HostCopy(step, state, _meta_of(own if has_it else None, source))
+
+    def forget(self) -> None:
+        """Throws all copies away, as a run does that goes back to an earlier state."""
+        self._remove(lambda header: True)
+
+    def _own_pieces(
+        self, stored: Mapping[LeafPath, Array]
+    ) -> list[tuple[LeafPath, Place, np.dtype, jax.Array]]:
+        me = process_index()
+        found = []
+        for path, leaf in stored.items():
+            owners: dict[Place, int] = {}
+            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+                place, process = place_of(index, leaf.shape), device.process_index
+                if self._hosts[process] == self._hosts[me]:
+                    owners[place] = min(process, owners.get(place, process))
+            mine = {place_of(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
+            for place, shard in mine.items():
+                if owners[place] == me:
+                    found.append((path, place, np.dtype(leaf.dtype), shard.data))
+        return found
+
+    def _remove(self, is_outdated: Callable[[CopyHeader], bool]) -> None:
+        for header, path in _headers(self.folder):
+            # Another process of this host may have removed it, too.
+            if is_outdated(header):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _headers(folder: Path) -> Iterator[tuple[CopyHeader, Path]]:
+    for path in sorted(folder.glob("*.copy")):
+        with contextlib.suppress(CheckpointError):
+            yield CopyHeader.read(path), path
+
+
+def _gathered(number: int) -> list[int]:
+    """A number of every process, by process."""
+    return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
+
+
+Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
+
+
+def _read_here(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
+    """Every process takes what its shards need from the memory of its host."""
+    assert own is not None
+
+    def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
+        take = lambda index: own.read(path, leaf.dtype, place_of(index, leaf.shape))
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
+
+    return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}
+
+
+def _read_from(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
+    """One process hands every leaf to all, some of which are on a host that has none."""
+
+    def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
+        whole = tuple((0, size) for size in leaf.shape)
+        is_source = process_index() == source
+        values = np.zeros(leaf.shape, leaf.dtype)
+        if is_source:
+            assert own is not None
+            values = own.read(path, leaf.dtype, whole)
+        sent = np.asarray(multihost_utils.broadcast_one_to_all(values, is_source=is_source))
+        sent = sent.astype(leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: sent[index])
+
+    return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}
+
+
+def _check_whole(own: Pieces | None, step: int) -> None:
+    """Raises on all processes where one has read a piece that is not what was written."""
+    damaged = _gathered(own is not None and bool(own.damaged))
+    if any(damaged):
+        raise DamagedCheckpointError(
+            f"the copy of step {step} in the memory of the hosts of the processes "
+            f"{[p for p, is_bad in enumerate(damaged) if is_bad]} is not what was written; going "
+            "back to a checkpoint"
+        )
+
+
+def _meta_of(own: Pieces | None, source: int) -> Mapping[str, Any]:
+    """What was kept with the copy, from the process that has it."""
+    is_source = process_index() == source
+    text = os.fsencode(own.header.meta_text) if is_source and own is not None else b""
+    size = max(_gathered(len(text)))
+    sent = np.zeros(size, np.uint8)
+    sent[: len(text)] = np.frombuffer(text, np.uint8)
+    got = multihost_utils.broadcast_one_to_all(sent, is_source=is_source)
+    return CopyHeader.read_meta(bytes(np.asarray(got, np.uint8)).decode())

@@ -1,0 +1,136 @@
+"""The tables of `axon plan`."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from axon_dist.app import ConfigPlans, ReadPlan
+
+_NAMES = {"shard_grad_op": "zero2", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+
+
+def called(name: str) -> str:
+    """What README and configs call the strategies of a plan."""
+    return " + ".join(_NAMES.get(part, part) for part in name.split(" + "))
+
+
+def digits(value: float) -> str:
+    """A number with as many digits as it is worth."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def unit_of(largest: float) -> tuple[float, str]:
+    """The unit for numbers of bytes up to the largest."""
+    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+
+
+def seconds(time: float) -> str:
+    """A time in the unit that leaves at least one."""
+    for unit, scale in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+        if time * scale >= 1:
+            return f"{time * scale:.3g}{unit}"
+    return "<1us"
+
+
+def count_of(number: float) -> str:
+    """A number of parameters as it is spoken."""
+    for unit in ("", "K", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.4g}B"
+
+
+def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
+    """Prints the plans of a config, what was refused, and the lines of the best.
+
+    Args:
+        name: of the config.
+        found: its plans.
+        console: where to.
+    """
+    work, best = found.work, found.best
+    rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
+    console.print(
+        f"{name}: {count_of(work.shape.num_params)} parameters, {work.global_batch} samples per "
+        f"step, {found.num_devices} devices of {best.device_bytes / 1e9:.3g} GB with the rates of "
+        f"{rates or found.hardware.name}"
+    )
+    console.print(
+        "Best first: what fits into 90 % of the memory, then the shortest predicted step; of steps "
+        "within 3 % the simplest. The best of each kind by estimate; each was read from its own "
+        "traced step"
+    )
+    console.print(_table(found))
+    console.print(_reason(best), style="bold" if found.fits else "bold red")
+    for why in dict.fromkeys(why for _, why in found.refused):
+        kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
+        console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
+    if found.fits:
+        console.print("\nLines of a config:", style="bold")
+        lines = best.arrangement.to_config()
+        lines["parallel"] = {called(key): row for key, row in lines["parallel"].items()}
+        console.print(yaml.safe_dump(lines, sort_keys=False), end="")
+
+
+def _first_clause(why: str) -> str:
+    """The first sentence of a refusal, without what it says in brackets."""
+    plain = re.sub(r" \(.*\)", "", why)
+    return re.split(r"[.;] ", plain)[0].rstrip(".")
+
+
+def _reason(plan: ReadPlan) -> str:
+    """Why a plan is the best, or none is."""
+    time, have = plan.time, plan.device_bytes / 1e9
+    need = f"{plan.reading.peak / 1e9:.3g} GB of {have:.3g} GB"
+    if not plan.fits:
+        return f"does not fit: {called(plan.arrangement.name)} comes nearest, {need}"
+    parts = {
+        "products": time.compute,
+        "waiting in the pipeline": time.bubble,
+        "the update": time.update,
+        "transfers that nothing hides": time.exposed,
+    }
+    said = ", ".join(f"{seconds(part)} {what}" for what, part in parts.items() if part > 0)
+    return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
+
+
+def _table(found: ConfigPlans) -> Table:
+    unit, name = unit_of(max(plan.reading.peak for plan in found.plans))
+    is_measured = any(plan.measured is not None for plan in found.plans)
+    caption = f"{name} per device, and sent per step; x: microbatches; half of peak FLOP/s assumed"
+    caption += "; compiled: of the program that would run" * is_measured
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
+    table.add_column("plan", no_wrap=True)
+    headers = ("state", "temp", "peak", "fit", "sent", "step")
+    for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
+        table.add_column(header, justify="right", no_wrap=header != "compiled peak")
+    for plan in found.plans:
+        style = "bold" if plan is found.best and plan.fits else ("" if plan.fits else "dim")
+        table.add_row(*_row(plan, unit, is_measured), style=style)
+    return table
+
+
+def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
+    reading, arrangement = plan.reading, plan.arrangement
+    sizes = (reading.state + reading.batch, reading.temporaries, reading.peak)
+    measured = ("", "") if is_measured else ()
+    if plan.measured is not None:
+        sent = plan.measured.collectives.total_wire_bytes()
+        measured = (digits(plan.measured.memory.peak / unit), digits(sent / unit))
+    # What is sent in branches that may not be taken is counted as if they were.
+    bound = "<" if arrangement.pp > 1 else ""
+    return (
+        f"{called(arrangement.name)}{', remat' if arrangement.remat else ''}\n"
+        f"{arrangement.mesh} x{arrangement.num_microbatches}",
+        *(digits(size / unit) for size in sizes),
+        "yes" if plan.fits else "no",
+        bound + digits(reading.wire_bytes / unit),
+        seconds(plan.time.total),
+        *measured,
+    )

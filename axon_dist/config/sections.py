@@ -1,0 +1,103 @@
+"""Sections of a config that say how a run goes: its devices, length, cadence and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from axon_dist.checkpoint import Retention, StateDictType
+from axon_dist.step import Nonfinite
+
+from .kinds import Count, Devices, Fraction, Natural, Positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """Which devices a run takes.
+
+    Args:
+        emulate: make up this many CPU devices; None takes the devices that there are.
+    """
+
+    emulate: Devices | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps of a run are traced, into `profile` in its folder, for Perfetto or XProf.
+
+    Args:
+        at: the first of them, counted from 1; the first step of a process compiles and is left out.
+        steps: how many.
+    """
+
+    at: Count = 20
+    steps: Count = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long a run trains, on how much at a time, and how often it says so.
+
+    Args:
+        steps: optimizer steps.
+        global_batch: samples in one step, over all devices and microbatches.
+        accumulate: microbatches that one step adds up.
+        clip_norm: largest global norm of the gradients; None leaves them as they are.
+        eval_every: steps between validations; 0 validates only at the end.
+        eval_batches: global batches in one validation, spread over the validation data.
+        log_every: steps between written metrics, each their mean over those steps.
+        peak_flops: what one device computes at best, in FLOP/s, which the utilization in the
+            metrics is measured against; None takes that of the chip, and on one that is not known
+            there is no utilization.
+        ema: decay of a moving average of the parameters, which is then what is validated; None
+            keeps none.
+        nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
+            that batch, or `rollback` to the newest checkpoint and go on with new batches.
+        max_rollbacks: how often a run goes back before it stops.
+        profile: which steps are traced; None traces none.
+    """
+
+    steps: Count = 1000
+    global_batch: Count = 32
+    accumulate: Count = 1
+    clip_norm: Positive | None = 1.0
+    eval_every: Natural = 100
+    eval_batches: Count = 16
+    log_every: Count = 10
+    peak_flops: Positive | None = None
+    ema: Fraction | None = None
+    nonfinite: Nonfinite = Nonfinite.STOP
+    max_rollbacks: Count = 3
+    profile: ProfileConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When a run saves its state, how, and which of its checkpoints stay.
+
+    Args:
+        every: steps between checkpoints; 0 saves only the last state.
+        memory_every: steps between copies of the state in the memory of the hosts, from which a run
+            that has lost a process goes on without reading a checkpoint; the steps since the newest
+            are taken again. 0 makes none. `axon launch --max-restarts N` keeps them.
+        keep: how many of the newest stay.
+        best: how many of those with the lowest validation loss stay.
+        keep_every: those whose step is a multiple of it stay, too; 0 for none.
+        background: write while the run goes on.
+        type: `sharded`, every process its shards; or `full`, process 0 everything in one file.
+        dir: the folder; None makes `checkpoints` in that of the run.
+    """
+
+    every: Natural = 100
+    memory_every: Natural = 0
+    keep: Count = 3
+    best: Natural = 0
+    keep_every: Natural = 0
+    background: bool = True
+    type: StateDictType = StateDictType.SHARDED
+    dir: str | None = None
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay."""
+        return Retention(last=self.keep, best=self.best, every=self.keep_every)

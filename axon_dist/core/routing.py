@@ -1,0 +1,157 @@
+"""Tokens through the experts that were chosen for them, on the arrays of one device.
+
+An expert is a function of rows; all of them are one function `feed(product, rows, kernels)` whose
+kernels have a leading dim of experts, and which multiplies by `product(rows, kernel)` alone. So
+the same feed-forward runs on rows of any number for each expert (`in_order`: sorted by expert, no
+token is left out) and on as many rows for each (`in_slots`: what exceeds them is left out and
+counted). Nothing here knows of devices; `axon_dist.parallel.experts` puts the collectives around.
+
+Source: Shazeer et al., arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668; Gale et al.,
+MegaBlocks, arXiv:2211.15841.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from .typing import Array
+
+Product: TypeAlias = Callable[[Array, Array], Array]
+"""(rows, kernel `[E, D, H]`) -> each row multiplied with the matrix of its expert."""
+
+Feed: TypeAlias = Callable[[Product, Array, Any], Array]
+"""(product, rows, kernels) -> what each expert makes of its rows."""
+
+Exchange: TypeAlias = Callable[[Array], Array]
+"""Slots `[E, C, D]` -> slots, elsewhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which experts every token goes to, and by how much each counts.
+
+    Args:
+        experts: int32 `[N, k]`, numbers of experts, those of a token all different.
+        gates: float32 `[N, k]`.
+    """
+
+    experts: Array
+    gates: Array
+
+    def among(self, first: Any, count: int) -> Array:
+        """The experts `[N k]`, counted from `first`; `count` stands for all others."""
+        own = self.experts.reshape(-1) - first
+        return jnp.where((own >= 0) & (own < count), own, count)
+
+
+def in_order(feed: Feed, tokens: Array, choice: Choice, kernels: Any, first: Any = 0) -> Array:
+    """Sums `gate * expert(token)` over those chosen experts of each token that are here.
+
+    The assignments are sorted by expert, and each expert works on its consecutive rows, however
+    many they are (`jax.lax.ragged_dot`).
+
+    Args:
+        feed: the experts.
+        tokens: `[N, D]`.
+        choice: of all experts.
+        kernels: arrays with a leading dim of E experts.
+        first: the number of the first of them.
+
+    Returns:
+        `[N, D]` in the dtype of the tokens.
+    """
+    count, per_token = _num_experts(kernels), choice.experts.shape[1]
+    own = choice.among(first, count)
+    order = jnp.argsort(own, stable=True)
+    sizes = _sizes(own, count)
+    is_here = (jnp.arange(own.shape[0]) < jnp.sum(sizes))[:, None]
+    # Masked on both ways: what a product leaves in the rows behind the last group is its own.
+    rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), order), 0)
+    product = lambda rows, kernel: jax.lax.ragged_dot(rows, kernel, sizes)
+    made = jnp.where(is_here, feed(product, rows, kernels), 0)
+    return _summed(_permuted(made, jnp.argsort(order)), choice.gates, tokens.dtype)
+
+
+def in_slots(
+    feed: Feed,
+    tokens: Array,
+    choice: Choice,
+    kernels: Any,
+    num_experts: int,
+    capacity: int,
+    first: Any = 0,
+    there: Exchange = lambda slots: slots,
+    back: Exchange = lambda slots: slots,
+) -> tuple[Array, Array]:
+    """As `in_order`, with at most `capacity` tokens for each expert: those that come first.
+
+    What is left out adds nothing to its token, which goes on by the residual stream (Switch
+    Transformers, arXiv:2101.03961, section 2.2).
+
+    Args:
+        feed: the experts.
+        tokens: `[N, D]`.
+        choice: of all experts.
+        kernels: of the experts that get what `there` returns.
+        num_experts: for how many experts there are slots.
+        capacity: C, slots of each.
+        first: the number of the first of these experts.
+        there: takes the slots `[num_experts, C, D]` to their experts.
+        back: takes what they made back, as `[num_experts, C, D]`.
+
+    Returns:
+        `[N, D]` in the dtype of the tokens, and how many assignments were left out, float32.
+    """
+    own = choice.among(first, num_experts)
+    order = jnp.argsort(own, stable=True)
+    sizes = _sizes(own, num_experts)
+    starts = jnp.cumsum(sizes) - sizes
+    number = jnp.arange(capacity)
+    is_taken = number < sizes[:, None]
+    source = order[jnp.where(is_taken, starts[:, None] + number, 0)] // choice.experts.shape[1]
+    slots = jnp.where(is_taken[..., None], tokens[source], 0)
+    product = lambda rows, kernel: jnp.einsum("ecd,edh->ech", rows, kernel)
+    made = back(feed(product, there(slots), kernels)).reshape(-1, tokens.shape[-1])
+    place = jnp.argsort(order) - jnp.append(starts, 0)[own]
+    is_kept = (own < num_experts) & (place < capacity)
+    rows = jnp.where(is_kept[:, None], made[jnp.where(is_kept, own * capacity + place, 0)], 0)
+    left_out = jnp.sum(jnp.maximum(sizes - capacity, 0)).astype(jnp.float32)
+    return _summed(rows, choice.gates, tokens.dtype), left_out
+
+
+def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
+    """How many slots an expert has: `factor` times its share of the assignments, rounded up.
+
+    More than one for each token are never needed.
+
+    Example:
+        >>> slots_for(1024, 2, 8, 1.25), slots_for(1024, 2, 8, 100.0)
+        (320, 1024)
+    """
+    return max(1, min(num_tokens, math.ceil(factor * num_tokens * per_token / num_experts)))
+
+
+def _num_experts(kernels: Any) -> int:
+    return jax.tree.leaves(kernels)[0].shape[0]
+
+
+def _sizes(own: Array, count: int) -> Array:
+    """How many assignments each expert has, int32 `[count]`."""
+    return jnp.sum(own[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+
+
+def _permuted(rows: Array, order: Array) -> Array:
+    """Rows in another order; told so, the compiler needs no atomics for the gradient."""
+    return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+def _summed(rows: Array, gates: Array, dtype: Any) -> Array:
+    """Weighs the rows of each token and adds them up in float32."""
+    each = rows.reshape(*gates.shape, rows.shape[-1]).astype(jnp.float32)
+    return jnp.sum(each * gates[..., None], axis=1).astype(dtype)

@@ -1,0 +1,173 @@
+"""A feed-forward made of experts, of which a router chooses some for every token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axon_dist.core.routing import Choice, Product, in_order
+from axon_dist.core.typing import Array
+
+from .expert_config import ExpertConfig
+from .layers import GatedMLP, PlainMLP, init_std
+from .mlp import ACTIVATIONS
+from .transformer_config import TransformerConfig
+
+
+class Balance(nnx.Variable):
+    """What is added to the probabilities of experts for the choice alone; it has no gradient."""
+
+
+class Report(nnx.Variable):
+    """What a layer of experts has found in its last training pass: a row of `Findings`."""
+
+
+class Findings(NamedTuple):
+    """What layers of experts tell the loss.
+
+    Args:
+        balance: the balance term, unweighed.
+        router_z: the z term, unweighed.
+        dropped: the share of assignments of tokens to experts that had no place.
+        load: how many times its even share the busiest expert got.
+    """
+
+    balance: Any
+    router_z: Any
+    dropped: Any
+    load: Any
+
+
+class Experts(nnx.Module):
+    """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, of every token by itself.
+
+    The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. All tokens of
+    all samples go through `mix_experts`, a function of arrays, which a strategy may replace.
+
+    Args:
+        config: sizes and numerics, `config.experts` among them.
+        rngs: source of the initial weights.
+    """
+
+    hidden_dims = MappingProxyType({"gate": -1, "up": -1, "down": -2})
+    """The dim of each kernel that holds hidden features."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        experts = config.experts
+        assert experts is not None
+        width, hidden = config.width, experts.width or config.hidden_size
+        std = init_std(config)
+        make = functools.partial(_kernels, rngs, jnp.dtype(config.param_dtype))
+        self.router: Any = make((width, experts.count), std)
+        if config.gated:
+            self.gate: Any = make((experts.count, width, hidden), std)
+        self.up: Any = make((experts.count, width, hidden), std)
+        self.down: Any = make((experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5)
+        if experts.shared:
+            shared = _shared_config(config, experts.shared * hidden)
+            kind = GatedMLP if config.gated else PlainMLP
+            self.shared_mlp: Any = kind(shared, rngs=rngs)
+        if experts.bias_rate:
+            self.bias: Any = Balance(jnp.zeros((experts.count,), jnp.float32))
+        self.report: Any = Report(jnp.zeros((len(Findings._fields),), jnp.float32))
+        self.experts: ExpertConfig = experts
+        self.activation: str = config.activation
+        self.dtype: Any = config.dtype and jnp.dtype(config.dtype)
+        # Set by `eval()`: what is only looked at neither moves the bias nor reports.
+        self.deterministic: bool = False
+
+    @property
+    def kernels(self) -> dict[str, Array]:
+        """The stacked kernels by name."""
+        return {name: getattr(self, name)[...] for name in self.hidden_dims if hasattr(self, name)}
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[B, T, D]` to `[B, T, D]`."""
+        kernels, x = _in_one_dtype(self.kernels, x, self.dtype)
+        logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        scores = jax.nn.softmax(logits, axis=-1)
+        gates, chosen = self._choose(scores)
+        mixed, dropped = self.mix_experts(x, gates, chosen, kernels)
+        if not self.deterministic:
+            self._learn(logits, scores, chosen, dropped)
+        return mixed + self.shared_mlp(x) if hasattr(self, "shared_mlp") else mixed
+
+    def mix_experts(
+        self, tokens: Array, gates: Array, chosen: Array, kernels: dict[str, Array]
+    ) -> tuple[Array, Array]:
+        """Sums what the chosen experts make of each token, weighed by their gates.
+
+        Args:
+            tokens: `[B, T, D]`.
+            gates: float32 `[B, T, k]`.
+            chosen: int32 `[B, T, k]`, the numbers of the experts.
+            kernels: of all experts.
+
+        Returns:
+            `[B, T, D]`, and the share of assignments that were left out, which is 0 here.
+        """
+        rows = lambda x: x.reshape(-1, x.shape[-1])
+        choice = Choice(rows(chosen), rows(gates))
+        mixed = in_order(self.feed, rows(tokens), choice, kernels)
+        return mixed.reshape(tokens.shape), jnp.zeros((), jnp.float32)
+
+    def feed(self, product: Product, rows: Array, kernels: dict[str, Array]) -> Array:
+        """What each expert makes of its rows."""
+        hidden = product(rows, kernels["up"])
+        if "gate" in kernels:
+            hidden = ACTIVATIONS[self.activation](product(rows, kernels["gate"])) * hidden
+        else:
+            hidden = ACTIVATIONS[self.activation](hidden)
+        return product(hidden, kernels["down"])
+
+    def _choose(self, scores: Array) -> tuple[Array, Array]:
+        """The gates and the numbers of the chosen experts, `[B, T, k]`."""
+        ranked = jax.lax.stop_gradient(scores)
+        if self.experts.bias_rate:
+            ranked = ranked + self.bias[...]
+        _, chosen = jax.lax.top_k(ranked, self.experts.per_token)
+        gates = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.experts.per_token > 1:
+            gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+        return gates, chosen
+
+    def _learn(self, logits: Array, scores: Array, chosen: Array, dropped: Array) -> None:
+        """Leaves what the loss asks for, and moves the bias."""
+        experts, count = self.experts, self.experts.count
+        is_chosen = jnp.any(chosen[..., None] == jnp.arange(count), axis=-2)
+        # Counted in whole numbers: a sum of fractions depends on who adds up what, and its
+        # difference from the mean may change its sign.
+        counts = jnp.sum(is_chosen, axis=1, dtype=jnp.int32)
+        share = counts / (chosen.shape[1] * experts.per_token)
+        of_batch = jnp.sum(counts, axis=0) / chosen.size
+        probability = jnp.mean(scores, axis=1)
+        if experts.balance_per == "batch":
+            balance = count * jnp.sum(of_batch * jnp.mean(probability, axis=0))
+        else:
+            balance = count * jnp.mean(jnp.sum(share * probability, axis=-1))
+        router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+        found = Findings(balance, router_z, dropped, count * jnp.max(of_batch))
+        self.report.set_value(jnp.stack(found))
+        if experts.bias_rate:
+            moved = experts.bias_rate * jnp.sign(1 / count - of_batch)
+            self.bias.set_value(self.bias[...] + moved)
+
+
+def _kernels(rngs: nnx.Rngs, dtype: Any, shape: tuple[int, ...], std: float) -> nnx.Param:
+    return nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
+
+
+def _shared_config(config: TransformerConfig, hidden: int) -> Any:
+    return dataclasses.replace(config, ffn_width=hidden)
+
+
+def _in_one_dtype(kernels: dict[str, Array], x: Array, dtype: Any) -> tuple[Any, Array]:
+    """Kernels and tokens in the dtype that products are computed in."""
+    dtype = dtype or jnp.result_type(x, *kernels.values())
+    return {name: kernel.astype(dtype) for name, kernel in kernels.items()}, x.astype(dtype)

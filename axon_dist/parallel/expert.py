@@ -1,0 +1,375 @@
+"""Expert parallelism: stacked experts split over a mesh axis, and the tokens travel to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..core.choice import Choice as Named
+from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.reduction import all_sum, gathered, sum_scatter
+from ..core.routing import Choice, in_order, in_slots, slots_for
+from ..core.tree import leaves_with_paths
+from ..core.typing import Array, Path, Shape
+from ..nn import Axes, Layout, manual_axes
+from ..program import wrap_calls
+from ..sharding import Decision, HasShape, Policy
+from ..sharding.policy import axes_of, check_divides
+from .strategy import Strategy
+
+EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
+"""Where the mixtures of this library keep their experts: pattern of the path, dim from the end."""
+
+MIX = "mix_experts"
+"""The method of a module that sends tokens through experts, `Experts.mix_experts` or alike."""
+
+
+class ExpertForm(Named):
+    """How tokens reach experts that lie on other ranks."""
+
+    AUTO = "auto"
+    """The form that moves fewer bytes."""
+    RING = "ring"
+    """Every rank gets the tokens of all, and the results are summed back to their owners."""
+    ALL_TO_ALL = "all_to_all"
+    """Every rank sends each expert as many slots as `capacity` says."""
+
+
+def expert_parallel(
+    form: ExpertForm | str = ExpertForm.AUTO,
+    capacity: float | None = None,
+    axis: str = "ep",
+    experts: Iterable[tuple[str, int]] = EXPERTS,
+) -> Strategy:
+    """Splits the experts of a model over a mesh axis that splits the batch, too.
+
+    Each of the c ranks holds E/c experts and computes with these alone: they are never gathered,
+    and their gradients are whole without a reduction over the axis. With A bytes of tokens on a
+    rank, a layer sends in both passes together
+
+        ring         4 (c - 1) A
+        all_to_all   4 (c - 1)/c k f A       k experts per token, f the capacity factor
+
+    Modules with the methods of `models.Experts`, `mix_experts` and `feed`, run in `shard_map`, as
+    above. What the experts of other models cost is left to the compiler, which is told where they
+    lie.
+
+    Args:
+        form: how tokens travel; `"auto"` takes the ring where k f >= c.
+        capacity: the factor f: of the N tokens of a rank (ring: of the axis) each expert takes at
+            most f N k / E, in their order. **It changes the numbers where an expert gets more**:
+            those tokens go without it, and the metric `dropped` is their share. None drops none and
+            equals one device; all_to_all then has slots for all tokens at each expert.
+        axis: the mesh axis, of size c.
+        experts: patterns of the paths of stacked kernels, and the dim of their experts from the
+            end; those of a model of yours are `suggest_plan(model).experts`.
+
+    Returns:
+        The strategy; it splits the batch over the axis. Compose it with `ddp` or `fsdp` over other
+        axes, with `tensor_parallel` and `context_parallel`.
+
+    Raises:
+        ConfigError: for an unknown form, a capacity that is not above 0, or a pattern that is none.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> strategy = expert_parallel()
+        >>> strategy.params("blocks/0/mlp/up", (8, 64, 256), MeshSpec(ep=4))
+        P('ep', None, None)
+        >>> strategy.batch_axes, strategy.resident
+        (('ep',), ('ep',))
+
+    Source: Lepikhin et al., GShard, arXiv:2006.16668; Fedus et al., Switch Transformers,
+    arXiv:2101.03961.
+    """
+    if form not in list(ExpertForm):
+        raise ConfigError(f"unknown form {form!r}.{did_you_mean(str(form), list(ExpertForm))}")
+    if capacity is not None and not 0 < capacity < math.inf:
+        raise ConfigError(f"capacity={capacity} must be above 0, such as 1.25; or None")
+    policy = ByExperts(tuple((pattern, dim) for pattern, dim in experts), axis)
+    return Strategy(
+        "expert",
+        batch_axes=(axis,),
+        params=policy,
+        opt_state=policy,
+        layers=(ExpertLayers(ExpertForm(form), capacity, policy),),
+        resident=(axis,),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ByExperts(Policy):
+    """Splits stacked kernels by experts.
+
+    Args:
+        experts: pairs of a regular expression of paths, and the dim from the end.
+        axis: the mesh axis.
+        label: the name that tables and conflicts show.
+
+    Raises:
+        ConfigError: when a pattern is no regular expression, or a dim is not counted from the end.
+        DivisibilityError: when the experts do not divide.
+    """
+
+    experts: tuple[tuple[str, int], ...]
+    axis: str
+    label: str = "expert"
+
+    def __post_init__(self) -> None:
+        for pattern, dim in self.experts:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
+            if dim >= 0:
+                raise ConfigError(f"{pattern!r}: dim is {dim}; count it from the end: -3")
+
+    @property
+    def name(self) -> str:
+        """The label."""
+        return self.label
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axis."""
+        return (self.axis,)
+
+    def dim_of(self, path: Path, shape: Shape) -> int | None:
+        """The dim of the experts of a parameter; None where it has none."""
+        found = next((dim for pattern, dim in self.experts if re.search(pattern, path)), None)
+        return None if found is None or -found > len(shape) else len(shape) + found
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides by the first pattern that is found in the path."""
+        dim = self.dim_of(path, shape)
+        if dim is None:
+            return Decision(PartitionSpec(), self.name, "has no experts")
+        spec = PartitionSpec(*(self.axis if d == dim else None for d in range(len(shape))))
+        check_divides(path, shape, spec, mesh)
+        return Decision(spec, self.name, f"{shape[dim]} experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLayers:
+    """Sends tokens to the experts of a model.
+
+    Args:
+        form: how.
+        capacity: the factor of slots; None for as many as there are tokens.
+        policy: which parameters are experts, and the axis.
+    """
+
+    form: ExpertForm
+    capacity: float | None
+    policy: ByExperts
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes it needs."""
+        return (self.policy.axis,)
+
+    @property
+    def sends_around(self) -> bool:
+        """Never: its ranks gather, scatter and exchange."""
+        return False
+
+    def extend(self, layout: Layout) -> Layout:
+        """Activations lie as the batch does."""
+        return layout
+
+    def check(self, model: nnx.Module, layout: Layout) -> None:
+        """Raises unless the model has experts, to which tokens can be sent as was said.
+
+        Raises:
+            UnsupportedError: when it has none, or only the compiler can send tokens to them.
+        """
+        leaves = leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        if not any(self.policy.dim_of(path, leaf.shape) is not None for path, leaf in leaves):
+            patterns = ", ".join(repr(pattern) for pattern, _ in self.policy.experts)
+            raise UnsupportedError(
+                f"expert parallelism found no stacked experts: patterns {patterns or 'none'}; the "
+                f"parameters are {', '.join(path for path, _ in leaves)}. Give patterns and the "
+                "dim of the experts, as suggest_plan(model).experts does, or leave it out"
+            )
+        said = self.form is not ExpertForm.AUTO or self.capacity is not None
+        if said and not any(has_experts(module) for _, module in nnx.iter_modules(model)):
+            raise UnsupportedError(
+                f"form={self.form.value!r} and capacity={self.capacity} are for modules with the "
+                "methods mix_experts and feed, as models.Experts has; the model has none, and the "
+                "compiler sends its tokens. Leave both out"
+            )
+
+    def __call__(self, model: nnx.Module, layout: Layout) -> None:
+        """Changes the calls of a merged model's layers, in place."""
+        split = SplitExperts(layout, self.policy.axis, self.form, self.capacity)
+        _wrap(model, split)
+
+
+def map_experts(model: nnx.Module, layout: Layout) -> None:
+    """Has each rank sort its own tokens by expert, in place.
+
+    A compiler that was to sort tokens of all ranks would gather them first.
+
+    Args:
+        model: modules with experts are changed.
+        layout: which axes split samples and positions.
+    """
+    _wrap(model, SplitExperts(layout))
+
+
+def _wrap(model: nnx.Module, split: SplitExperts) -> None:
+    for _, module in list(nnx.iter_modules(model)):
+        if has_experts(module):
+            wrap_calls(module, {MIX: split})
+
+
+def has_experts(module: Any) -> bool:
+    """Whether a module sends tokens through experts by a method that can be replaced."""
+    return all(hasattr(module, name) for name in (MIX, "feed", "hidden_dims"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitExperts:
+    """Runs in place of a module's `mix_experts`, in `shard_map`.
+
+    Args:
+        layout: where activations lie.
+        axis: the mesh axis that splits the experts; None where all ranks have all of them.
+        form: how tokens travel.
+        capacity: the factor of slots, or None.
+    """
+
+    layout: Layout
+    axis: str | None = None
+    form: ExpertForm = ExpertForm.AUTO
+    capacity: float | None = None
+
+    def __call__(
+        self,
+        mix: Any,
+        module: Any,
+        tokens: Array,
+        gates: Array,
+        chosen: Array,
+        kernels: dict[str, Array],
+    ) -> tuple[Array, Array]:
+        """As `Experts.mix_experts`."""
+        if set(manual_axes()) >= set(self.layout.mesh.axis_names):
+            return mix(module, tokens, gates, chosen, kernels)
+        lead = self.layout.spec(tokens.shape)
+        spec = PartitionSpec(*(e if isinstance(e, (str, tuple)) else None for e in lead))
+        split = tuple(axis for dim in range(len(spec)) for axis in axes_of(spec, dim))
+        features = self._features(module, kernels)
+        places = {
+            name: _place(kernel.ndim, self.axis, module.hidden_dims[name], features)
+            for name, kernel in kernels.items()
+        }
+
+        def local(tokens: Array, gates: Array, chosen: Array, kernels: Any) -> Any:
+            rows = lambda x: x.reshape(-1, x.shape[-1])
+            choice = Choice(rows(chosen), rows(gates))
+            mixed, dropped = self._mix(module.feed, rows(tokens), choice, kernels, split)
+            if features:
+                mixed = all_sum(mixed, features)
+            dropped = all_sum(dropped, split) if split else dropped
+            return mixed.reshape(tokens.shape), dropped
+
+        run = self.layout.mapped(local, (spec, spec, spec, places), (spec, PartitionSpec()))
+        mixed, dropped = run(tokens, gates, chosen, kernels)
+        return mixed, dropped / chosen.size
+
+    def _features(self, module: Any, kernels: dict[str, Array]) -> Axes:
+        """The axes that split hidden features, where they divide."""
+        axes = self.layout.heads
+        sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
+        return axes if all(size % self.layout.size(axes) == 0 for size in sizes) else ()
+
+    def _mix(
+        self, feed: Any, tokens: Array, choice: Choice, kernels: Any, split: Axes
+    ) -> tuple[Array, Array]:
+        """On one rank: what becomes of its tokens, and how many assignments had no slot."""
+        axis = self.axis
+        if axis is None:
+            return self._here(feed, tokens, choice, kernels, 0, 1)
+        size = jax.lax.axis_size(axis)
+        own = jax.tree.leaves(kernels)[0].shape[0]
+        first = jax.lax.axis_index(axis) * own
+        if axis not in split:
+            # Too few samples to split: all ranks have the same tokens.
+            mixed, dropped = self._here(feed, tokens, choice, kernels, first, size)
+            return all_sum(mixed, axis), all_sum(dropped, axis)
+        if self._sends_slots(tokens.shape[0], choice.experts.shape[1], own * size, size):
+            return self._exchange(feed, tokens, choice, kernels, size)
+        every = lambda x: gathered(x, axis, 0)
+        everyone = Choice(every(choice.experts), every(choice.gates))
+        mixed, dropped = self._here(feed, every(tokens), everyone, kernels, first, size)
+        return sum_scatter(mixed, axis, 0), dropped
+
+    def _sends_slots(self, tokens: int, per_token: int, experts: int, size: int) -> bool:
+        """Whether slots for all experts are fewer than the tokens of all ranks."""
+        if self.form is not ExpertForm.AUTO:
+            return self.form is ExpertForm.ALL_TO_ALL
+        return experts * self._slots(tokens, per_token, experts) < size * tokens
+
+    def _slots(self, tokens: int, per_token: int, experts: int) -> int:
+        return (
+            tokens
+            if self.capacity is None
+            else slots_for(tokens, per_token, experts, self.capacity)
+        )
+
+    def _here(
+        self, feed: Any, tokens: Array, choice: Choice, kernels: Any, first: Any, size: int
+    ) -> tuple[Array, Array]:
+        """What the experts of this rank, one of `size`, make of tokens."""
+        own = jax.tree.leaves(kernels)[0].shape[0]
+        if self.capacity is None and not self._lacks_groups:
+            none = (choice.gates[0, 0] * 0).astype("float32")
+            return in_order(feed, tokens, choice, kernels, first), none
+        slots = self._slots(*choice.experts.shape, own * size)
+        return in_slots(feed, tokens, choice, kernels, own, slots, first)
+
+    @property
+    def _lacks_groups(self) -> bool:
+        """Whether a product of groups of rows costs as if every row were in all groups.
+
+        XLA for GPUs makes `ragged_dot` of M rows one product of `[M, E D]` (jax 0.10 to 0.12); as
+        many slots for each expert as there are tokens are fewer, by k.
+        """
+        return self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+    def _exchange(
+        self, feed: Any, tokens: Array, choice: Choice, kernels: Any, size: int
+    ) -> tuple[Array, Array]:
+        """Slots go to the ranks of their experts, and come back filled."""
+        axis, experts = self.axis, size * jax.tree.leaves(kernels)[0].shape[0]
+        swap = lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+        slots = self._slots(*choice.experts.shape, experts)
+
+        def there(x: Array) -> Array:
+            # [E, C, D] -> of my experts the slots of every rank, [E/c, c C, D].
+            pieces = swap(x).reshape(size, -1, *x.shape[1:])
+            return pieces.swapaxes(0, 1).reshape(-1, size * slots, x.shape[-1])
+
+        def back(x: Array) -> Array:
+            pieces = x.reshape(-1, size, slots, x.shape[-1]).swapaxes(0, 1)
+            return swap(pieces.reshape(-1, slots, x.shape[-1]))
+
+        return in_slots(feed, tokens, choice, kernels, experts, slots, there=there, back=back)
+
+
+def _place(ndim: int, axis: str | None, hidden: int, features: Axes) -> PartitionSpec:
+    """Where a kernel lies on its way in: experts in front, features in their dim."""
+    entries: list[Any] = [axis] + [None] * (ndim - 1)
+    if features:
+        entries[ndim + hidden] = features
+    return PartitionSpec(*entries)

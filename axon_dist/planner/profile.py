@@ -1,0 +1,215 @@
+"""`Profile`: what a sample costs a model, read from the model's own program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ..core.errors import ConfigError
+from ..core.tree import num_params
+from ..core.typing import Batch, LossFn, PyTree
+from ..core.weighted import Weighted
+from ..nn import block_paths
+from ..nn.attention import mixes
+from ..precision import MixedPrecision, autocast, cast_floating
+from ..program import find_chains, mark_units, scan_over_layers
+from ..program.device import tape_of
+from ..program.liveness import peak_of
+from ..program.placement import whole
+from .workload import Workload
+
+ROWS = 1024
+"""Samples that are traced for: so many that the peak is that of activations."""
+
+RECOMPUTE = jax.checkpoint_policies.nothing_saveable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The sizes of any model that memory, traffic and time of a step depend on.
+
+    Args:
+        num_params: trainable scalars.
+        num_layers: blocks that the model repeats; 1 where it repeats none.
+        layer_params: parameters of the largest block; of the model where it repeats none.
+        sample_flops: products of forward and backward pass of one sample.
+        sample_bytes: what one sample keeps for the backward pass at its peak.
+        remat_bytes: the same where every block is recomputed.
+        stream_bytes: what a block hands to the next for one sample.
+        has_attention: whether a module of it mixes positions by attention.
+
+    Raises:
+        ConfigError: for a model without parameters.
+    """
+
+    num_params: int
+    num_layers: int
+    layer_params: int
+    sample_flops: float
+    sample_bytes: int
+    remat_bytes: int
+    stream_bytes: int
+    has_attention: bool
+
+    def __post_init__(self) -> None:
+        if self.num_params < 1:
+            raise ConfigError("the model has no trainable parameters; there is nothing to plan")
+
+    def flops(self, samples: int, recomputed: int = 0) -> float:
+        """Operations of a step: a forward pass takes a third, each recomputation one more."""
+        return self.sample_flops * samples * (3 + recomputed) / 3
+
+    def stream(self, samples: int, itemsize: int) -> int:
+        """Bytes that a block hands to the next; they were read in the dtype of the compute."""
+        return self.stream_bytes * samples
+
+    def activations(
+        self,
+        samples: int,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        remat: bool = False,
+        in_flight: int = 0,
+        **_: Any,
+    ) -> int:
+        """Bytes at the peak of a step: what is kept lies split over stages and ranks."""
+        kept = self.remat_bytes if remat else self.sample_bytes
+        return samples * (kept // (tp * pp * cp) + in_flight * self.stream_bytes // (tp * cp))
+
+    def divides(self, tp: int, pp: int, cp: int) -> bool:
+        """Whether such sizes are worth a try; only the step itself knows what it can split."""
+        blocks = pp == 1 or (self.num_layers > 1 and self.num_layers >= pp)
+        return blocks and (cp == 1 or self.has_attention)
+
+    @property
+    def words(self) -> str:
+        """What divides, in words."""
+        return f"{self.num_layers} blocks"
+
+
+def workload_of(
+    model: nnx.Module | Callable[[], nnx.Module],
+    loss_fn: LossFn,
+    batch: Batch,
+    optimizer: str | optax.GradientTransformation = "adam",
+    precision: MixedPrecision | str | bool | None = None,
+    platform: str = "cuda",
+) -> Workload:
+    """Reads what is to be trained from the programs of its loss and their derivative.
+
+    Nothing is computed and no parameter is made: forward and backward pass are traced for many
+    and for twice as many samples, as they are and with every block recomputed, and what is alive at
+    their peak is counted.
+
+    Args:
+        model: any NNX module, or a function that makes one.
+        loss_fn: `loss_fn(model, batch)`, as `build_train_step` takes it.
+        batch: a global batch of shapes; leaves `[B, ...]`.
+        optimizer: a name of `OPTIMIZERS`, or an optax transformation.
+        precision: a policy or a preset's name; None is float32.
+        platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+
+    Returns:
+        The workload, its `shape` a `Profile`.
+
+    Raises:
+        ConfigError: for a model without parameters.
+
+    Example:
+        >>> model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+        >>> work = workload_of(model, loss_fn, {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)})
+        >>> work.shape.num_params, work.shape.sample_flops  # 2 x 16 forward, as many for the kernel
+        (16, 64.0)
+    """
+    make = model if not isinstance(model, nnx.Module) else lambda: model
+    policy = MixedPrecision.of(precision)
+    abstract = nnx.eval_shape(make)
+    graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
+    units = block_paths(abstract)
+    run = functools.partial(_loss, graphdef, loss_fn, policy, units)
+    read = lambda rows, remat: _read(run, params, rest, batch, rows, remat, platform)
+    (flops_1, bytes_1, _), (flops_2, bytes_2, stream) = read(ROWS, False), read(2 * ROWS, False)
+    remat = [bytes_1, bytes_2]
+    if units:
+        remat = [size for _, size, _ in (read(ROWS, True), read(2 * ROWS, True))]
+    blocks = [num_params(_within(params, path)) for path in units]
+    total = num_params(params)
+    shape = Profile(
+        num_params=total,
+        num_layers=max(len(units), 1),
+        layer_params=max(blocks, default=total),
+        sample_flops=(flops_2 - flops_1) / ROWS,
+        sample_bytes=max(0, bytes_2 - bytes_1) // ROWS,
+        remat_bytes=max(0, remat[1] - remat[0]) // ROWS,
+        stream_bytes=stream // (2 * ROWS),
+        has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
+    )
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    return Workload(shape=shape, global_batch=rows, optimizer=optimizer, precision=precision)
+
+
+def _within(params: Any, path: str) -> PyTree:
+    flat = nnx.to_flat_state(params)
+    prefix = path + "/"
+    return [v.get_value() for keys, v in flat if "/".join(map(str, keys)).startswith(prefix)]
+
+
+def _loss(
+    graphdef: Any,
+    loss_fn: LossFn,
+    policy: MixedPrecision,
+    units: frozenset[str],
+    marked: bool,
+    params: Any,
+    rest: Any,
+    batch: Batch,
+) -> jax.Array:
+    module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
+    if marked:
+        mark_units(module, lambda path, _: path in units)
+    if policy.is_mixed:
+        autocast(module, policy)
+    found = loss_fn(module, batch)
+    loss = found[0] if isinstance(found, tuple) else found
+    return loss.mean if isinstance(loss, Weighted) else loss
+
+
+def _read(
+    run: Callable[..., Any],
+    params: Any,
+    rest: Any,
+    batch: Batch,
+    rows: int,
+    remat: bool,
+    platform: str,
+) -> tuple[float, int, int]:
+    """Operations, bytes at the peak, and bytes of the largest thing that blocks hand on."""
+    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+    forward = functools.partial(run, remat)
+    if remat:
+        forward = scan_over_layers(forward, 1, RECOMPUTE)
+    closed = jax.make_jaxpr(jax.value_and_grad(forward))(params, rest, few)
+    splits = [whole(len(getattr(v.aval, "shape", ()))) for v in closed.jaxpr.invars]
+    tape = tape_of(closed, splits, {}, platform)
+    return tape.flops, peak_of(tape).num_bytes, _stream(run, params, rest, few)
+
+
+def _stream(run: Callable[..., Any], params: Any, rest: Any, batch: Batch) -> int:
+    jaxpr = jax.make_jaxpr(functools.partial(run, True))(params, rest, batch).jaxpr
+    handed = [
+        jaxpr.eqns[chain.calls[0]].outvars[place].aval
+        for chain in find_chains(jaxpr)
+        for place in chain.carried
+    ]
+    return max((math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in handed), default=0)

@@ -1,0 +1,467 @@
+"""What one device does in a traced program: a tape of operations, their bytes, products and sends.
+
+A traced step is a program over global arrays. Where its inputs lie says where everything else lies
+(`placement`), and so how many bytes of each value a device has, how many products it multiplies and
+what it sends. Calls are written out, branches for other platforms left away, and so is what nothing
+reads; loops keep their body as a tape of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from ..core.compat import called_program, scan_counts
+from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
+from .tape import ATTENTION, COLLECTIVES, LINEAR, VIEWS, Node, Sent, Tape, kind_of, live
+from .walk import LOOPS
+
+
+@dataclasses.dataclass(eq=False)
+class _Value:
+    """What is known of a variable.
+
+    Args:
+        buffer: where it is.
+        splits: by its dims.
+        partial: the sums that it is a part of, until a collective adds them up.
+        known: its value, where it says which platform the program is for.
+        is_carried: whether it is what a turn of a loop got from the one before.
+    """
+
+    buffer: int
+    splits: Splits
+    partial: tuple[_Sum, ...] = ()
+    known: int | None = None
+    is_carried: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Sum:
+    """A sum of which every rank has a part.
+
+    Args:
+        node: what made it.
+        axes: of the ranks.
+        num_bytes: that a rank has of it.
+        trips: turns of the loop that adds to it. Where it is scattered, every turn scatters its own
+            part, for the compiler lays what a loop carries out as those lie who read it.
+        is_done: whether it was added up already, for another reader.
+    """
+
+    node: Node
+    axes: Axes
+    num_bytes: int
+    trips: int = 1
+    is_done: bool = False
+
+
+def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], platform: str) -> Tape:
+    """Reads what one device does.
+
+    Args:
+        closed: a closed jaxpr over global arrays.
+        splits: where each input lies.
+        sizes: the sizes of the mesh axes.
+        platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+
+    Returns:
+        The tape, without what nothing reads.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 2))
+        >>> program = jax.make_jaxpr(lambda x, w: jnp.sum(x @ w))(x, w)
+        >>> tape = tape_of(program, [(frozenset({"dp"}), NONE), whole(2)], {"dp": 2}, "cpu")
+        >>> tape.flops, [sent.kind for sent, _ in tape.sends()]
+        (64.0, ['all-reduce'])
+    """
+    reader = _Reader(sizes, platform)
+    inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
+    outputs = reader.run(closed.jaxpr, closed.consts, inputs)
+    outputs = [reader.resolved(value) for value in outputs]
+    tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
+    return live(tape, range(len(tape.outputs)))
+
+
+class _Reader:
+    """Goes through a program and writes its tape."""
+
+    def __init__(self, axes: Mapping[str, int], platform: str):
+        self.axes, self.platform = axes, platform
+        self.nodes: list[Node] = []
+        self.sizes: list[int] = []
+        self.wholes: dict[tuple[int, Splits], _Value] = {}
+
+    def input(self, aval: Any, splits: Splits) -> _Value:
+        return _Value(self.buffer(aval, splits), splits)
+
+    def buffer(self, aval: Any, splits: Splits) -> int:
+        self.sizes.append(self.local_bytes(aval, splits))
+        return len(self.sizes) - 1
+
+    def ways(self, axes: Axes) -> int:
+        return math.prod(self.axes[axis] for axis in axes)
+
+    def local_bytes(self, aval: Any, splits: Splits) -> int:
+        shape = getattr(aval, "shape", ())
+        count = math.prod(-(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True))
+        return count * getattr(getattr(aval, "dtype", None), "itemsize", 8)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
+        known: dict[Any, _Value] = {}
+        for variable in jaxpr.constvars:
+            known[variable] = self.input(variable.aval, whole(variable.aval.ndim))
+        known.update(zip(jaxpr.invars, values, strict=True))
+
+        def read(atom: Any) -> _Value:
+            if isinstance(atom, Literal):
+                return _Value(-1, whole(getattr(atom.aval, "ndim", 0)))
+            return known[atom]
+
+        for equation in jaxpr.eqns:
+            results = self.equation(equation, [read(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        name = equation.primitive.name
+        if name == "platform_index":
+            return [_Value(-1, (), known=self._platform(equation.params["platforms"]))]
+        if name == "cond":
+            return self._cond(equation, operands)
+        if name == "scan":
+            return self._scan(equation, operands)
+        if name == "while":
+            return self._while(equation, operands)
+        if name == "shard_map":
+            return self._mapped(equation, operands)
+        inner = None if name in LOOPS or name == "pallas_call" else called_program(equation)
+        if inner is not None:
+            if equation.params.get("differentiated") and _is_kept_apart(equation):
+                operands = [self._behind_barrier(one) for one in operands]
+            return self.run(inner.jaxpr, inner.consts, operands[-len(inner.jaxpr.invars) :])
+        if name == "optimization_barrier":
+            return [self._behind_barrier(one) for one in operands]
+        if name == "sharding_constraint":
+            return [self._constrained(equation, operands[0])]
+        return self._operation(equation, operands)
+
+    def _behind_barrier(self, operand: _Value) -> _Value:
+        """The same value, which is in memory before and cannot be computed again behind."""
+        operand = self.resolved(operand)
+        if operand.buffer < 0:
+            return operand
+        self.sizes.append(0)
+        value = _Value(len(self.sizes) - 1, operand.splits)
+        self.nodes.append(Node("barrier", "barrier", (operand.buffer,), (value.buffer,)))
+        return value
+
+    def _platform(self, platforms: Any) -> int:
+        for number, names in enumerate(platforms):
+            if names is None or self.platform in names:
+                return number
+        return 0
+
+    def resolved(self, value: _Value, scatter: Axes = NONE) -> _Value:
+        """The whole sum where a value is a part of one; over some axes only a shard of it."""
+        for one in value.partial:
+            if not one.is_done:
+                one.is_done = True
+                self._add_up(one, scatter)
+        value.partial = ()
+        return value
+
+    def _add_up(self, one: _Sum, scatter: Axes) -> None:
+        shard, rest, size = one.axes & scatter, one.axes - scatter, one.num_bytes
+        # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
+        if shard and self.platform == "cpu":
+            shard, rest = NONE, one.axes
+        if shard:
+            one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
+            size //= self.ways(shard)
+        if rest:
+            one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
+
+    def _operation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        name = equation.primitive.name
+        if name in ("add", "add_any"):
+            # Where the other summand lies split over the ranks, each needs its share of the sum.
+            split = frozenset().union(
+                *(a for one in operands if not one.partial for a in one.splits)
+            )
+            for one in operands:
+                if any(part.axes & split for part in one.partial):
+                    self.resolved(one, scatter=split)
+        handed = _handed(name, operands)
+        if not handed:
+            operands = [self.resolved(one) for one in operands]
+        if name == "dot_general":
+            operands = self._met(equation, operands)
+        found = placed(equation, [one.splits for one in operands])
+        if self._is_view(equation) and operands[0].buffer >= 0:
+            return [_Value(operands[0].buffer, found[0][0], handed)]
+        node = Node(name, kind_of(name), tuple(one.buffer for one in operands), ())
+        results = []
+        for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
+            value = self.input(variable.aval, splits)
+            value.partial = handed
+            if summed and not handed:
+                value.partial = (_Sum(node, summed, self.sizes[value.buffer]),)
+            results.append(value)
+        node.writes = tuple(value.buffer for value in results)
+        node.flops = self._flops(equation, operands, results)
+        if name in COLLECTIVES:
+            node.sent = tuple(self._sent(equation, operands, results))
+        self.nodes.append(node)
+        return results
+
+    def _met(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        """The operands of a product; where both are split by one axis, one of them is gathered.
+
+        Of activations and a kernel these are the activations, as for sequence parallelism.
+        """
+        (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+        one, other = (operand.splits for operand in operands)
+        paired = {*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)}
+        clash = {
+            axis
+            for a, axes in enumerate(one)
+            for b, others in enumerate(other)
+            if (a, b) not in paired
+            for axis in axes & others
+        }
+        if not clash:
+            return operands
+        at = 0 if len(one) >= len(other) else 1
+        splits = tuple(axes - clash for axes in operands[at].splits)
+        key = operands[at].buffer, splits
+        if key not in self.wholes:
+            value = self.input(equation.invars[at].aval, splits)
+            sent = Sent("all-gather", tuple(sorted(clash)), self.sizes[value.buffer])
+            reads, writes = (operands[at].buffer,), (value.buffer,)
+            self.nodes.append(Node("sharding_constraint", "other", reads, writes, 0.0, (sent,)))
+            self.wholes[key] = value
+        kept = list(operands)
+        kept[at] = self.wholes[key]
+        return kept
+
+    @staticmethod
+    def _is_view(equation: Any) -> bool:
+        name = equation.primitive.name
+        return name in VIEWS or (name == "transpose" and equation.outvars[0].aval.ndim <= 2)
+
+    def _sent(self, equation: Any, operands: list[_Value], results: list[_Value]) -> list[Sent]:
+        kind, parameter = COLLECTIVES[equation.primitive.name]
+        axes = equation.params[parameter]
+        axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
+        sides = results if kind == "all-gather" else operands
+        sizes = [self.sizes[one.buffer] for one in sides if one.buffer >= 0]
+        return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
+
+    def _constrained(self, equation: Any, operand: _Value) -> _Value:
+        ((splits, _),) = placed(equation, [operand.splits])
+        axes = frozenset().union(*splits)
+        summed = frozenset().union(*(one.axes for one in operand.partial))
+        if splits != operand.splits or summed & axes:
+            self.resolved(operand, scatter=axes)
+        before = frozenset().union(*operand.splits)
+        gathered, moved = (
+            before - axes,
+            {
+                axis
+                for dim, one in enumerate(splits)
+                for axis in one & before
+                if axis not in operand.splits[dim]
+            },
+        )
+        if splits == operand.splits or operand.buffer < 0:
+            return _Value(operand.buffer, splits, operand.partial)
+        value = self.input(equation.outvars[0].aval, splits)
+        node = Node("sharding_constraint", "fused", (operand.buffer,), (value.buffer,))
+        if gathered or moved:
+            node.kind = "other"
+            kind = "all-gather" if gathered else "all-to-all"
+            over = tuple(sorted(gathered or moved))
+            node.sent = (Sent(kind, over, self.sizes[value.buffer]),)
+        self.nodes.append(node)
+        return value
+
+    def _mapped(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        params = equation.params
+        manual = params.get("newly_manual_axes", params.get("manual_axes"))
+        inner: list[_Value] = []
+        for variable, operand, spec in zip(
+            equation.invars, operands, params["in_specs"], strict=True
+        ):
+            said = of_spec(spec, variable.aval.ndim)
+            self.resolved(operand, scatter=frozenset().union(*said))
+            keep = once([(a - manual) | s for a, s in zip(operand.splits, said, strict=True)])
+            lost = frozenset().union(*operand.splits) & manual - frozenset().union(*said)
+            value = operand
+            if keep != operand.splits and operand.buffer >= 0:
+                value = self.input(variable.aval, keep)
+                kind = "other" if lost else "fused"
+                sent = Sent("all-gather", tuple(sorted(lost)), self.sizes[value.buffer])
+                node = Node("shard_map", kind, (operand.buffer,), (value.buffer,))
+                node.sent = (sent,) if lost else ()
+                self.nodes.append(node)
+            inner.append(_Value(value.buffer, tuple(axes - manual for axes in keep)))
+        program = params["jaxpr"]
+        results = self.run(getattr(program, "jaxpr", program), (), inner)
+        found = []
+        for variable, value, spec in zip(
+            equation.outvars, results, params["out_specs"], strict=True
+        ):
+            self.resolved(value)
+            said = of_spec(spec, variable.aval.ndim)
+            splits = once([a | s for a, s in zip(value.splits, said, strict=True)])
+            found.append(_Value(value.buffer, splits))
+        return found
+
+    def _cond(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        branches, which = equation.params["branches"], operands[0].known
+        if which is None and equation.params.get("branches_platforms") is not None:
+            which = self._platform(equation.params["branches_platforms"])
+        if which is not None:
+            chosen = branches[which]
+            return self.run(chosen.jaxpr, chosen.consts, operands[1:])
+        operands = [self.resolved(one) for one in operands]
+        bodies, splits = [], None
+        for branch in branches:
+            body, results = self._body(branch, [one.splits for one in operands[1:]])
+            bodies.append(body)
+            own = [one.splits for one in results]
+            joined = own if splits is None else list(map(_either, splits, own))
+            splits = joined
+        return self._loop(equation, operands[1:], tuple(bodies), splits or [], 1, 0, 0)
+
+    def _body(
+        self, closed: Any, splits: Sequence[Splits], carry: range = range(0)
+    ) -> tuple[Tape, list[_Value]]:
+        reader = _Reader(self.axes, self.platform)
+        inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
+        for place in carry:
+            inputs[place].is_carried = True
+        results = reader.run(closed.jaxpr, closed.consts, inputs)
+        for place, value in enumerate(results):
+            if place >= len(carry):
+                reader.resolved(value)
+        places = [one.buffer for one in inputs], [one.buffer for one in results]
+        return Tape(reader.nodes, reader.sizes, *places), results
+
+    def _scan(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        consts, carry = scan_counts(equation)
+        operands = [self.resolved(one) for one in operands]
+        inner = equation.params["jaxpr"]
+        splits = [one.splits for one in operands]
+        rows = [s[1:] for s in splits[consts + carry :]]
+        while True:
+            carries = range(consts, consts + carry)
+            body, results = self._body(inner, [*splits[: consts + carry], *rows], carries)
+            found = [one.splits for one in results]
+            carried = list(map(_either, splits[consts : consts + carry], found[:carry]))
+            if carried == splits[consts : consts + carry]:
+                break
+            splits[consts : consts + carry] = carried
+        stacked = [(NONE, *s) for s in found[carry:]]
+        length = equation.params["length"]
+        places = [*carried, *stacked]
+        values = self._loop(equation, operands, (body,), places, length, consts, carry)
+        for value, result in zip(values, results, strict=True):
+            axes = frozenset().union(*(one.axes for one in result.partial))
+            if axes:
+                sums = (_Sum(self.nodes[-1], axes, self.sizes[value.buffer], length),)
+                value.partial = sums
+        return values
+
+    def _while(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+        params = equation.params
+        operands = [self.resolved(one) for one in operands][params["cond_nconsts"] :]
+        consts = params["body_nconsts"]
+        carry = len(operands) - consts
+        body, results = self._body(params["body_jaxpr"], [one.splits for one in operands])
+        found = [one.splits for one in results]
+        return self._loop(equation, operands, (body,), found, 1, consts, carry)
+
+    def _loop(
+        self,
+        equation: Any,
+        operands: list[_Value],
+        bodies: tuple[Tape, ...],
+        splits: Sequence[Splits],
+        trips: int,
+        consts: int,
+        carry: int,
+    ) -> list[_Value]:
+        results = [self.input(v.aval, s) for v, s in zip(equation.outvars, splits, strict=True)]
+        reads, writes = (tuple(one.buffer for one in side) for side in (operands, results))
+        name = equation.primitive.name
+        node = Node(name, "loop", reads, writes, 0.0, (), bodies, trips, consts, carry)
+        self.nodes.append(node)
+        return results
+
+    def _flops(self, equation: Any, operands: list[_Value], results: list[_Value]) -> float:
+        name = equation.primitive.name
+        shapes = [atom.aval.shape for atom in equation.invars]
+        local = lambda shape, splits: math.prod(
+            -(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True)
+        )
+        out = equation.outvars[0].aval.shape
+        if name == "dot_general":
+            dims = equation.params["dimension_numbers"][0]
+            summed = math.prod(shapes[0][dim] for dim in dims[0])
+            axes = [
+                operands[0].splits[a] | operands[1].splits[b] for a, b in zip(*dims, strict=True)
+            ]
+            ways = self.ways(frozenset().union(*axes) - frozenset().union(*results[0].splits))
+            return 2.0 * local(out, results[0].splits) * summed / ways
+        if name == "conv_general_dilated":
+            kernel, spec = shapes[1], equation.params["dimension_numbers"].rhs_spec
+            summed = math.prod(kernel[dim] for dim in spec[1:])
+            side = equation.params["dimension_numbers"].lhs_spec[1]
+            ways = self.ways(operands[0].splits[side])
+            return 2.0 * local(out, results[0].splits) * summed / ways
+        if name.startswith(ATTENTION):
+            rows = local(shapes[0], operands[0].splits)
+            return (4.0 if "fwd" in name else 10.0) * rows * shapes[1][1]
+        return 0.0
+
+
+def _is_kept_apart(equation: Any) -> bool:
+    """Whether what is recomputed is kept apart from the first computation by a barrier."""
+    prevents = equation.params.get("prevent_cse", False)
+    return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
+
+
+def _handed(name: str, operands: list[_Value]) -> tuple[_Sum, ...]:
+    """The sums that the result of a linear operation is a part of, as its operands are."""
+    partial = [one.partial for one in operands]
+    is_part = [bool(sums) for sums in partial]
+    if name in ("add", "add_any"):
+        # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
+        # before or behind it.
+        return _joined(tuple(sum(partial, ()))) if any(is_part) else ()
+    if name == "mul" and sum(is_part) == 1:
+        return partial[0] or partial[1]
+    if name == "div":
+        return () if is_part[1] else partial[0]
+    return partial[0] if name in LINEAR else ()
+
+
+def _joined(sums: tuple[_Sum, ...]) -> tuple[_Sum, ...]:
+    """Sums that are added: of products one collective adds up all, of others each its own."""
+    alike = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
+    if len(alike) > 1 or sums[0].node.kind != "product":
+        return sums
+    for one in sums[1:]:
+        one.is_done = True
+    return sums[:1]
+
+
+def _either(one: Splits, other: Splits) -> Splits:
+    return once([a or b for a, b in zip(one, other, strict=True)])

@@ -1,0 +1,111 @@
+"""The loss as the program that a pipeline cuts, and in what order it calls the blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.weighted import Weighted
+from ..pipeline import Calls, Keys, LossTrace, Stacks, trace_loss
+from ..program import mark_units
+from ..program.rows import Stacked, by_rows, whole
+from .objective import Outcome, evaluate, weighed_metrics
+from .parts import ModelParts
+
+
+def traced(
+    run: Callable[[PyTree, PyTree, Batch], Outcome],
+    spelled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    stacks: Stacks,
+    params: PyTree,
+    buffers: PyTree,
+    batch: Batch,
+) -> LossTrace:
+    """The loss of a batch as a program, of a model whose stacked blocks are taken apart.
+
+    Args:
+        run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
+        spelled: changes the function that is traced.
+        stacks: the modules of the model that hold many blocks.
+        params: shapes, the blocks of stacks by themselves.
+        buffers: arrays or shapes.
+        batch: likewise.
+
+    Returns:
+        The program.
+    """
+
+    def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+        outcome = run(params, buffers, batch)
+        wide = lambda x: jnp.asarray(x, jnp.float32)
+        loss, metrics = outcome.loss, _flat(weighed_metrics(outcome))
+        return wide(loss.total), wide(loss.weight), metrics, outcome.buffers
+
+    spelling = spelled(forward)
+    if stacks.depths:
+        # A loop over stacked blocks, as the model has it, hides which of them a call reads.
+        layers = by_rows(spelling)
+        together = lambda params: stacks.together(params, Stacked)
+        spelling = lambda params, *rest: jax.tree.map(whole, layers(together(params), *rest))
+    return trace_loss(spelling, params, buffers, batch)
+
+
+def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
+    """Metrics by name and part: those with a weight of their own have two."""
+    found: dict[tuple[str, str], Array] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Weighted):
+            found[name, "total"] = jnp.asarray(value.total)
+            found[name, "weight"] = jnp.asarray(value.weight)
+        else:
+            found[name, ""] = value
+    return found
+
+
+def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
+    """The inverse of `_flat`."""
+    alone = {name: value for (name, part), value in found.items() if not part}
+    own = {name for name, part in found if part}
+    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
+
+
+def calls_in(
+    parts: ModelParts, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
+) -> Calls:
+    """The calls of blocks in the loss of a batch, on one device and without any array.
+
+    Args:
+        parts: the model's structure, and the shapes of its parameters and buffers.
+        loss_fn: the user's loss.
+        blocks: the keys of the blocks.
+        stacks: the modules of the model that hold many blocks.
+        batch: arrays or shapes, with what samples have in common unwrapped.
+
+    Returns:
+        The calls.
+    """
+    modules = {"/".join(map(str, stacks.in_model(keys))) for keys in blocks}
+
+    def mark(model: nnx.Module) -> None:
+        mark_units(model, lambda path, _: path in modules)
+
+    def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
+        return evaluate(parts, loss_fn, params, buffers, batch, mark)
+
+    # What samples have in common stands in the batch itself here, as the loss sees it.
+    weights, buffers = dataclasses.replace(parts, shared={}).arguments
+    as_it_is = lambda forward: forward
+    trace = traced(run, as_it_is, stacks, stacks.apart(weights), buffers, batch)
+    block_of = {
+        variable: number
+        for keys, variable in trace.params.items()
+        for number, block in enumerate(blocks)
+        if keys[: len(block)] == block
+    }
+    return Calls.of(trace.jaxpr, trace.calls, block_of)

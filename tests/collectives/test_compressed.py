@@ -1,0 +1,105 @@
+"""Means in few bits: what is sent, what is kept for the next time, and that nothing is lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from axon_dist import World
+from axon_dist.collectives import Rounded, TopK, compression_of
+from axon_dist.core.errors import ConfigError
+from axon_dist.inspect import collectives
+
+RANKS = 4
+SHAPES = ((7, 9), (300,), ())
+KINDS = [Rounded("int8", 16), Rounded("fp8", 16), Rounded("int8", 256), TopK(0.1), TopK(1.0)]
+
+
+def values(seed=0):
+    """A row for each rank of every leaf; scales differ by four orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    draw = lambda n, shape: rng.normal(size=(RANKS, *shape)) * 10.0 ** (-n) * 3
+    return [jnp.asarray(draw(n, shape), jnp.float32) for n, shape in enumerate(SHAPES)]
+
+
+def mapped(kind):
+    mesh = World.emulate(RANKS, f"nodes={RANKS}").mesh
+
+    def local(rows):
+        mean, missing = kind.mean([row[0] for row in rows], "nodes", RANKS)
+        return [x[None] for x in mean], [x[None] for x in missing]
+
+    rows = P("nodes")
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows,), out_specs=(rows, rows))), mesh
+
+
+def rounded(blocks, kind):
+    """The nearest numbers of eight bits, in numpy."""
+    largest = {"int8": 127.0, "fp8": 448.0}[kind]
+    top = np.abs(blocks).max(-1, keepdims=True)
+    scale = np.where(top > 0, top / np.float32(largest), 1).astype(np.float32)
+    scaled = np.clip(blocks / scale, -largest, largest)
+    narrow = np.round(scaled) if kind == "int8" else scaled.astype(jnp.float8_e4m3fn)
+    return narrow.astype(np.float32) * scale
+
+
+def expected_mean(rows, kind):
+    """Rounded, averaged and rounded again, block by block of each leaf."""
+    if isinstance(kind, TopK):
+        flat = rows.reshape(RANKS, -1)
+        count = max(1, int(np.ceil(kind.share * flat.shape[1])))
+        sent = np.zeros_like(flat)
+        for rank in range(RANKS):
+            places = np.argsort(-np.abs(flat[rank]), kind="stable")[:count]
+            sent[rank, places] = flat[rank, places]
+        return sent.mean(0).reshape(rows.shape[1:])
+    flat = rows.reshape(RANKS, -1)
+    size = flat.shape[1]
+    blocks = np.pad(flat, ((0, 0), (0, -size % kind.block))).reshape(RANKS, -1, kind.block)
+    mean = rounded(rounded(blocks, kind.kind).mean(0), kind.kind)
+    return mean.reshape(-1)[:size].reshape(rows.shape[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_mean_is_what_was_sent_and_the_rest_is_kept(kind):
+    run, mesh = mapped(kind)
+    rows = values()
+    mean, missing = run(rows)
+    for leaf, found, left in zip(rows, mean, missing, strict=True):
+        leaf, found, left = map(np.asarray, (leaf, found, left))
+        for rank in range(1, RANKS):
+            np.testing.assert_array_equal(found[rank], found[0])
+        np.testing.assert_allclose(found[0], expected_mean(leaf, kind), rtol=2e-6, atol=1e-7)
+        # Nothing is lost: what was averaged is what all got, and what they keep.
+        scale = np.abs(leaf).max()
+        np.testing.assert_allclose(found[0] + left.mean(0), leaf.mean(0), atol=2e-6 * scale)
+    ledger = collectives(run.lower(rows).compile(), mesh)
+    sizes = [int(np.prod(shape)) for shape in SHAPES]
+    assert ledger.total_wire_bytes() == kind.wire_bytes(sizes, RANKS)
+
+
+@pytest.mark.parametrize("kind", [Rounded("int8"), TopK(0.05)], ids=str)
+def test_feedback_brings_everything_in_the_end(kind):
+    run, _ = mapped(kind)
+    rows, missing, total = values(1), [jnp.zeros_like(x) for x in values(1)], 0.0
+    for _ in range(40):
+        mean, missing = run([x + e for x, e in zip(rows, missing, strict=True)])
+        total = total + np.asarray(mean[1][0])
+    want = np.asarray(rows[1]).mean(0)
+    assert np.abs(total / 40 - want).max() < 0.5 * np.abs(want).max()
+    without = np.asarray(run(rows)[0][1][0])
+    assert np.abs(total / 40 - want).mean() < np.abs(without - want).mean()
+
+
+def test_wrong_compressions_are_refused():
+    with pytest.raises(ConfigError, match=r"there is no compression 'int9'\. Did you mean 'int8'"):
+        compression_of("int9")
+    with pytest.raises(ConfigError, match="there is no rounding 'int4'"):
+        Rounded("int4")
+    with pytest.raises(ConfigError, match="block is 0; give how many numbers"):
+        Rounded("int8", 0)
+    with pytest.raises(ConfigError, match=r"share is 1\.5; give the part"):
+        TopK(1.5)
+    assert compression_of("top_k") == TopK()
+    assert compression_of(None) is None

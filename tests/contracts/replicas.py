@@ -1,0 +1,95 @@
+"""The oracle of replicas that train on their own: each in turn on one device, in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from axon_dist.core.weighted import Weighted
+
+from .reference import Trace, norm_of, weighted_mean
+
+
+def simulate(case, optimizer, outer, every, replicas, num_steps, accumulate=1, fragments=None):
+    """Trains R replicas one after the other, and has them meet every H steps.
+
+    Args:
+        fragments: pairs of the step within H at which a part meets, and a function from a path of
+            keys to whether a parameter is in it; None is all of them after H steps.
+
+    Returns:
+        The trace: means of what the replicas report, their parameters as rows, and with the
+        buffers those on which they last agreed.
+    """
+    graphdef, params, buffers = nnx.split(case.make(), nnx.Param, ...)
+    params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
+    fragments = fragments or [(0, lambda path: True)]
+    gradient = jax.jit(jax.value_and_grad(_total_of(graphdef, case.loss_fn), has_aux=True))
+    own = [(params, optimizer.init(params), _of_replica(buffers, r)) for r in range(replicas)]
+    common, outer_states = params, [outer.init(params) for _ in fragments]
+    trace = []
+    for number in range(num_steps):
+        reported = []
+        for r in range(replicas):
+            pieces = _share(case.batch(number), r, replicas, accumulate)
+            own[r], metrics = _step(gradient, optimizer, own[r], pieces)
+            reported.append(metrics)
+        trace.append({n: float(np.mean([m[n] for m in reported])) for n in reported[0]})
+        for index, (at, within) in enumerate(fragments):
+            if (number + 1) % every != at:
+                continue
+            went = [jax.tree.map(jnp.subtract, common, params) for params, _, _ in own]
+            mean = jax.tree.map(lambda *x: sum(x) / replicas, *went)
+            updates, outer_states[index] = outer.update(mean, outer_states[index], common)
+            met = optax.apply_updates(common, updates)
+            pick = lambda path, new, old, within=within: new if within(path) else old
+            common = jax.tree_util.tree_map_with_path(pick, met, common)
+            own = [
+                (jax.tree_util.tree_map_with_path(pick, met, params), *rest)
+                for params, *rest in own
+            ]
+    rows = jax.tree.map(lambda *x: jnp.stack(x), *(params for params, _, _ in own))
+    return Trace(trace, [], rows, {"common": common, "own": [b for _, _, b in own]})
+
+
+def _total_of(graphdef, loss_fn):
+    def total_of(params, buffers, batch):
+        model = nnx.merge(graphdef, params, buffers, copy=True)
+        value = loss_fn(model, batch)
+        loss, extra = value if isinstance(value, tuple) else (value, {})
+        loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
+        buffers = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+        return loss.total, (loss.weight, extra, buffers)
+
+    return total_of
+
+
+def _of_replica(buffers, r):
+    """The first replica draws as the model would, the others from keys folded with their number."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    fold = lambda x: jax.random.fold_in(x, r) if is_key(x) and r else x
+    return jax.tree.map(fold, buffers)
+
+
+def _share(batch, r, replicas, accumulate):
+    """The rows of each microbatch that a replica has."""
+    cut = lambda leaf: [np.split(x, replicas)[r] for x in np.split(np.asarray(leaf), accumulate)]
+    leaves = {name: cut(leaf) for name, leaf in batch.items()}
+    return [{name: x[k] for name, x in leaves.items()} for k in range(accumulate)]
+
+
+def _step(gradient, optimizer, state, pieces):
+    params, opt_state, buffers = state
+    totals, weights, extras = [], [], []
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for piece in pieces:
+        (total, (weight, extra, buffers)), grad = gradient(params, buffers, piece)
+        grads = jax.tree.map(jnp.add, grads, grad)
+        totals.append(float(total)), weights.append(float(weight)), extras.append(extra)
+    grads = jax.tree.map(lambda g: g / sum(weights), grads)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    metrics = {name: weighted_mean([e[name] for e in extras], weights) for name in extras[0]}
+    metrics |= {"loss": sum(totals) / sum(weights), "grad_norm": norm_of(grads)}
+    return (params, opt_state, buffers), metrics | {"param_norm": norm_of(params)}

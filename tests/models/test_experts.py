@@ -1,0 +1,156 @@
+"""The mixture of experts on one device, against every token through every expert."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.routing import Choice, in_order, in_slots, slots_for
+from axon_dist.models import ExpertConfig, Experts, Transformer, TransformerConfig, num_params
+
+SIZES = {"width": 8, "ffn_width": 12, "num_heads": 2, "num_kv_heads": 2, "num_layers": 1}
+
+
+def config(sizes=None, **experts):
+    return TransformerConfig(**{**SIZES, **(sizes or {})}, experts=ExpertConfig(**experts))
+
+
+def layer(sizes=None, **experts):
+    return Experts(config(sizes, **experts), rngs=nnx.Rngs(0))
+
+
+def inputs(seed=0, shape=(3, 5, 8)):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def every_expert(model, x):
+    """Each token through all experts, and the sum over those chosen, by the book."""
+    scores = jax.nn.softmax(x @ model.router[...])
+    bias = model.bias[...] if hasattr(model, "bias") else 0
+    k = model.experts.per_token
+    edge = jnp.sort(scores + bias)[..., -k][..., None]
+    gates = jnp.where(scores + bias >= edge, scores, 0)
+    gates = gates / gates.sum(-1, keepdims=True) if k > 1 else gates
+    hidden = jnp.einsum("btd,edh->bteh", x, model.up[...])
+    if hasattr(model, "gate"):
+        hidden = hidden * jax.nn.silu(jnp.einsum("btd,edh->bteh", x, model.gate[...]))
+    else:
+        hidden = jax.nn.silu(hidden)
+    made = jnp.einsum("bteh,ehd,bte->btd", hidden, model.down[...], gates)
+    return made + model.shared_mlp(x) if hasattr(model, "shared_mlp") else made
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts"),
+    [({}, {"per_token": 2, "shared": 2}), ({"gated": False}, {"per_token": 1})],
+)
+def test_equals_every_token_through_every_expert(sizes, experts):
+    model, x = layer(sizes, count=4, **experts), inputs()
+    run = lambda f: lambda params: jnp.sum(jnp.sin(f(nnx.merge(graph, params, rest, copy=True), x)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    np.testing.assert_allclose(model(x), every_expert(model, x), atol=1e-6)
+    got, want = (jax.grad(run(f))(params) for f in (lambda m, x: m(x), every_expert))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    model, x = layer(count=4, bias_rate=0.5), inputs()
+    model.bias.set_value(jnp.array([9.0, 0.0, 0.0, 9.0]))
+    want = every_expert(model, x)
+    np.testing.assert_allclose(model(x), want, atol=1e-6)
+    # Experts 0 and 3 get all tokens, and lose; the others gain.
+    assert model.bias[...].tolist() == [8.5, 0.5, 0.5, 8.5]
+    assert float(model.report[...][3]) == 2.0
+
+
+def test_what_is_only_looked_at_leaves_no_trace():
+    model = layer(count=4, bias_rate=0.5)
+    model.eval()
+    model(inputs())
+    assert not model.bias[...].any()
+    assert not model.report[...].any()
+
+
+def test_balance_and_z_terms():
+    model, x = layer(count=4), inputs()
+    logits = x @ model.router[...]
+    scores = jax.nn.softmax(logits)
+    chosen = jax.nn.one_hot(jax.lax.top_k(scores, 2)[1], 4).sum(2) / 2
+    model(x)
+    over = lambda *axes: (chosen.mean(axes) * scores.mean(axes)).sum(-1)
+    z = (jax.nn.logsumexp(logits, -1) ** 2).mean()
+    np.testing.assert_allclose(model.report[...][:2], [4 * over(0, 1), z], rtol=1e-5)
+    model = layer(count=4, balance_per="sequence")
+    model(x)
+    np.testing.assert_allclose(model.report[...][0], 4 * over(1).mean(), rtol=1e-5)
+
+
+def test_the_balance_term_moves_the_router():
+    model, x = layer(count=4), inputs()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def balance(params):
+        made = nnx.merge(graph, params, rest, copy=True)
+        made(x)
+        return made.report[...][0]
+
+    def by_hand(router):
+        scores = jax.nn.softmax(x @ router)
+        chosen = jax.nn.one_hot(jax.lax.top_k(scores, 2)[1], 4).sum(2) / 2
+        return 4 * (chosen.mean((0, 1)) * scores.mean((0, 1))).sum()
+
+    want = jax.grad(by_hand)(model.router[...])
+    np.testing.assert_allclose(jax.grad(balance)(params)["router"][...], want, atol=1e-6)
+    assert float(jnp.abs(want).max()) > 1e-3
+
+
+def test_slots_leave_out_the_last_and_count_them():
+    tokens = inputs(shape=(6, 3))
+    choice = Choice(jnp.array([[0], [1], [0], [0], [1], [0]]), jnp.ones((6, 1)))
+    kernels = jnp.stack([jnp.eye(3), 2 * jnp.eye(3)])
+    feed = lambda product, rows, kernels: product(rows, kernels)
+    whole = in_order(feed, tokens, choice, kernels)
+    np.testing.assert_allclose(whole, tokens * (1 + choice.experts), rtol=1e-6)
+    mixed, left_out = in_slots(feed, tokens, choice, kernels, 2, 2)
+    kept = np.array([1, 1, 1, 0, 1, 0])[:, None]
+    np.testing.assert_allclose(mixed, whole * kept, rtol=1e-6)
+    assert float(left_out) == 2
+
+
+def test_experts_from_a_number_on_add_what_is_theirs():
+    tokens, kernels = inputs(shape=(6, 3)), inputs(1, (4, 3, 3))
+    choice = Choice(jax.lax.top_k(inputs(2, (6, 4)), 2)[1], jnp.full((6, 2), 0.5))
+    feed = lambda product, rows, kernels: jnp.cos(product(rows, kernels))
+    halves = [in_order(feed, tokens, choice, kernels[i : i + 2], i) for i in (0, 2)]
+    slots = [in_slots(feed, tokens, choice, kernels[i : i + 2], 2, 6, i)[0] for i in (0, 2)]
+    whole = in_order(feed, tokens, choice, kernels)
+    np.testing.assert_allclose(sum(halves), whole, atol=1e-6)
+    np.testing.assert_allclose(sum(slots), whole, atol=1e-6)
+
+
+def test_slots_are_at_least_one_and_at_most_one_for_each_token():
+    assert [slots_for(8, 2, 4, f) for f in (0.01, 1.0, 1.1, 9.0)] == [1, 4, 5, 8]
+
+
+def test_parameters_are_counted():
+    for sizes, experts in (({}, {"shared": 2}), ({"gated": False}, {"width": 5, "count": 3})):
+        made = Transformer(config(sizes, **experts), rngs=nnx.Rngs(0))
+        leaves = jax.tree.leaves(nnx.state(made, nnx.Param))
+        assert sum(leaf.size for leaf in leaves) == num_params(config(sizes, **experts))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "message"),
+    [
+        ({}, {"per_token": 9}, "per_token=9 is more than experts.count=8"),
+        ({}, {"count": 0}, "count=0 must be at least 1"),
+        ({}, {"balance": -1.0}, "experts.balance=-1.0 must be 0 or more"),
+        ({}, {"balance_per": "sequences"}, "'sequences' is not known.*sequence"),
+        ({"bias": True}, {}, "experts have none: leave bias out"),
+    ],
+)
+def test_refused(sizes, experts, message):
+    with pytest.raises(ConfigError, match=message):
+        config(sizes, **experts).validate()

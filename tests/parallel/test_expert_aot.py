@@ -1,0 +1,78 @@
+"""Experts as H100s would run them: the bytes on each axis against arithmetic.
+
+With A bytes of tokens on each of c ranks, a ring gathers them and what comes back for the results,
+and scatters the sums of both: 2 (c - 1) A each; gates and numbers of experts, G bytes each, are
+gathered forward, and the gradients of gates scattered. Slots of S bytes go there and back, in both
+passes: 4 (c - 1)/c S. All that is no expert is replicated over the axis, and its gradients summed.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step, compose
+from axon_dist.core.routing import slots_for
+from axon_dist.hardware import missing_compiler
+from axon_dist.inspect import collectives, target_devices
+from axon_dist.models import (
+    ExpertConfig,
+    Transformer,
+    TransformerConfig,
+    next_token_loss,
+    num_params,
+)
+from axon_dist.parallel import expert_parallel, fsdp
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(missing_compiler("h100:8") is not None, reason="needs the CUDA compiler"),
+]
+LENGTH, WIDTH, HIDDEN, COUNT, PER_TOKEN, LAYERS, CAPACITY = 512, 256, 128, 16, 2, 2, 1.25
+CONFIG = TransformerConfig(
+    vocab_size=512,
+    width=WIDTH,
+    num_layers=LAYERS,
+    num_heads=4,
+    max_length=LENGTH,
+    attention="cudnn",
+    experts=ExpertConfig(count=COUNT, per_token=PER_TOKEN, width=HIDDEN, bias_rate=0.001),
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shards", "ranks", "form"),
+    [("ep=8", 1, 8, "ring"), ("fsdp=2,ep=4", 2, 4, "ring"), ("fsdp=2,ep=4", 2, 4, "all_to_all")],
+)
+def test_bytes_on_each_axis(mesh, shards, ranks, form):
+    world = World.init(mesh, devices=list(target_devices("h100:8")))
+    capacity = CAPACITY if form == "all_to_all" else None
+    split = expert_parallel(form, capacity)
+    step = build_train_step(
+        lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)),
+        optax.adam(1e-4),
+        next_token_loss,
+        split if shards == 1 else compose(fsdp(), split),
+        world,
+        precision="bf16",
+    )
+    tokens = jax.ShapeDtypeStruct((world.size, LENGTH + 1), jnp.int32)
+    ledger = collectives(step.lower({"tokens": tokens}).compile(), world.mesh)
+    experts = LAYERS * COUNT * 3 * WIDTH * HIDDEN
+    dense = num_params(CONFIG) - experts
+    activations, gates = LENGTH * WIDTH * 2, LENGTH * PER_TOKEN * 4
+    slots = COUNT * slots_for(LENGTH, PER_TOKEN, COUNT, CAPACITY) * WIDTH * 2
+    is_ring = form == "ring"
+    want = {
+        ("all-gather", "ep"): is_ring * LAYERS * (ranks - 1) * 2 * (activations + gates),
+        ("reduce-scatter", "ep"): is_ring * LAYERS * (ranks - 1) * (2 * activations + gates),
+        ("all-to-all", "ep"): (not is_ring) * LAYERS * 4 * (ranks - 1) / ranks * slots,
+        ("all-reduce", "ep"): 2 * (ranks - 1) / ranks * 2 * dense / shards,
+    }
+    if shards > 1:
+        held = (shards - 1) / shards * 2
+        want["reduce-scatter", "fsdp"] = held * (dense + experts / ranks)
+    for (kind, axis), count in want.items():
+        got = ledger.total_wire_bytes(kind, axis)
+        assert got == pytest.approx(count, rel=0.02), f"{kind} over {axis}"

@@ -1,0 +1,40 @@
+"""The planner beside compiled programs, `python -m benchmarks.planner`."""
+
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from axon_dist.hardware import missing_compiler
+
+
+def compared(cells, tmp_path):
+    file = tmp_path / "compared.json"
+    command = [sys.executable, "-m", "benchmarks.planner", "--cells", cells, "--json", str(file)]
+    subprocess.run([*command, "--measured", str(tmp_path / "measured.jsonl")], check=True)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.full
+def test_on_emulated_devices(tmp_path):
+    rows = compared("^tower@cpu", tmp_path)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["state"] == pytest.approx(1, abs=0.001)
+        assert row["peak"] == pytest.approx(1, abs=0.25)
+        assert row["sent"] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.aot
+def test_on_gpus_that_are_not_here(tmp_path):
+    if missing := missing_compiler("h100:8"):
+        pytest.skip(missing)
+    rows = compared("^(llama|mixer|tower)@h100:8 .*(ddp|zero1|full_shard) bf16$", tmp_path)
+    assert len(rows) == 9
+    assert statistics.median(abs(row["peak"] - 1) for row in rows) <= 0.1
+    for row in rows:
+        assert row["state"] == pytest.approx(1, abs=0.001)
+        assert row["peak"] == pytest.approx(1, abs=0.25)
+        assert row["sent"] == pytest.approx(1, abs=0.02)

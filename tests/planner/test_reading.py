@@ -1,0 +1,133 @@
+"""A traced step says what the compiled one needs."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step
+from axon_dist.hardware import hardware
+from axon_dist.inspect import report
+from axon_dist.mesh import paper_world
+from axon_dist.models import (
+    ResNet,
+    ResNetConfig,
+    ViT,
+    ViTConfig,
+    classification_loss,
+)
+from axon_dist.parallel import STRATEGIES, compose, estimate
+from axon_dist.planner import Arrangement, arrange, estimate_memory, read_program, workload_of
+
+
+class Tower(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def make():
+    return Tower(nnx.Rngs(0))
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+BATCH = {name: jax.ShapeDtypeStruct((2048, 256), jnp.float32) for name in "xy"}
+
+
+def read(world, names, platform, **options):
+    strategy = compose(*(STRATEGIES[name](make, world) for name in names))
+    step = build_train_step(make, optax.adam(1e-3), loss_fn, strategy, world, **options)
+    program, arguments = step.program(BATCH)
+    count = len(jax.tree.leaves(step.abstract_state))
+    return step, read_program(program, arguments, count, dict(world.mesh.shape), platform)
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard"])
+def test_a_reading_is_near_the_compiled_step(name):
+    world = World.emulate(8)
+    step, reading = read(world, [name], "cpu")
+    found = report(step.lower(BATCH).compile(), world.mesh)
+    assert reading.state + reading.batch == found.memory.arguments
+    assert reading.peak == pytest.approx(found.memory.peak, rel=0.1)
+    assert reading.wire_bytes == pytest.approx(found.collectives.total_wire_bytes(), rel=0.02)
+    assert reading.flops == pytest.approx(found.flops.high)
+    on_paper = read(paper_world("dp=8", 8, "cpu"), [name], "cpu")[1]
+    assert on_paper == reading
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers", "scatters"),
+    # The backward pass needs the first kernel no more: nothing is differentiated by the input.
+    [("zero1", 1, 1), ("zero2", 1, 1), ("full_shard", 5 / 3, 1)],
+)
+def test_bytes_are_those_of_the_papers(name, gathers, scatters):
+    _, reading = read(paper_world("dp=8", 8, "gpu"), [name], "gpu", precision="bf16")
+    kernels = 2 * 3 * 256 * 256
+    sizes = {"all-gather": 0.0, "reduce-scatter": 0.0}
+    for sent, times in reading.sends:
+        if sent.kind in sizes:
+            sizes[sent.kind] += sent.num_bytes * times
+    assert sizes["all-gather"] == pytest.approx(gathers * kernels, rel=0.01)
+    assert sizes["reduce-scatter"] == pytest.approx(scatters * kernels, rel=0.01)
+
+
+def test_masters_are_split_in_every_account():
+    """ZeRO-1 in bfloat16: the step, `estimate` and the planner's formula agree."""
+    world = paper_world("dp=8", 8, "gpu")
+    step, reading = read(world, ["zero1"], "gpu", precision="bf16")
+    params = step.parts.params
+    theirs = estimate(step.strategy, params, world.mesh, optax.adam(1e-3))
+    mine = estimate_memory(params, "zero1", 8, precision="bf16")
+    assert mine.params == pytest.approx(theirs.param_memory_bytes, abs=8)
+    assert mine.optimizer == pytest.approx(theirs.optim_memory_bytes, abs=8)
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    assert mine.params == pytest.approx(whole / 8, abs=8)
+    # Biases are too small to be split.
+    assert reading.state == pytest.approx(3 * whole / 8, rel=0.03)
+
+
+def test_a_slow_axis_makes_a_step_longer():
+    _, reading = read(paper_world("dp=2,tp=4", 8, "gpu"), ["ddp"], "gpu")
+    fast = reading.step_time(hardware("h100"), "float32")
+    slow = reading.step_time(hardware("v5e"), "float32")
+    assert slow.total > fast.total
+    assert fast.exposed == max(0.0, fast.communication - fast.compute)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_layers", "has_attention"),
+    [
+        (lambda: ResNet(ResNetConfig.preset("tiny"), rngs=nnx.Rngs(0)), 2, False),
+        (lambda: ViT(ViTConfig.preset("tiny"), rngs=nnx.Rngs(0)), 2, True),
+    ],
+)
+def test_any_model_is_a_workload(model, num_layers, has_attention):
+    batch = {
+        "x": jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32),
+        "y": jax.ShapeDtypeStruct((64,), jnp.int32),
+    }
+    work = workload_of(model, classification_loss, batch, precision="bf16")
+    params = nnx.state(nnx.eval_shape(model), nnx.Param)
+    assert work.shape.num_params == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert work.shape.num_layers == num_layers
+    assert work.shape.has_attention is has_attention
+    assert 0 < work.shape.remat_bytes < work.shape.sample_bytes
+    assert work.flops(1) == pytest.approx(4 / 3 * work.flops())
+    assert not work.shape.divides(1, num_layers + 1, 1)
+    assert work.shape.divides(1, 1, 2) is has_attention
+
+
+def test_context_ranks_are_devices_too():
+    plan = Arrangement(strategy="ddp", dp=2, cp=4)
+    assert plan.num_devices == 8
+    assert plan.name == "cp + ddp"
+    assert plan.to_config()["parallel"] == {"ddp": {}, "context": {}}
+    assert str(arrange("ddp", 1, cp=2).mesh) == "dp=1,cp=2"

@@ -1,0 +1,152 @@
+"""What one device does, read from a program: bytes, products, collectives."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from axon_dist.program.device import tape_of
+from axon_dist.program.liveness import peak_of
+from axon_dist.program.placement import NONE, regrouped, whole
+
+DP = frozenset({"dp"})
+MATRIX = 64 * 64 * 4
+
+
+def tape(function, *args, splits=None, axes=None, platform="cuda"):
+    program = jax.make_jaxpr(function)(*args)
+    places = splits or [whole(v.aval.ndim) for v in program.jaxpr.invars]
+    return tape_of(program, places, axes or {}, platform)
+
+
+def kinds(found):
+    return [(sent.kind, sent.num_bytes, times) for sent, times in found.sends()]
+
+
+X, W = jnp.ones((64, 64)), jnp.ones((64, 64))
+
+
+def test_elementwise_chains_are_written_out_once():
+    run = lambda x, w: jnp.sum(jnp.sin(jnp.cos(x @ w) + 1) * 2)
+    assert peak_of(tape(run, X, W)).num_bytes == MATRIX + 4
+
+
+def test_what_the_backward_pass_reads_stays():
+    def run(w, x):
+        for _ in range(4):
+            x = jnp.cos(x @ w)
+        return jnp.sum(x)
+
+    kept = peak_of(tape(jax.grad(run), W, X)).num_bytes
+    again = peak_of(tape(jax.grad(jax.checkpoint(run)), W, X)).num_bytes
+    one = peak_of(tape(jax.grad(lambda w, x: jnp.sum(jnp.cos(x @ w))), W, X)).num_bytes
+    assert kept >= 8 * MATRIX  # of each layer the product, and what the next one multiplies
+    assert one < kept
+    assert again >= kept - MATRIX  # the whole is recomputed as one, and lies there as a whole
+
+
+def test_blocks_that_are_recomputed_keep_their_inputs():
+    def run(w, x, remat):
+        body = lambda x, _: (jnp.tanh(jnp.tanh(x @ w) @ w), None)
+        body = jax.checkpoint(body) if remat else body
+        return jnp.sum(jax.lax.scan(body, x, None, length=16)[0])
+
+    sizes = [
+        peak_of(tape(jax.grad(lambda w, x, r=r: run(w, x, r)), W, X)).num_bytes for r in (0, 1)
+    ]
+    assert 16 * MATRIX < sizes[1] < 0.5 * sizes[0]
+
+
+def test_tanh_is_not_computed_twice():
+    def run(function, w, x):
+        for _ in range(4):
+            x = 2 * function(x @ w)
+        return jnp.sum(x)
+
+    size = lambda f: peak_of(tape(jax.grad(lambda w: run(f, w, X)), W)).num_bytes
+    cheap, dear = size(lambda x: x * jnp.sin(x)), size(lambda x: x * jnp.tanh(x))
+    assert dear > cheap
+
+
+def test_outputs_in_place_take_no_room():
+    run = lambda x: (x * 2, jnp.sum(x))
+    assert peak_of(tape(run, X)).num_bytes == MATRIX + 4
+    assert peak_of(tape(run, X), [0]).num_bytes == 4
+
+
+def test_a_constant_is_made_where_it_is_read():
+    run = lambda x: jax.lax.scan(lambda c, row: (c @ x + row, None), x, jnp.ones((8, 64, 64)))[0]
+    assert peak_of(tape(run, X)).num_bytes < 8 * MATRIX
+
+
+def grads(w, x):
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+
+
+def test_gradients_of_split_samples_are_added_up():
+    found = tape(grads, W, X, splits=[whole(2), (DP, NONE)], axes={"dp": 4})
+    assert kinds(found) == [("all-reduce", MATRIX, 1)]
+    assert found.flops == 2 * 2 * 64**3 / 4
+    assert tape(grads, W, X).sends() == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind"),
+    [("cuda", "reduce-scatter"), ("tpu", "reduce-scatter"), ("cpu", "all-reduce")],
+)
+def test_where_a_gradient_is_kept_split_it_is_scattered(platform, kind):
+    place = NamedSharding(
+        AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)), PartitionSpec("dp")
+    )
+    run = lambda w, x: jax.lax.with_sharding_constraint(grads(w, x).astype(jnp.bfloat16), place)
+    found = tape(run, W, X, splits=[whole(2), (DP, NONE)], axes={"dp": 4}, platform=platform)
+    assert kinds(found) == [(kind, MATRIX, 1)]  # as the product makes it, before the cast
+
+
+def test_a_split_weight_is_gathered_where_it_is_used():
+    place = NamedSharding(AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    run = lambda w, x: jnp.sum(x @ jax.lax.with_sharding_constraint(w, place))
+    found = tape(run, W, X, splits=[(DP, NONE), whole(2)], axes={"dp": 4})
+    assert kinds(found) == [("all-gather", MATRIX, 1)]
+
+
+def test_a_loop_adds_up_behind_itself():
+    def run(w, xs):
+        loss = lambda w: jnp.sum(jax.lax.scan(lambda c, x: (jnp.tanh(x @ w), None), xs[0], xs)[0])
+        return jax.grad(loss)(w)
+
+    xs = jnp.ones((8, 64, 64))
+    found = tape(run, W, xs, splits=[whole(2), (NONE, DP, NONE)], axes={"dp": 4})
+    assert kinds(found) == [("all-reduce", MATRIX, 1)]
+    assert found.flops == 8 * 2 * 2 * 64**3 / 4  # nothing is differentiated by xs
+
+
+def test_a_row_layer_is_added_up_over_its_ranks():
+    column, row = (NONE, frozenset({"tp"})), (frozenset({"tp"}), NONE)
+    run = lambda x, up, down: x + jnp.tanh(x @ up) @ down
+    found = tape(run, X, W, W, splits=[whole(2), column, row], axes={"tp": 2})
+    assert kinds(found) == [("all-reduce", MATRIX, 1)]
+    assert found.flops == 2 * 2 * 64**3 / 2
+
+
+def test_branches_for_other_platforms_are_left_away():
+    run = lambda x: jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x)
+    assert tape(run, X, platform="cpu").flops == 2 * 64**3
+    assert tape(run, X, platform="tpu").flops == 4 * 64**3
+
+
+def test_convolutions_count_their_products():
+    images, kernel = jnp.ones((4, 8, 8, 3)), jnp.ones((3, 3, 3, 16))
+    run = lambda x, k: jax.lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    assert tape(run, images, kernel).flops == 2 * 4 * 8 * 8 * 16 * 27
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_a_reshape_to_itself_changes_nothing(shape, data):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    splits = tuple(DP if place == dim and n > 1 else NONE for place, n in enumerate(shape))
+    assert regrouped(shape, shape, splits) == splits

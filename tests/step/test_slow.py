@@ -1,0 +1,222 @@
+"""Steps of replicas over a slow axis: bytes, state, resume, and what is refused."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step, compose, ddp
+from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
+from axon_dist.core.errors import AxonDistError
+from axon_dist.inspect import collectives
+from axon_dist.parallel import Strategy, diloco, fsdp, pipelined
+from axon_dist.sharding import LargestDim
+from axon_dist.step import PortableForm
+from axon_dist.step.outer import Outer
+
+OUTER = optax.sgd(1.0)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(3)])
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return self.drop(x)
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch(number=0):
+    x = np.random.default_rng(number).normal(size=(16, 16)).astype(np.float32)
+    return {"x": x, "y": np.sin(x)}
+
+
+@functools.cache
+def step_of(every=2, mesh="nodes=2,fsdp=2", size=4, **slow):
+    strategy = compose(diloco("nodes", every=every, **slow), fsdp(min_elements=32))
+    world = World.emulate(size, mesh)
+    return build_train_step(Net(), optax.adam(1e-2), loss_fn, strategy, world)
+
+
+def trained(step, state, numbers):
+    for number in numbers:
+        state, _ = step(state, batch(number))
+    return state
+
+
+def bits(tree):
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(data(leaf)).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_no_byte_of_a_step_crosses_the_axis_and_a_meeting_sends_the_formula():
+    for slow in ({}, {"compress": "int8"}, {"compress": "top_k", "fragments": 2}, {"fragments": 3}):
+        step = step_of(4, **slow)
+        inner = collectives(step.lower(batch()).compile(), step.world.mesh)
+        assert inner.by_link().keys() == {"fast"}
+        assert set(inner.by_axis()) == {"fsdp"}
+        meetings = [
+            collectives(lowered.compile(), step.world.mesh) for lowered in step.lower_meetings()
+        ]
+        sent = [ledger.total_wire_bytes(axis="nodes") for ledger in meetings]
+        assert len(sent) == slow.get("fragments", 1)
+        assert all(sent)
+        assert [ledger.by_link()["slow"] for ledger in meetings] == sent
+        assert sum(sent) == Outer(step.spec).wire_bytes()
+    # Half of every kernel and whole biases, 2(R-1)/R times four bytes each.
+    assert Outer(step_of(4).spec).wire_bytes() == 4 * 3 * (16 * 8 + 16)
+
+
+def test_replicas_differ_between_meetings_and_agree_after_them():
+    step = step_of(2)
+    state = trained(step, step.init(), [0])
+    kernel = np.asarray(state.params["layers"][0]["kernel"])
+    assert not np.allclose(kernel[0], kernel[1])
+    outer = np.asarray(state.outer["layers"][0]["kernel"])
+    state = trained(step, state, [1])
+    kernel = np.asarray(state.params["layers"][0]["kernel"])
+    np.testing.assert_array_equal(kernel[0], kernel[1])
+    np.testing.assert_array_equal(kernel[0], np.asarray(state.outer["layers"][0]["kernel"]))
+    assert not np.allclose(outer, kernel[0])
+    moments = np.asarray(state.opt_state[0].mu["layers"][0]["kernel"])
+    assert not np.allclose(moments[0], moments[1])
+
+
+def test_the_model_of_a_state_is_the_one_of_the_last_meeting():
+    step = step_of(2)
+    state = trained(step, step.init(), [0, 1, 2])
+    one = nnx.to_pure_dict(nnx.state(step.merge(state), nnx.Param))
+    assert bits(one) == bits(state.outer)
+    plain = build_train_step(
+        step.merge(state), optax.sgd(0.1), loss_fn, ddp(), World.emulate(1, "dp=1")
+    )
+    want = plain.evaluate(plain.init(), batch(7))["loss"]
+    assert float(step.evaluate(state, batch(7))["loss"]) == pytest.approx(float(want), rel=1e-6)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    # In the middle of a round, with a compression that has left something unsaid.
+    step = step_of(3, compress="int8", fragments=2)
+    whole = trained(step, step.init(), range(7))
+    state = trained(step, step.init(), range(4))
+    form = PortableForm(step)
+    save_checkpoint(tmp_path / "c", form.of(state))
+    restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+    assert bits(restored) == bits(state)
+    assert bits(trained(step, restored, range(4, 7))) == bits(whole)
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_steps(tmp_path):
+    step, other = step_of(2), step_of(3, "nodes=2,fsdp=4", 8)
+    state = trained(step, step.init(), range(3))
+    save_checkpoint(tmp_path / "c", state)
+    target = target_of(other.abstract_state, other.state_shardings)
+    restored = load_checkpoint(tmp_path / "c", target)
+    assert bits(restored) == bits(state)
+    # After the third step it meets at the sixth, not at the fourth.
+    state = trained(other, restored, [3])
+    kernel = np.asarray(state.params["layers"][0]["kernel"])
+    assert not np.allclose(kernel[0], kernel[1])
+    state = trained(other, state, [4, 5])
+    assert bits(state.params["layers"][0]["kernel"][0]) == bits(state.outer["layers"][0]["kernel"])
+
+
+@pytest.mark.parametrize("compress", ["int8", "fp8", "top_k"])
+def test_what_is_left_unsaid_is_what_the_meeting_missed(compress):
+    plain = step_of(2, outer=OUTER)
+    step = step_of(2, outer=OUTER, compress=compress)
+    want, state = (trained(s, s.init(), range(2)) for s in (plain, step))
+    for name in ("kernel", "bias"):
+        met, missing = (
+            np.asarray(x["layers"][1][name]) for x in (state.outer, state.meeting["missing"])
+        )
+        first = np.asarray(step.init().outer["layers"][1][name])
+        # The outer step is plain: what was left out is all that tells the two apart.
+        np.testing.assert_allclose(
+            met - missing.mean(0), np.asarray(want.outer["layers"][1][name]), atol=1e-6
+        )
+        assert np.abs(missing).max() > 0
+        assert not np.allclose(met, first)
+
+
+REFUSED = {
+    "axis": (
+        lambda: diloco("pods", every=2),
+        {},
+        "over axis 'pods', which mesh nodes=2,fsdp=2 lacks. Did you mean 'nodes'",
+    ),
+    "pipeline": (
+        lambda: compose(diloco("nodes", every=2), pipelined(2, 2, axis="fsdp")),
+        {},
+        "cuts each into stages over 'fsdp'; stages of a pipeline train together",
+    ),
+    "split": (
+        lambda: compose(
+            diloco("nodes", every=2), Strategy("mine", opt_state=LargestDim(("nodes",)))
+        ),
+        {},
+        "splits arrays over it; split them over another axis",
+    ),
+    "batch": (
+        lambda: compose(diloco("nodes", every=2), ddp("nodes")),
+        {},
+        "split over axis 'nodes' by 'diloco' and by 'ddp'",
+    ),
+    "statistics": (
+        lambda: compose(diloco("nodes", every=2), ddp("fsdp", broadcast_buffers=False)),
+        {},
+        "keep statistics of their own, .*leave it at True",
+    ),
+    "ema": (lambda: diloco("nodes", every=2), {"ema": 0.9}, "ema=0.9 averages .*leave ema out"),
+    "stop": (
+        lambda: diloco("nodes", every=2),
+        {"nonfinite": "stop"},
+        "would have to tell each other on every step; use 'skip'",
+    ),
+    "empty fragments": (
+        lambda: diloco("nodes", every=20, fragments=9),
+        {},
+        "fragments=9, and the model's 6 parameters .*use fewer",
+    ),
+    "fragments": (lambda: diloco("nodes", every=2, fragments=3), {}, "give at most 2 fragments"),
+    "every": (lambda: diloco("nodes", every=0), {}, "every=0, a int; give a whole number, at"),
+    "compress": (lambda: diloco(every=2, compress="fp4"), {}, "there is no compression 'fp4'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_when_the_step_is_built(name):
+    strategy, options, message = REFUSED[name]
+    world = World.emulate(4, "nodes=2,fsdp=2")
+    with pytest.raises(AxonDistError, match=re.compile(message, re.DOTALL)):
+        build_train_step(Net(), optax.adam(1e-2), loss_fn, strategy(), world, **options)
+
+
+def test_what_the_refusal_of_a_pipeline_advises_works():
+    world = World.emulate(4, "nodes=2,fsdp=2")
+    strategy = compose(diloco("nodes", every=2), fsdp())
+    step = build_train_step(
+        Net(), optax.adam(1e-2), loss_fn, strategy, world, nonfinite="skip", accumulate=2
+    )
+    step.check(batch())
+
+
+def test_gradients_are_those_of_each_replica():
+    step = step_of(2)
+    state = step.init()
+    grads, _ = step.gradients(state, batch())
+    kernel = grads["layers"][0]["kernel"]
+    assert kernel.shape == (2, 16, 16)
+    assert not np.allclose(kernel[0], kernel[1])
