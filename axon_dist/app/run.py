@@ -84,12 +84,10 @@ def train(
     """
     start = time.perf_counter()
     check_copies(config, os.environ, resume)
-    run = build_run(config)
+    run = _with_weights(build_run(config), resume)
     is_main = _is_main(run)
     console = console if console is not None and is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)
-    if resume is None and config.weights is not None:
-        config.weights.check(run.step)
     directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
     for line in [*opening_lines(run), f"run directory: {directory.path}"]:
         tell(line)
@@ -149,6 +147,13 @@ def _with_first_weights(
         return state
     tell(f"weights: from {', '.join(weights.files)}")
     return weights.load(run.step)
+
+
+def _with_weights(run: Run, resume: str | None) -> Run:
+    """A run, if the files of its first weights fit it; one that goes on may no longer have them."""
+    if resume is None and run.config.weights is not None:
+        run.config.weights.check(run.step)
+    return run
 
 
 def _take(

@@ -83,9 +83,9 @@ class CheckpointManager:
         background: bool = True,
         tell: Callable[[str], None] = lambda text: None,
     ):
-        self.folder = as_path(folder, "the folder of checkpoints")
+        self.folder: Path = as_path(folder, "the folder of checkpoints")
         _RETENTION.check("CheckpointManager", "retention", retention)
-        self.retention = retention or Retention()
+        self.retention: Retention = retention or Retention()
         self.type: StateDictType = StateDictType(type)
         self.background: bool = background
         self.tell: Callable[[str], None] = tell

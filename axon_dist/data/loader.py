@@ -58,7 +58,7 @@ class Loader:
         self.samples = samples
         self.global_batch = global_batch
         self.seed = seed
-        self.num_samples = samples.identity["num_samples"]
+        self.num_samples: int = samples.identity["num_samples"]
         self._rows_of = lambda batch: local_rows(batch, process, num_processes)
         self._rows = self._rows_of(global_batch)
         self._order = getattr(samples, "order", self._epochs)(seed)

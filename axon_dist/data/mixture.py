@@ -41,12 +41,12 @@ class Mixture:
         self._shares = np.array(weights, float) / sum(weights)
         sizes = [part.identity["num_samples"] for part in parts]
         self._starts = np.cumsum([0, *sizes])
-        self.vocab_size = max(part.vocab_size for part in parts)
+        self.vocab_size: int = max(part.vocab_size for part in parts)
         self.show = parts[0].show
         self.padding: float = float(
             sum((s * p.padding for s, p in zip(self._shares, parts, strict=True)))
         )
-        self.description = " + ".join(
+        self.description: str = " + ".join(
             f"{100 * share:.3g} % of ({part.description})"
             for share, part in zip(self._shares, parts, strict=True)
         )

@@ -192,7 +192,7 @@ class PackedRows:
         self.show: Callable[[np.ndarray], str] = show
         self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
         dropped = sum(side.num_dropped for side in self._sides)
-        self.description = (
+        self.description: str = (
             f"{description}, in {len(self._sides[0].rows)} rows of which {100 * self.padding:.1f} "
             f"% is padding" + (f"; {dropped} documents are left out" if dropped else "")
         )

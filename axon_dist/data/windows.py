@@ -59,7 +59,7 @@ class Windows:
         _check_long_enough("validation", text.validation, length)
         self.text: Text = text
         self.length: int = length
-        self.description = text.description
+        self.description: str = text.description
         self.vocab_size, self.show = text.vocab_size, text.show
 
     @property

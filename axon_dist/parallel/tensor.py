@@ -322,7 +322,9 @@ class LinenPins:
         with nn.intercept_methods(intercept):
             return call(module, *args, **kwargs)
 
-    def intercept(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext):
+    def intercept(
+        self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
         """Runs one Linen method between the pins of its layer."""
         path = "/".join(filter(None, (self.path, *context.module.path)))
         rule = self.layers.policy.plan.rule_of(path)

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Collection
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 
@@ -90,7 +90,7 @@ class Stages:
     depths: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]):
+    def of(cls, schedule: Schedule, blocks: tuple[Keys, ...], boundaries: tuple[int, ...]) -> Self:
         """The stages of a schedule."""
         return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
 

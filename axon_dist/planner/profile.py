@@ -207,4 +207,6 @@ def _read(
 
 def _stream(run: Callable[..., Any], params: Any, rest: Any, batch: Batch) -> int:
     jaxpr = jax.make_jaxpr(functools.partial(run, True))(params, rest, batch).jaxpr
-    return max((math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in handed_on(jaxpr)), default=0)
+    return max(
+        (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in handed_on(jaxpr)), default=0
+    )

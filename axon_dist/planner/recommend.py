@@ -176,6 +176,8 @@ def evaluated(
     Raises:
         ConfigError: for a batch that no mesh of all the devices divides.
     """
+    if num_devices < 1:
+        raise ConfigError(f"got num_devices={num_devices}; there must be at least one")
     tried = candidates(work, num_devices, hardware)
     found = [evaluate(one, work, hardware, device_bytes) for one in tried]
     if not found:

@@ -65,7 +65,7 @@ class TrainStep(MadeOfSpec):
         # Profilers show a compiled program by the name of its function.
         def train_step(
             state: TrainState, placed: Placed, held: Array | None = None
-        ) -> tuple[TrainState, dict]:
+        ) -> tuple[TrainState, dict[str, Any]]:
             return take(near(state), placed, held)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
@@ -141,7 +141,7 @@ class TrainStep(MadeOfSpec):
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step; the arrays of the state given are used up.
 
         Args:
@@ -227,7 +227,7 @@ class TrainStep(MadeOfSpec):
         placed = self.layout.abstract(batch)
         return self.spec.with_shared(placed.shared).separator.coupling(placed.arrays)
 
-    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict]:
+    def gradients(self, state: TrainState, batch: Batch | Placed) -> tuple[PyTree, dict[str, Any]]:
         """The reduced gradients of a batch, before clipping; the state stays.
 
         Args:

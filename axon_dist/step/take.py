@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import optax
@@ -23,7 +23,7 @@ from .update import are_finite, average, clip, skip_overflow, undo_nonfinite
 Gradients: TypeAlias = Callable[[TrainState, Placed], GradientResult]
 """(state, batch) -> mean gradients in the dtype of the parameters, metrics and new buffers."""
 
-Take: TypeAlias = Callable[[TrainState, Placed, Array | None], tuple[TrainState, dict]]
+Take: TypeAlias = Callable[[TrainState, Placed, Array | None], tuple[TrainState, dict[str, Any]]]
 """(state, batch, flag of the step before) -> the next state, and metrics."""
 
 
@@ -65,7 +65,7 @@ def one_step(spec: StepSpec, gradients: Gradients) -> Take:
 
     def take(
         state: TrainState, placed: Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict]:
+    ) -> tuple[TrainState, dict[str, Any]]:
         grads, metrics, buffers = gradients(state, placed)
         clipped, measured = clip(grads, options)
         with jax.named_scope("optimizer"):

@@ -1,5 +1,6 @@
 """A wheel, installed where nothing else is, trains."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -42,3 +43,16 @@ def test_a_wheel_in_an_empty_environment_passes_the_quickstart(tmp_path):
     assert "finished after 3 steps" in out
     run(tmp_path / "venv" / "bin" / "axon", "report", tmp_path / "run", cwd=tmp_path)
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_the_types_of_the_public_surface_are_known(tmp_path):
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    command += ["--ignoreexternal", "--outputjson", "--verifytypes", "axon_dist"]
+    # It ends with 1 for a single symbol of unknown type.
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, cwd=tmp_path, env=env
+    )
+    found = json.loads(done.stdout)["typeCompleteness"]
+    assert found["completenessScore"] >= 0.95, found["exportedSymbolCounts"]
