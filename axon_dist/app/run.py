@@ -141,7 +141,7 @@ def train(
 def _with_first_weights(
     run: Run, state: TrainState | None, tell: Callable[[str], None]
 ) -> TrainState | None:
-    """The state to start from: that of a checkpoint, else with the weights of files, if there are."""
+    """The state to start from: that of a checkpoint, or with the weights of files, if given."""
     weights = run.config.weights
     if state is not None or weights is None:
         return state
