@@ -222,7 +222,7 @@ def _read_union(hint: Any, value: Any, path: str) -> Any:
     has_keys = isinstance(value, Mapping)
     fitting = [option for option in possible if _has_keys(option) == has_keys]
     # What is wrong with a section says the one of them that knows its keys.
-    fitting.sort(key=lambda option: has_keys and not _knows(option, value))
+    fitting.sort(key=lambda option: isinstance(value, Mapping) and not _knows(option, value))
     errors = []
     for option in fitting or possible:
         try:

@@ -300,7 +300,7 @@ def cudnn_attention(
         RuntimeError: when there is no cuDNN.
         NotImplementedError: for shapes or dtypes that it does not take.
     """
-    return cudnn.dot_product_attention(
+    found: Any = cudnn.dot_product_attention(
         query,
         key,
         value,
@@ -309,6 +309,7 @@ def cudnn_attention(
         mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         return_residual=True,
     )
+    return found
 
 
 def cudnn_attention_gradients(
@@ -401,4 +402,5 @@ def splash_gradients(
         (*saved, *masks),
         cotangent,
     )
-    return tuple(gradients[3:6])
+    of_query, of_key, of_value = gradients[3:6]
+    return of_query, of_key, of_value

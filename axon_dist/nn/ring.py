@@ -333,14 +333,14 @@ def _queries_are_lighter(query: Array, key: Array) -> bool:
 
 def _host_keys(
     ring: Ring, kernel: BlockAttention, queries: Queries, of_query: Array, keys: Keys, back: Any
-) -> tuple[Array, tuple[Array, Array]]:
+) -> tuple[Array, tuple[Array, ...]]:
     """Adds to the gradients of one's queries, and gives the visiting keys theirs."""
     given = tuple(x.astype(jnp.float32) * 0 for x in keys[:2])
     for mine, theirs in ring.pairs(back <= ring.rank):
         found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
         of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
         given = ring.with_piece(given, theirs, functools.partial(_added, found[1:]))
-    return of_query, tuple(x.astype(y.dtype) for x, y in zip(given, keys, strict=False))
+    return of_query, tuple(x.astype(y.dtype) for x, y in zip(given, keys[:2], strict=True))
 
 
 def _host_queries(

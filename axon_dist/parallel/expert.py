@@ -340,7 +340,7 @@ class SplitExperts:
         if self.capacity is None and not self._lacks_groups:
             none = (choice.gates[0, 0] * 0).astype("float32")
             return in_order(feed, tokens, choice, kernels, first), none
-        slots = self._slots(*choice.experts.shape, own * size)
+        slots = self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
         return in_slots(feed, tokens, choice, kernels, own, slots, first)
 
     @property
@@ -358,7 +358,7 @@ class SplitExperts:
         """Slots go to the ranks of their experts, and come back filled."""
         axis, experts = self.axis, size * jax.tree.leaves(kernels)[0].shape[0]
         swap = lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
-        slots = self._slots(*choice.experts.shape, experts)
+        slots = self._slots(tokens.shape[0], choice.experts.shape[1], experts)
 
         def there(x: Array) -> Array:
             # [E, C, D] -> of my experts the slots of every rank, [E/c, c C, D].

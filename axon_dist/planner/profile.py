@@ -174,7 +174,7 @@ def _loss(
     params: Any,
     rest: Any,
     batch: Batch,
-) -> jax.Array:
+) -> Any:
     module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
     if marked:
         mark_units(module, lambda path, _: path in units)
@@ -200,7 +200,7 @@ def _read(
     if remat:
         forward = scan_over_layers(forward, 1, RECOMPUTE)
     closed = jax.make_jaxpr(jax.value_and_grad(forward))(params, rest, few)
-    splits = [whole(len(getattr(v.aval, "shape", ()))) for v in closed.jaxpr.invars]
+    splits = [whole(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     tape = tape_of(closed, splits, {}, platform)
     return tape.flops, peak_of(tape).num_bytes, _stream(run, params, rest, few)
 

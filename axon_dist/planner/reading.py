@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +66,7 @@ class Reading:
     @property
     def by_axes(self) -> dict[str, float]:
         """The same, by the axes that they travel over."""
-        found: Counter[str] = Counter()
+        found: dict[str, float] = defaultdict(float)
         for sent, times in self.sends:
             found[",".join(sent.axes)] += self._wire(sent) * times
         return {axes: size for axes, size in found.items() if size}

@@ -157,7 +157,7 @@ def build_train_step(
     parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     example = None if batch is None else unwrapped(batch)
-    spec = StepSpec(parts, loss_fn, extended, chosen, world, options, example)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, options, batch=example)
     check_rules(spec)
     step = TrainStep(spec, form_of(spec, source))
     if batch is not None:
