@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
     row(
-        "step/pipeline_view.py", "_flat(weighed_metrics(outcome))", "_flat(outcome.metrics)",
+        "step/staged_loss.py", "_flat(weighed_metrics(outcome))", "_flat(outcome.metrics)",
         "contracts/test_pipelines.py",
     ),
     row(

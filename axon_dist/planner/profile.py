@@ -89,7 +89,10 @@ class Profile:
     def divides(self, tp: int, pp: int, cp: int) -> bool:
         """Whether such sizes are worth a try; only the step itself knows what it can split."""
         blocks = pp == 1 or (self.num_layers > 1 and self.num_layers >= pp)
-        return blocks and (cp == 1 or self.has_attention)
+        # What tensor and context parallelism send is counted by what blocks hand on: where that is
+        # not known they would seem to cost nothing.
+        known = self.stream_bytes > 0 or tp == cp == 1
+        return blocks and known and (cp == 1 or self.has_attention)
 
     @property
     def words(self) -> str:

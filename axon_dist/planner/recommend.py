@@ -145,8 +145,6 @@ def recommend(
     row = look_up(hardware) if isinstance(hardware, str) else hardware
     memory = int(row.memory_bytes if device_bytes is None else device_bytes)
     WHOLE.check("recommend", "num_devices", num_devices)
-    if num_devices > MOST_DEVICES:
-        raise ConfigError(f"got {num_devices} devices; plan for at most {MOST_DEVICES}")
     if num_devices < 1 or memory < 1:
         raise ConfigError(
             f"got num_devices={num_devices} and device_bytes={memory}; both must be positive"
@@ -178,6 +176,8 @@ def evaluated(
     """
     if num_devices < 1:
         raise ConfigError(f"got num_devices={num_devices}; there must be at least one")
+    if num_devices > MOST_DEVICES:
+        raise ConfigError(f"got {num_devices} devices; plan for at most {MOST_DEVICES}")
     tried = candidates(work, num_devices, hardware)
     found = [evaluate(one, work, hardware, device_bytes) for one in tried]
     if not found:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from axon_dist import World, build_train_step, muon
 from axon_dist.core.errors import AxonDistError, DivisibilityError, UnsupportedError
 from axon_dist.core.weighted import Weighted
+from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import (
     Reduction,
@@ -23,7 +24,9 @@ from axon_dist.parallel import (
     compose,
     context_parallel,
     ddp,
+    expert_parallel,
     fsdp,
+    local_sgd,
     pipelined,
     tensor_parallel,
     zero,
@@ -31,6 +34,7 @@ from axon_dist.parallel import (
 from axon_dist.sharding import LargestDim
 from axon_dist.step import RULES
 from axon_dist.step.deadlock_guard import DeadlockGuard
+from axon_dist.step.rules import REPLICA_RULES
 
 
 class Net(nnx.Module):
@@ -54,6 +58,14 @@ class Seen(nnx.Module):
     def __call__(self, x):
         self.mean[...] = x.mean(0)
         return x
+
+
+class Turned(nnx.Module):
+    def __init__(self):
+        self.turn = nnx.Param(jnp.ones(8, jnp.complex64))
+
+    def __call__(self, x):
+        return jnp.abs(x * self.turn[...])
 
 
 def loss(model, batch):
@@ -92,6 +104,18 @@ def wide():
     return Net(width=64)
 
 
+def over_nodes():
+    return Strategy("mine", opt_state=LargestDim(("nodes",), min_elements=1))
+
+
+def mixture():
+    config = TransformerConfig(
+        vocab_size=16, num_layers=2, width=8, num_heads=2, max_length=8,
+        experts=ExpertConfig(count=8, per_token=2),
+    )  # fmt: skip
+    return Transformer(config, rngs=nnx.Rngs(0))
+
+
 def raising():
     return optax.GradientTransformation(lambda params: params["nothing"], lambda *a: a)
 
@@ -127,6 +151,32 @@ EXAMPLES = {
         lambda: build(fsdp(axes="dp", cpu_offload="full"), world=without_host_memory()),
         "needs memory of kind 'pinned_host'",
     ),
+    "nothing is split over the axis between replicas": (
+        lambda: build(compose(ddp(), local_sgd(every=2), over_nodes()), "nodes=2,dp=4"),
+        "splits arrays over it",
+    ),
+    "replicas are no pipelines": (
+        lambda: build(compose(local_sgd(every=2), pipelined(2, 4)), "nodes=2,pp=4"),
+        "replicas over axis 'nodes', and cuts each into stages",
+    ),
+    "replicas stay in device memory": (
+        lambda: build(
+            compose(local_sgd(every=2), fsdp(axes="dp", cpu_offload="full")), "nodes=2,dp=4"
+        ),
+        "cpu_offload='full'",
+    ),
+    "replicas have statistics of their own already": (
+        lambda: build(compose(local_sgd(every=2), ddp(broadcast_buffers=False)), "nodes=2,dp=4"),
+        "those of each rank: broadcast_buffers=False",
+    ),
+    "replicas over slow links hold their experts whole": (
+        lambda: build(compose(local_sgd(every=2), expert_parallel()), "nodes=2,ep=4"),
+        "along axis 'ep' whose gradients the compiler reduces",
+    ),
+    "stages hold their experts whole": (
+        lambda: build(compose(pipelined(2, 4), expert_parallel()), "pp=2,ep=4"),
+        "is a pipeline, whose ranks compute each from its own samples",
+    ),
     "the pipeline fits its axis": (lambda: build(pipelined(4, 4), PP), "4 devices.* 2 along"),
     "stages recompute block by block": (
         lambda: build(compose(*WIDE, remat(interval=2)), PP),
@@ -151,6 +201,35 @@ EXAMPLES = {
     "microbatches are the pipeline's": (
         lambda: build(compose(*WIDE), PP, accumulate=2),
         "accumulate=2, and the pipeline runs 4",
+    ),
+    "stages have no experts": (
+        lambda: build(pipelined(2, 4), PP, mixture, loss_fn=next_token_loss),
+        "blocks/0/mlp chooses experts",
+    ),
+    "parameters that samples travel to are the compiler's to reduce": (
+        lambda: build(
+            compose(expert_parallel(), Strategy("once", reduction=Reduction(per="step"))),
+            *("ep=8", mixture),
+            loss_fn=next_token_loss,
+            accumulate=2,
+        ),
+        "samples of all its ranks travel to them",
+    ),
+    "no replica waits for another": (
+        lambda: build(local_sgd(every=2), "nodes=8", nonfinite="stop"),
+        "nonfinite='stop' keeps the state of all ranks",
+    ),
+    "what is averaged is one": (
+        lambda: build(local_sgd(every=2), "nodes=8", ema=0.9),
+        "ema=0.9 averages the parameters of every step",
+    ),
+    "fragments have parameters": (
+        lambda: build(local_sgd(every=20, fragments=20), "nodes=8"),
+        "fragments=20, and the model's 8 parameters",
+    ),
+    "what is compressed is real": (
+        lambda: build(local_sgd(every=2, compress="int8"), "nodes=8", lambda: Net(Turned)),
+        "'extra/turn' is complex",
     ),
     "there are sums to keep": (lambda: build(compose(ddp(), remat(policy="sums"))), "has none"),
     "layers can be changed": (
@@ -196,7 +275,10 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("rule", [rule.name for rule in RULES])
+NAMES = list(dict.fromkeys(rule.name for rule in (*RULES, *REPLICA_RULES)))
+
+
+@pytest.mark.parametrize("rule", NAMES)
 def test_every_rule_is_broken_by_its_example(rule):
     run, said = EXAMPLES[rule]
     with pytest.raises(AxonDistError, match=said):
@@ -204,9 +286,9 @@ def test_every_rule_is_broken_by_its_example(rule):
 
 
 def test_names_are_those_of_the_rules():
-    names = [rule.name for rule in RULES]
-    assert sorted(EXAMPLES) == sorted(set(names))
-    assert len(names) == len(set(names))
+    assert sorted(EXAMPLES) == sorted(NAMES)
+    for rules in (RULES, REPLICA_RULES):
+        assert len(rules) == len({rule.name for rule in rules})
 
 
 # What cannot be made has its sentence where it is made: the rule has it made early.
@@ -223,8 +305,9 @@ MADE = {
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in MADE])
 def test_nothing_else_says_what_a_rule_says(name, monkeypatch):
-    kept = tuple(rule for rule in RULES if rule.name != name)
-    monkeypatch.setattr("axon_dist.step.rules.RULES", kept)
+    for table, rules in (("RULES", RULES), ("REPLICA_RULES", REPLICA_RULES)):
+        kept = tuple(rule for rule in rules if rule.name != name)
+        monkeypatch.setattr(f"axon_dist.step.rules.{table}", kept)
     run, said = EXAMPLES[name]
     heard = ""
     try:
