@@ -30,8 +30,7 @@ from axon_dist.loop import (
 )
 from axon_dist.step import PortableForm, TrainState
 
-from ..config.build import Run, build_run
-from ..config.schema import RunConfig
+from ..config import Run, RunConfig, build_run
 from .ahead import compiling_ahead
 from .copies import check_copies, open_copies
 from .directory import RunDirectory, check_writable, create_directory
