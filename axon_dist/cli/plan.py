@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +33,15 @@ from axon_dist.planner import (
     recommend,
 )
 
-from .plan_table import called, count_of, digits, seconds, show_config_plans, unit_of
+from .plan_table import (
+    called,
+    count_of,
+    digits,
+    print_lines,
+    seconds,
+    show_config_plans,
+    unit_of,
+)
 from .verb import Verb, as_int
 
 _DEFAULT_HARDWARE = "h100"
@@ -163,10 +170,7 @@ def _show(found: Recommendation, console: Console) -> None:
     for finding in found.findings:
         console.print(f"note ({finding.rule}): {finding.message}")
     if found.fits:
-        console.print("\nLines of a config:", style="bold")
-        lines = best.arrangement.to_config()
-        lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
-        console.print(yaml.safe_dump(lines, sort_keys=False), end="")
+        print_lines(best.arrangement, console)
 
 
 def _length(work: Workload) -> int:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist.app import ConfigPlans, ReadPlan
+from axon_dist.planner import Arrangement
 
 _NAMES = {"shard_grad_op": "zero2", "tp": "tensor", "pp": "pipeline", "cp": "context"}
 
@@ -72,10 +73,15 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
         kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
         console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
     if found.fits:
-        console.print("\nLines of a config:", style="bold")
-        lines = best.arrangement.to_config()
-        lines["parallel"] = {called(key): row for key, row in lines["parallel"].items()}
-        console.print(yaml.safe_dump(lines, sort_keys=False), end="")
+        print_lines(best.arrangement, console)
+
+
+def print_lines(arrangement: Arrangement, console: Console) -> None:
+    """Prints what a config says to run so."""
+    console.print("\nLines of a config:", style="bold")
+    lines = arrangement.to_config()
+    lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
+    console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
 
 def _first_clause(why: str) -> str:
