@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.typing import PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
@@ -36,6 +37,9 @@ _MOST_STEPS = 1000
 _POSITIONS = 64
 EXACT, ROUNDED = 1e-5, 2e-2
 """Tolerances: float32 everywhere, or a narrower compute dtype."""
+NUDGES, SPREAD, MOST_SPREAD = 2, 4.0, 1e-3
+"""How often one device is tried from parameters that rounding cannot tell apart, how many times as
+far as it then moves a row may be off, and the most that a row may be off for that reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +50,18 @@ class Difference:
         what: the metric with its step, or the path of a parameter.
         relative: the largest difference, relative to the largest element of one device's; infinite
             where anything is not finite.
+        rounding: how far one device alone moves from parameters that differ in their last digits,
+            in the same measure; 0 where it was not asked, because nothing was far off.
     """
 
     what: str
     relative: float
+    rounding: float = 0.0
+
+    def passes(self, tolerance: float) -> bool:
+        """Whether it is within the tolerance, or no more than rounding makes of one device."""
+        explained = min(SPREAD * self.rounding, MOST_SPREAD)
+        return self.relative <= max(tolerance, explained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +89,8 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every row is within the tolerance."""
-        return self.worst.relative <= self.tolerance
+        """Whether every row is."""
+        return all(row.passes(self.tolerance) for row in (*self.metrics, *self.params))
 
 
 def tiny(config: RunConfig) -> RunConfig:
@@ -151,14 +163,21 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
     with jax.default_matmul_precision("highest"):
         batches = list(_batches(config, world, steps))
         seen, reference = _train(step, batches), by_turns(alone, batches)
-    rounded = config.precision not in (None, "float32")
-    return Verification(
-        strategy=step.strategy.name,
-        mesh=str(world.spec),
-        metrics=tuple(_compare(seen[0], reference[0])),
-        params=tuple(_compare(seen[1], reference[1])),
-        tolerance=ROUNDED if rounded else EXACT,
-    )
+        rounded = config.precision not in (None, "float32")
+        found = Verification(
+            strategy=step.strategy.name,
+            mesh=str(world.spec),
+            metrics=tuple(_compare(seen[0], reference[0])),
+            params=tuple(_compare(seen[1], reference[1])),
+            tolerance=ROUNDED if rounded else EXACT,
+        )
+        if found.passed:
+            return found
+        # Sums that cancel keep few digits: a bias before a normalization, a ReLU at its kink.
+        nudged = [by_turns(alone, batches, _nudge(seed)) for seed in range(NUDGES)]
+    moved = ([list(_compare(run[part], reference[part])) for run in nudged] for part in (0, 1))
+    metrics, params = map(_with_rounding, (found.metrics, found.params), moved)
+    return dataclasses.replace(found, metrics=metrics, params=params)
 
 
 def _optimizer() -> optax.GradientTransformation:
@@ -183,9 +202,15 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
     )
 
 
-def _train(step: TrainStep, batches: list[LocalBatch]) -> tuple[dict, dict]:
-    """Losses by step, and the parameters of the model at the end by path."""
+def _train(
+    step: TrainStep, batches: list[LocalBatch], first: Callable[[PyTree], PyTree] = lambda p: p
+) -> tuple[dict, dict]:
+    """Losses by step, and the parameters of the model at the end by path.
+
+    `first` makes the parameters of the first state from what they would be.
+    """
     state, losses = step.init(), {}
+    state = dataclasses.replace(state, params=first(state.params))
     for number, batch in enumerate(batches):
         state, metrics = step(state, batch)
         # Clipping hides a constant factor in the gradients, as Adam does, but not in their norm.
@@ -203,6 +228,27 @@ def _batches(config: RunConfig, world: World, steps: int) -> Iterator[LocalBatch
     for number in range(steps):
         random = np.random.default_rng((config.seed, number))
         yield {name: field.draw(random, rows) for name, field in fields.items()}
+
+
+def _nudge(seed: int) -> Callable[[PyTree], PyTree]:
+    """Puts parameters up to two units in the last place off, at random."""
+
+    def nudge(leaf: jax.Array) -> jax.Array:
+        off = 2 * float(jnp.finfo(leaf.dtype).eps) * random.uniform(-1, 1, leaf.shape)
+        return jax.device_put(leaf * jnp.asarray(1 + off, leaf.dtype), leaf.sharding)
+
+    random = np.random.default_rng(seed)
+    return functools.partial(jax.tree.map, nudge)
+
+
+def _with_rounding(
+    rows: Sequence[Difference], moved: Sequence[Sequence[Difference]]
+) -> tuple[Difference, ...]:
+    """Rows with the farthest that any of the nudged runs moved each."""
+    farthest = (max(row.relative for row in same) for same in zip(*moved, strict=True))
+    return tuple(
+        dataclasses.replace(row, rounding=far) for row, far in zip(rows, farthest, strict=True)
+    )
 
 
 def _compare(seen: dict[str, Any], expected: dict[str, Any]) -> Iterator[Difference]:

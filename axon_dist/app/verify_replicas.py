@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,10 @@ def meeting_soon(slow: SlowPlan | None) -> SlowPlan | None:
 
 
 def train_replicas(
-    step: TrainStep, alone: TrainStep, batches: Sequence[LocalBatch]
+    step: TrainStep,
+    alone: TrainStep,
+    batches: Sequence[LocalBatch],
+    first: Callable[[PyTree], PyTree] = lambda params: params,
 ) -> tuple[dict, dict]:
     """Trains every replica of a step by a step of one device, each on its rows of the batches.
 
@@ -43,13 +46,15 @@ def train_replicas(
         step: whose strategy says how many replicas there are, and when they meet.
         alone: of the same model and optimizer, on one device.
         batches: of all replicas.
+        first: makes the parameters that all replicas begin with from what they would be.
 
     Returns:
         The means of what they report by name, and the parameters on which they last agreed by path.
     """
     plan: Any = step.strategy.slow
     count = step.world.mesh.shape[plan.axis]
-    states = [_of_replica(alone.init(), number) for number in range(count)]
+    start = lambda state: dataclasses.replace(state, params=first(state.params))
+    states = [_of_replica(start(alone.init()), number) for number in range(count)]
     # A step uses up the memory of its state, which shares none with what is agreed on.
     outer = jax.tree.map(jnp.copy, states[0].params)
     parts = plan.parts({path: leaf.size for path, leaf in leaves_with_paths(outer)})

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist.app import tiny, verify
+from axon_dist.app.verify import SPREAD
 from axon_dist.config import load_config
 
 from .verb import Verb, as_int
@@ -34,16 +35,21 @@ def run(arguments: argparse.Namespace) -> int:
     table = Table(title=f"{config.name}: {found.strategy} on {found.mesh} against one device")
     table.add_column("what")
     table.add_column("relative difference", justify="right")
+    is_explained = any(row.rounding for row in (*found.metrics, *found.params))
+    if is_explained:
+        table.add_column("rounding moves one device by", justify="right")
     farthest = sorted(found.params, key=lambda row: row.relative, reverse=True)
     for row in (*found.metrics, *farthest[:8]):
-        beyond = row.relative > found.tolerance
-        table.add_row(row.what, f"{row.relative:.1e}", style="red" if beyond else None)
+        style = None if row.passes(found.tolerance) else "red"
+        moved = [f"{row.rounding:.1e}"] if is_explained else []
+        table.add_row(row.what, f"{row.relative:.1e}", *moved, style=style)
     console = Console()
     console.print(table)
     more = len(found.params) - min(len(found.params), 8)
     verdict = "equal" if found.passed else "NOT equal"
+    explained = f", or {SPREAD:g} times what rounding moves one device by" if is_explained else ""
     console.print(
-        f"{verdict} within {found.tolerance:.0e} (SGD, {steps} steps; "
+        f"{verdict} within {found.tolerance:.0e}{explained} (SGD, {steps} steps; "
         f"{more} more parameters are closer)"
     )
     return 0 if found.passed else 1

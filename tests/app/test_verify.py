@@ -45,3 +45,12 @@ def test_one_row_beyond_the_tolerance_is_enough_wherever_it_stands():
         assert not verification(*rows).passed
         assert verification(*rows).worst is far
     assert not verification(near, Difference("c", math.inf)).passed
+
+
+def test_a_row_may_be_off_by_a_few_times_what_rounding_moves_one_device_by():
+    """But never by much: a model that rounding alone throws far off proves nothing."""
+    assert not Difference("a", 2e-5).passes(1e-5)
+    assert Difference("a", 2e-5, rounding=6e-6).passes(1e-5)
+    assert not Difference("a", 3e-5, rounding=6e-6).passes(1e-5)
+    assert not Difference("a", 2e-3, rounding=1.0).passes(1e-5)
+    assert not Difference("a", math.nan, rounding=1.0).passes(1e-5)
