@@ -27,6 +27,7 @@ from .gather import all_gather_by as all_gather_by
 from .gather import only_axes as only_axes
 from .gather import reduce_by as reduce_by
 from .gather import regather_in_backward as regather_in_backward
+from .gather import remake_in_backward as remake_in_backward
 from .kernels import map_kernels as map_kernels
 from .losses import LossOverMesh as LossOverMesh
 from .memory import FSDPMemoryStats as FSDPMemoryStats

@@ -6,12 +6,14 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, Shape
 from ..precision import Int8, Int8Form
 from ..precision.int8 import WIDEN
+from ..program.primitives import COMPARES, EACH, MOVES
 from ..sharding import axes_of, spec_axes, spread
 
 GATHERED = ("sharding_constraint", "all_gather", "all_gather_invariant", WIDEN)
@@ -225,6 +227,18 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 def regather_in_backward(primitive: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy: keep every intermediate result but gathered weights."""
     return primitive.name not in GATHERED
+
+
+def remake_in_backward(primitive: Any, *operands: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: keep what the device works for.
+
+    That is products, reductions, kernels and draws. Weights are gathered again, and what comes of
+    the results kept element by element is made again, which costs less than to write it to a stack
+    of layers and to read it back; of comparisons, such as dropout's, a byte per element is kept.
+    """
+    if primitive.name in COMPARES:
+        return any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
+    return primitive.name not in GATHERED and primitive.name not in EACH | MOVES
 
 
 def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:

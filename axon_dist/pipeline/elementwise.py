@@ -19,26 +19,12 @@ import jax.numpy as jnp
 from ..core.compat import eval_equation
 from ..program.alike import hashable_params
 from ..program.owners import Atom, Constant, Operation, OwnedProgram
+from ..program.primitives import EACH
 from ..program.sums import sums_of
 from .form import Place, StoredForm
 from .layout import Keys
 from .rowwise import Slot
 from .storage import FlatStorage
-
-# fmt: off
-EACH = frozenset((
-    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
-    "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow",
-    "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
-    "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
-    "xor",
-))
-# fmt: on
-"""Operations whose every element depends on the elements at the same place, and parameters alone.
-
-A name that is missing costs speed, and nothing else."""
 
 FILL, SUM = "broadcast_in_dim", "reduce_sum"
 

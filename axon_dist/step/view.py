@@ -22,6 +22,7 @@ from ..parallel import (
     map_experts,
     map_kernels,
     regather_in_backward,
+    remake_in_backward,
 )
 from ..precision import (
     Fp8Dot,
@@ -151,7 +152,9 @@ class View:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        regather = regather_in_backward if self.frees_weights else None
+        # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
+        cheap = regather_in_backward if self.moves_activations else remake_in_backward
+        regather = cheap if self.frees_weights else None
         remat = self.remat.remat if self.remat else regather
         group = self.remat.group_size if self.remat else 1
         return scan_over_layers(forward, group, remat, prefetch=not self.moves_activations)

@@ -18,6 +18,7 @@ from axon_dist.parallel import (
     only_axes,
     reduce_by,
     regather_in_backward,
+    remake_in_backward,
 )
 
 from . import tower
@@ -117,6 +118,32 @@ def test_the_policy_keeps_all_but_gathered_weights(world):
     everything = jax.checkpoint_policies.everything_saveable
     assert gathers(regather_in_backward) > gathers(everything)
     assert products(regather_in_backward) == products(everything)
+
+
+def test_what_is_made_element_by_element_is_made_again(world):
+    """What is kept: an array per product and reduction, and a byte per number compared."""
+    gather = GlobalGather(world.mesh, P("dp"), P("dp"), P(), 2)
+    x, w, key = jnp.ones((4, 8)), jnp.ones((8, 8)), jax.random.key(0)
+
+    def block(w, x, key):
+        kept = jax.random.bernoulli(key, 0.5, (4, 8))
+        y = jnp.where(kept, jnp.tanh(x @ gather(w)) * 2.0 + 1.0, 0.0)
+        return (jnp.exp(y) / jnp.exp(y).sum(-1, keepdims=True)).sum()
+
+    def kept(policy):
+        protected = jax.checkpoint(block, policy=policy)
+        pulled = jax.eval_shape(lambda *args: jax.vjp(protected, *args)[1], w, x, key)
+        return sorted(
+            f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(pulled) if leaf.ndim
+        )
+
+    made, given = ["bool[4, 8]", "float32[4]", "float32[4, 8]"], ["float32[4, 8]", "float32[8, 8]"]
+    assert kept(remake_in_backward) == sorted(made + given)
+    assert len(kept(regather_in_backward)) > len(made + given)
+    products = lambda policy: str(
+        jax.make_jaxpr(jax.grad(jax.checkpoint(block, policy=policy)))(w, x, key)
+    ).count("dot_general")
+    assert products(remake_in_backward) == products(regather_in_backward)
 
 
 def compiled(world, num_blocks, **options):
