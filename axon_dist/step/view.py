@@ -23,6 +23,8 @@ from ..parallel import (
     map_kernels,
     regather_in_backward,
     remake_in_backward,
+    ring_products,
+    sends_pieces,
 )
 from ..precision import (
     Fp8Dot,
@@ -65,7 +67,7 @@ class View:
         remat: activation checkpointing, or None.
         frees_weights: whether gathered or widened weights are freed after use.
         moves_activations: whether units send activations between ranks, as tensor and context
-            parallelism do.
+            parallelism do; the pieces of a ring do not count, for nothing fetches those early.
         weights: the paths of the parameters, trained and frozen.
         int8: how those are kept that come in eight bits, by path.
         fp8: the layers that compute in fp8; None where there are none.
@@ -172,7 +174,10 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     Returns:
         A function of the same arguments and results.
     """
-    losses = LossOverMesh.rewriting(layout_of(strategy, mesh))
+    layout = layout_of(strategy, mesh)
+    for rings in ring_products(strategy, layout):
+        forward = rings.of(forward)
+    losses = LossOverMesh.rewriting(layout)
     if losses is not None:
         forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
     return forward if strategy.pipeline is None else whole_slices().of(forward)
@@ -227,7 +232,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         frees_weights=bool(
             (strategy.params.split_axes and not strategy.gathers_once) or parts.int8
         ),
-        moves_activations=bool(strategy.layers),
+        moves_activations=not all(map(sends_pieces, strategy.layers)),
         weights=paths_of(parts.weights),
         int8=parts.int8,
         fp8=fp8_of(strategy, parts),
