@@ -67,10 +67,12 @@ class View:
         remat: activation checkpointing, or None.
         frees_weights: whether gathered or widened weights are freed after use.
         moves_activations: whether units send activations between ranks, as tensor and context
-            parallelism do; the pieces of a ring do not count, for nothing fetches those early.
+            parallelism do.
         weights: the paths of the parameters, trained and frozen.
         int8: how those are kept that come in eight bits, by path.
         fp8: the layers that compute in fp8; None where there are none.
+        sends_pieces: whether the activations that move are pieces that go round a ring, of which
+            the compiler fetches none before its time.
     """
 
     precision: MixedPrecision | None
@@ -81,6 +83,7 @@ class View:
     weights: frozenset[Path]
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
     fp8: Fp8Layers | None = None
+    sends_pieces: bool = False
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -159,7 +162,8 @@ class View:
         regather = cheap if self.frees_weights else None
         remat = self.remat.remat if self.remat else regather
         group = self.remat.group_size if self.remat else 1
-        return scan_over_layers(forward, group, remat, prefetch=not self.moves_activations)
+        prefetch = self.sends_pieces or not self.moves_activations
+        return scan_over_layers(forward, group, remat, prefetch=prefetch)
 
 
 def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:
@@ -232,10 +236,11 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         frees_weights=bool(
             (strategy.params.split_axes and not strategy.gathers_once) or parts.int8
         ),
-        moves_activations=not all(map(sends_pieces, strategy.layers)),
+        moves_activations=bool(strategy.layers),
         weights=paths_of(parts.weights),
         int8=parts.int8,
         fp8=fp8_of(strategy, parts),
+        sends_pieces=all(map(sends_pieces, strategy.layers)),
     )
 
 
