@@ -35,6 +35,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss, nu
 from axon_dist.parallel import STRATEGIES, compose
 
 SEQUENCE = 4096
+TENSOR = {"plain": {}, "sequence": {"sequence": True}, "rings": {"sequence": True, "rings": True}}
 # What an expert's hand-written step reaches (same shapes and optimizer, best spelling and
 # options): peak GiB, wire MB. Compiled with jax 0.10.2, read from the optimised program.
 YARDSTICK = {
@@ -88,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", default="h100:8")
     parser.add_argument("--model", default="1b", choices=["1b", "7b", "8b"])
     parser.add_argument("--strategy", default="full_shard", choices=sorted(STRATEGIES))
-    parser.add_argument("--tensor", choices=["plain", "sequence"], help="with tensor parallelism")
+    parser.add_argument("--tensor", choices=TENSOR, help="with tensor parallelism")
     parser.add_argument("--mesh", help="axes, such as dp=2,fsdp=4")
     parser.add_argument("--layers", default="list", choices=["list", "scan"])
     parser.add_argument("--num-layers", type=int, help="fewer than the model has")
@@ -112,7 +113,7 @@ def build(config: TransformerConfig, args: argparse.Namespace, world: World) -> 
     factory = lambda: Transformer(config, rngs=nnx.Rngs(0))
     strategy = STRATEGIES[args.strategy](factory, world, **options)
     if args.tensor is not None:
-        tensor = STRATEGIES["tensor"](factory, world, sequence=args.tensor == "sequence")
+        tensor = STRATEGIES["tensor"](factory, world, **TENSOR[args.tensor])
         strategy = compose(strategy, tensor)
     return build_train_step(
         factory,

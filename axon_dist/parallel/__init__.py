@@ -65,6 +65,8 @@ from .strategy import with_masters as with_masters
 from .suggest import Suggestion as Suggestion
 from .suggest import suggest_plan as suggest_plan
 from .tensor import check_sums as check_sums
+from .tensor import ring_products as ring_products
+from .tensor import sends_pieces as sends_pieces
 from .tensor import tensor_parallel as tensor_parallel
 from .wrap import AutoWrapPolicy as AutoWrapPolicy
 from .wrap import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy

@@ -93,6 +93,7 @@ def _tensor(
     world: World,
     plan: str | Mapping[str, ParallelMode] = AUTO,
     sequence: bool = False,
+    rings: bool = False,
 ) -> Strategy:
     """Tensor parallelism over the axis `tp`.
 
@@ -102,13 +103,15 @@ def _tensor(
         plan: `auto` reads it off the model; or the name of a preset; or a mode, `column`, `row` or
             `sequence`, for each pattern of paths, such as `{up$: column, down$: row}`.
         sequence: norms, dropout and residuals hold 1/tp of the positions.
+        rings: with `sequence`, pieces of the positions go round the ranks beside the products.
     """
     if isinstance(plan, str) and plan not in (AUTO, *PRESETS):
         raise ConfigError(
             f"no plan is called {plan!r}.{did_you_mean(plan, (AUTO, *PRESETS))} Or give patterns, "
             "such as {up$: column, down$: row}"
         )
-    return tensor_parallel(suggest_plan(model) if plan == AUTO else plan, sequence=sequence)
+    chosen = suggest_plan(model) if plan == AUTO else plan
+    return tensor_parallel(chosen, sequence=sequence, rings=rings)
 
 
 def _pipeline(

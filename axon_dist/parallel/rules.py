@@ -109,10 +109,20 @@ def _stage_interval(placed: Placed) -> Found:
 
 def _stage_rings(placed: Placed) -> Found:
     strategy = placed.strategy
-    rings = [axis for layers in strategy.layers if layers.sends_around for axis in layers.axes]
+    rings = [layers for layers in strategy.layers if layers.sends_around]
     if strategy.pipeline is None or not rings:
         return None
-    return {"name": strategy.name, "axis": rings[0]}
+    keys = "keys", "use context_parallel('ulysses')"
+    activations = "activations", "leave rings out of tensor_parallel"
+    what, cure = keys if rings[0].splits_positions else activations
+    return {"name": strategy.name, "axis": rings[0].axes[0], "what": what, "cure": cure}
+
+
+def _ring_products(placed: Placed) -> Found:
+    strategy = placed.strategy
+    products = None if strategy.precision is None else strategy.precision.products
+    rings = [x for x in strategy.layers if x.sends_around and not x.splits_positions]
+    return {"axis": rings[0].axes[0], "products": products} if rings and products else None
 
 
 def _stage_samples(placed: Placed) -> Found:
@@ -226,9 +236,16 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         "stages send nothing around",
         StrategyConflictError,
         "strategy {name!r} is a pipeline, whose stages do different things at a time, and sends "
-        "keys around the ring of axis {axis!r}, which all must do together; use "
-        "context_parallel('ulysses')",
+        "{what} around the ring of axis {axis!r}, which all must do together; {cure}",
         _stage_rings,
+    ),
+    Requirement.row(
+        "what goes round a ring is multiplied as it is",
+        StrategyConflictError,
+        "tensor_parallel has pieces of activations go round the ranks of {axis!r}, and products in "
+        "{products} have one scale for all of them; leave rings out of tensor_parallel, or use "
+        "precision bf16",
+        _ring_products,
     ),
     Requirement.row(
         "stages see every sample",

@@ -12,19 +12,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import ConfigError, UnsupportedError
+from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
 from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
 from ..program import linen_modules, wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
-from .strategy import Strategy
+from .rings import COLUMNS, ROWS, RingProducts, into
+from .strategy import AdaptLayers, Strategy
 
 LOOKUPS: tuple[Any, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
 """The calls of NNX layers that take rows of a table by the ids that they are given."""
 
 
-def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) -> Strategy:
+def tensor_parallel(
+    plan: PlanLike, axis: str = "tp", sequence: bool = False, rings: bool = False
+) -> Strategy:
     """Splits the layers of a model over a mesh axis, without a change to its source.
 
     A column layer followed by a row layer computes
@@ -41,12 +44,15 @@ def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) ->
         sequence: sequence parallelism: norms, dropout and residuals hold 1/size of the positions,
             and each sum becomes a reduce-scatter, with an all-gather before the next column
             layer. As many bytes, and 1/size of the activations.
+        rings: those gathers and reduce-scatters go piece by piece round the ranks, each piece
+            beside the product with the one before: as many bytes, hidden as far as the products
+            take as long. Needs `sequence`.
 
     Returns:
         The strategy; it splits no batch: compose it with `ddp`, `zero` or `fsdp`.
 
     Raises:
-        ConfigError: for an unknown preset or mode.
+        ConfigError: for an unknown preset or mode, or rings without `sequence`.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
@@ -55,14 +61,21 @@ def tensor_parallel(plan: PlanLike, axis: str = "tp", sequence: bool = False) ->
         P('tp',)
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation
-    Recomputation, arXiv:2205.05198.
+    Recomputation, arXiv:2205.05198; Wang et al., Overlap Communication with Dependent Computation,
+    ASPLOS 2023.
     """
+    if rings and not sequence:
+        raise ConfigError(
+            "tensor_parallel got rings=True and sequence=False; what goes round a ring are "
+            "positions that the ranks split between layers: say sequence=True too, or leave rings "
+            "out"
+        )
     policy = ByPlan(Plan.of(plan), axis)
     return Strategy(
         "tensor",
         params=policy,
         opt_state=policy,
-        layers=(TensorLayers(policy, sequence),),
+        layers=(TensorLayers(policy, sequence, rings),),
     )
 
 
@@ -73,10 +86,12 @@ class TensorLayers:
     Args:
         policy: the plan and its axis.
         sequence: whether positions are split between a row layer and the next column layer.
+        rings: whether they go round the ranks within both.
     """
 
     policy: ByPlan
     sequence: bool = False
+    rings: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -85,8 +100,8 @@ class TensorLayers:
 
     @property
     def sends_around(self) -> bool:
-        """Never: its ranks gather and scatter."""
-        return False
+        """With rings; else its ranks gather and scatter."""
+        return self.rings
 
     @property
     def splits_positions(self) -> bool:
@@ -103,7 +118,14 @@ class TensorLayers:
 
         Raises:
             UnsupportedError: when the plan is empty, or matches no layer and no parameter.
+            StrategyConflictError: when other axes split the positions that go round a ring.
         """
+        if self.rings and layout.sequence:
+            names = "×".join(layout.sequence)
+            raise StrategyConflictError(
+                f"tensor_parallel has positions go round the ranks of {self.policy.axis!r}, and "
+                f"{names!r} splits them in every layer; leave rings out, or the context parallelism"
+            )
         plan, rule_of = self.policy.plan, self.policy.plan.rule_of
         if not plan.rules:
             raise UnsupportedError(
@@ -144,7 +166,7 @@ class TensorLayers:
         is_split = any(
             self.policy(f"{path}/{name}", shape, layout.mesh) for name, shape in shapes.items()
         )
-        return Pin(rule.as_value(), self.policy.axis, is_split, self.sequence, layout)
+        return Pin(rule.as_value(), self.policy.axis, is_split, self.sequence, layout, self.rings)
 
     def _holds_parameter(self, model: nnx.Module) -> bool:
         paths = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
@@ -180,6 +202,24 @@ def check_sums(strategy: Strategy, model: nnx.Module) -> None:
         )
 
 
+def sends_pieces(layers: AdaptLayers) -> bool:
+    """Whether all that moves within the units of a model are pieces that go round a ring."""
+    rules = layers.policy.plan.rules if isinstance(layers, TensorLayers) else ()
+    whole = any(rule.mode is ParallelMode.REPLICATE for rule in rules)
+    return isinstance(layers, TensorLayers) and layers.rings and not whole
+
+
+def ring_products(strategy: Strategy, layout: Layout) -> tuple[RingProducts, ...]:
+    """The products of a strategy that are rings, one value for each axis.
+
+    Args:
+        strategy: the whole strategy of a step.
+        layout: where its activations lie.
+    """
+    found = (layers for layers in strategy.layers if isinstance(layers, TensorLayers))
+    return tuple(RingProducts(layout, each.policy.axis) for each in found if each.rings)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pin:
     """Where the activations around one layer lie; a value, so that equal layers stay equal.
@@ -190,6 +230,7 @@ class Pin:
         is_split: whether any of its parameters is split; an optional layer may stay whole.
         sequence: whether positions are split between layers.
         layout: where activations lie otherwise.
+        rings: whether positions go round the ranks.
     """
 
     rule: Rule
@@ -197,12 +238,13 @@ class Pin:
     is_split: bool
     sequence: bool
     layout: Layout
+    rings: bool = False
 
     def calls(self, module: nnx.Module) -> dict[str, Any]:
         """What runs in place of the module's methods."""
         if self.rule.mode is ParallelMode.VOCAB and hasattr(module, "attend"):
             columns = dataclasses.replace(self.rule, mode=ParallelMode.COLUMN, dim=-1)
-            head = dataclasses.replace(self, rule=columns)
+            head = dataclasses.replace(self, rule=columns, rings=False)
             return {"__call__": self, "attend": head}
         return {"__call__": self}
 
@@ -212,7 +254,7 @@ class Pin:
 
     def around_columns(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
         """Whole features in, split features out."""
-        x, parts = self._whole(x), self.rule.parts
+        x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
         features = (self.axis,) if self.is_split else ()
         dim = self.rule.dim or -1
         run = lambda layer: self.layout.constrain(call(layer, x, *args, **kwargs), features, dim)
@@ -227,6 +269,7 @@ class Pin:
     def around_rows(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
         """Split features in, the sum over the ranks out."""
         features = (self.axis,) if self.is_split else ()
+        x = self._ring(ROWS, x)
         x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
         return summed(self._residual(call(module, x, *args, **kwargs)))
 
@@ -268,6 +311,11 @@ class Pin:
     def around_whole(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Whole features in and out."""
         return jax.tree.map(self._whole, call(module, *args, **kwargs))
+
+    def _ring(self, kind: str, x: Array) -> Array:
+        # A head may be a table the other way round; it is one product, outside of all loops.
+        rings = self.rings and self.is_split and self.rule.mode is not ParallelMode.VOCAB
+        return into(kind, x) if rings else x
 
     def _whole(self, x: Array) -> Array:
         return self.layout.constrain(x) if _is_float(x) else x

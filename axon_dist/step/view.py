@@ -23,6 +23,8 @@ from ..parallel import (
     map_kernels,
     regather_in_backward,
     remake_in_backward,
+    ring_products,
+    sends_pieces,
 )
 from ..precision import (
     Fp8Dot,
@@ -69,6 +71,8 @@ class View:
         weights: the paths of the parameters, trained and frozen.
         int8: how those are kept that come in eight bits, by path.
         fp8: the layers that compute in fp8; None where there are none.
+        sends_pieces: whether the activations that move are pieces that go round a ring, of which
+            the compiler fetches none before its time.
     """
 
     precision: MixedPrecision | None
@@ -79,6 +83,7 @@ class View:
     weights: frozenset[Path]
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
     fp8: Fp8Layers | None = None
+    sends_pieces: bool = False
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -157,7 +162,8 @@ class View:
         regather = cheap if self.frees_weights else None
         remat = self.remat.remat if self.remat else regather
         group = self.remat.group_size if self.remat else 1
-        return scan_over_layers(forward, group, remat, prefetch=not self.moves_activations)
+        prefetch = self.sends_pieces or not self.moves_activations
+        return scan_over_layers(forward, group, remat, prefetch=prefetch)
 
 
 def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:
@@ -172,7 +178,10 @@ def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Call
     Returns:
         A function of the same arguments and results.
     """
-    losses = LossOverMesh.rewriting(layout_of(strategy, mesh))
+    layout = layout_of(strategy, mesh)
+    for rings in ring_products(strategy, layout):
+        forward = rings.of(forward)
+    losses = LossOverMesh.rewriting(layout)
     if losses is not None:
         forward = losses.beside(ByRank.rewriting(mesh, strategy.batch_axes)).of(forward)
     return forward if strategy.pipeline is None else whole_slices().of(forward)
@@ -231,6 +240,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         weights=paths_of(parts.weights),
         int8=parts.int8,
         fp8=fp8_of(strategy, parts),
+        sends_pieces=all(map(sends_pieces, strategy.layers)),
     )
 
 

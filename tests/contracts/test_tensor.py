@@ -14,18 +14,19 @@ from .models import linen_net
 from .test_strategies import Row, check
 
 
-def tensor(model, world, sequence=False):
+def tensor(model, world, sequence=False, rings=False):
     inputs = (jax.ShapeDtypeStruct((2, 16), "float32"),) if type(model).__name__ == "ToNNX" else ()
-    return tensor_parallel(suggest_plan(model, *inputs), sequence=sequence)
+    return tensor_parallel(suggest_plan(model, *inputs), sequence=sequence, rings=rings)
 
 
-def with_data(make: Callable, sequence: bool = False) -> Callable:
-    return lambda model, world: compose(make(world), tensor(model, world, sequence))
+def with_data(make: Callable, sequence: bool = False, rings: bool = False) -> Callable:
+    return lambda model, world: compose(make(world), tensor(model, world, sequence, rings))
 
 
 TENSOR: dict[str, Callable] = {
     "tensor": tensor,
     "tensor_sp": functools.partial(tensor, sequence=True),
+    "tensor_rings": functools.partial(tensor, sequence=True, rings=True),
     "tensor_row": lambda model, world: AXON["tensor"](model, world, plan="transformer"),
     "ddp_tensor": with_data(lambda world: ddp()),
     "ddp_tensor_sp": with_data(lambda world: ddp(), sequence=True),
@@ -33,6 +34,8 @@ TENSOR: dict[str, Callable] = {
     "zero2_tensor_sp": with_data(lambda world: zero(2, min_elements=8), sequence=True),
     "fsdp_tensor": with_data(lambda world: fsdp(min_elements=8)),
     "fsdp_tensor_sp": with_data(lambda world: fsdp(min_elements=8), sequence=True),
+    "ddp_tensor_rings": with_data(lambda world: ddp(), sequence=True, rings=True),
+    "fsdp_tensor_rings": with_data(lambda world: fsdp(min_elements=8), sequence=True, rings=True),
     "ddp_tensor_sums": lambda model, world: compose(
         with_data(lambda world: ddp(), sequence=True)(model, world),
         Strategy("remat", remat=ActivationCheckpointing(policy="sums")),
@@ -52,6 +55,8 @@ ROWS = [
     Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
     Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
     Row("fsdp_tensor_sp", "fsdp=2,tp=4", "transformer"),
+    Row("tensor_rings", "tp=4", "transformer", 2),
+    Row("fsdp_tensor_rings", "fsdp=2,tp=4", "transformer"),
     Row("hybrid_tensor_sp", "dp=2,fsdp=2,tp=2", "transformer"),
 ]
 MODELS = ("mlp", "weighted", "batchnorm", "dropout", "linen", "transformer")
@@ -62,7 +67,7 @@ FULL = [
     for data in (strategy.split("_")[0],)
     for axis in ("fsdp" if data == "fsdp" else "dp",)
     for mesh in MESHES.get(data, (f"{axis}=2,tp=4", f"{axis}=4,tp=2"))
-    for model in (("transformer",) if strategy in ("tensor_row", "ddp_tensor_sums") else MODELS)
+    for model in (("transformer",) if strategy.endswith(("_row", "_sums", "_rings")) else MODELS)
     for k in (1, 2)
     if not (strategy == "tensor_row" and mesh == "tp=4")
 ]

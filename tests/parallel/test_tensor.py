@@ -20,7 +20,15 @@ from axon_dist.core.errors import (
 from axon_dist.inspect import collectives, device_bytes
 from axon_dist.mesh import MeshSpec
 from axon_dist.models import MLP, Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel import STRATEGIES, Plan, fsdp, suggest_plan, tensor_parallel
+from axon_dist.parallel import (
+    STRATEGIES,
+    Plan,
+    context_parallel,
+    fsdp,
+    pipelined,
+    suggest_plan,
+    tensor_parallel,
+)
 
 from .foreign import GPT, Decoder
 
@@ -166,3 +174,27 @@ def test_errors_name_what_there_is(make_world):
     step = build(make(), tensor_parallel("transformer", sequence=True), world)
     with pytest.raises(DivisibilityError, match=r"3 positions .* tp=2 .* multiple of 2"):
         step.gradients(step.init(), short)
+
+
+def test_rings_are_refused_where_nothing_can_go_round(make_world):
+    with pytest.raises(ConfigError, match=r"rings=True and sequence=False; .* say sequence=True"):
+        tensor_parallel("transformer", rings=True)
+    rings = tensor_parallel("transformer", sequence=True, rings=True)
+    with pytest.raises(StrategyConflictError, match=r"ranks of 'tp', and 'cp' splits them .* cont"):
+        build(make(), compose(rings, context_parallel()), make_world("cp=2,tp=2"))
+    with pytest.raises(StrategyConflictError, match=r"activations around .* 'tp'.*leave rings out"):
+        build(make(), compose(rings, pipelined(2, 2)), make_world("pp=2,tp=2"))
+    mlp, square = MLP((16, 24, 16), rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2)
+    rings = tensor_parallel(suggest_plan(mlp), sequence=True, rings=True)
+    with pytest.raises(UnsupportedError, match=r"layer .* got f.*32\[4,16\] multiplies no .*rings"):
+        build(mlp, rings, make_world("tp=2"), square).lower(np.ones((4, 16), np.float32))
+
+
+def test_layers_with_one_input_send_it_round_once(make_world):
+    """A block has seven products and four rings: before q, k, v; out; before gate, up; down."""
+    world, model = make_world("tp=4"), make(num_layers=1)
+    rings = tensor_parallel(suggest_plan(model), sequence=True, rings=True)
+    step = build(model, rings, world)
+    text = step.lower({"tokens": np.zeros((4, 17), np.int32)}).as_text()
+    # Of three sends each, and backward each is a ring of its kind.
+    assert text.count("collective_permute") == 2 * 4 * 3

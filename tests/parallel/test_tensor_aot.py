@@ -19,7 +19,7 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, compose
 from axon_dist.hardware import missing_compiler
-from axon_dist.inspect import collectives, target_devices
+from axon_dist.inspect import collectives, expect_kernels, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, fsdp, suggest_plan, tensor_parallel
@@ -76,6 +76,31 @@ def test_bytes_on_each_axis(target, preset, shards, ranks, policy, sequence, hal
     assert ledger.total_wire_bytes(axis=("fsdp", "tp")) <= 0.001 * over_tp
     sums = ledger.total_wire_bytes("all-reduce", "tp")
     assert sums < 0.01 * over_tp if sequence else sums > 0.9 * over_tp
+
+
+@pytest.mark.parametrize(
+    ("target", "preset", "shards", "ranks"), [("h100:8", "7b", 4, 2), ("h100:8x8", "8b", 8, 8)]
+)
+def test_pieces_that_go_round_are_as_many_bytes_and_hide(target, preset, shards, ranks):
+    """Eleven halves a block as before, and one in ten bytes of the step has no compute beside it.
+
+    Nothing is computed twice: of each attention one forward, one recomputed and one backward.
+    """
+    # As deep as the models are, for the token table has nothing beside it.
+    config = TransformerConfig.preset(preset, attention="cudnn", max_length=LENGTH)
+    plan = suggest_plan(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    rings = tensor_parallel(plan, sequence=True, rings=True)
+    mesh = f"fsdp={shards},tp={ranks}"
+    world, program = compiled(target, mesh, config, rings, batch=shards)
+    ledger = collectives(program, world.mesh)
+    half = (ranks - 1) / ranks * LENGTH * config.width * 2
+    over_tp = (11 * config.num_layers + 4) * half
+    assert ledger.total_wire_bytes(axis="tp") <= 1.05 * over_tp
+    assert (
+        ledger.total_wire_bytes("collective-permute", "tp") >= 0.95 * 11 * config.num_layers * half
+    )
+    assert ledger.exposed_bytes() <= 0.1 * ledger.total_wire_bytes()
+    expect_kernels(program, attention=3 * config.num_layers)
 
 
 @pytest.mark.parametrize("kv_heads", [16, 4])

@@ -186,6 +186,12 @@ EXAMPLES = {
         lambda: build(compose(pipelined(2, 4), context_parallel()), "pp=2,cp=4"),
         r"ring of axis 'cp'",
     ),
+    "what goes round a ring is multiplied as it is": (
+        lambda: build(
+            tensor_parallel({"up$": "column"}, sequence=True, rings=True), "tp=8", precision="fp8"
+        ),
+        "products in fp8 have one scale for all of them; leave rings out",
+    ),
     "stages see every sample": (
         lambda: build(compose(pipelined(2, 4), ddp("pp")), PP),
         "batch over 'pp'",

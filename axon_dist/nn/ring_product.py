@@ -1,0 +1,184 @@
+"""Products with split kernels, the positions of whose other operand go round a ring of ranks.
+
+Of t ranks each has 1/t of the positions and 1/t of the features. To make all positions whole, then
+multiply, is to wait for the gather; but the product is one of pieces,
+
+    y[c] = x[c] A_r,   c = r, r - 1, ..., r - t + 1        r = the rank,
+
+and while one piece is multiplied the next is on its way. Where it is the features that are summed,
+the sum of a piece goes round instead, and every rank adds its share. Backwards each is the other.
+What is summed over all positions, the gradient of the kernel, is one product still.
+
+Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
+Deep Learning Models, ASPLOS 2023.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from ..core.typing import Array
+
+Product: TypeAlias = Callable[[Array, Array], Array]
+"""(`[B, T, K]`, `[K, N]`) -> `[B, T, N]`, linear in both; a value that can be hashed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Circle:
+    """The ranks of one axis, which have consecutive pieces of dim 1.
+
+    Args:
+        axis: the mesh axis.
+        size: its size.
+    """
+
+    axis: str
+    size: int
+
+    def pieces(self, x: Array) -> tuple[Array, ...]:
+        """The pieces of all ranks as they come by: one's own first, then those of ranks before."""
+        found = [x]
+        for _ in range(self.size - 1):
+            found.append(self.moved(found[-1]))
+        return tuple(found)
+
+    def summed(self, addend: Callable[[Array], Array]) -> Array:
+        """Adds up over the ranks, each piece on its way to the rank that has it.
+
+        Args:
+            addend: the number of a piece -> this rank's share of it.
+        """
+        rank = jax.lax.axis_index(self.axis)
+        total = addend((rank - 1) % self.size)
+        for back in range(2, self.size + 1):
+            total = added(self.moved(total), addend((rank - back) % self.size))
+        return total
+
+    def joined(self, pieces: Sequence[Array]) -> Array:
+        """What came by, in the order of the positions."""
+        rows = pieces[0].shape[1]
+        shape = (pieces[0].shape[0], rows * self.size, *pieces[0].shape[2:])
+        whole = jnp.zeros(shape, pieces[0].dtype)
+        rank = jax.lax.axis_index(self.axis)
+        for back, piece in enumerate(pieces):
+            start = (rank - back) % self.size * rows
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, piece, start, 1)
+        return whole
+
+    def piece(self, whole: Array, number: Array) -> Array:
+        """One piece of all positions."""
+        rows = whole.shape[1] // self.size
+        return jax.lax.dynamic_slice_in_dim(whole, number * rows, rows, 1)
+
+    def moved(self, x: Array, by: int = 1) -> Array:
+        """Sends what every rank has to the one so many places on."""
+        pairs = [(rank, (rank + by) % self.size) for rank in range(self.size)]
+        return jax.lax.ppermute(x, self.axis, pairs)
+
+
+def added(arrived: Array, mine: Array) -> Array:
+    """Adds to a sum on its way; the compiler would have the product do so, and wait for the sum."""
+    arrived, mine = jax.lax.optimization_barrier((arrived, mine))
+    return arrived + mine
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def pieces_of(circle: Circle, x: Array) -> tuple[Array, ...]:
+    """`Circle.pieces`, whose gradients are summed on their way back."""
+    return circle.pieces(x)
+
+
+def _pieces_backward(circle: Circle, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    total = cotangents[-1]
+    for cotangent in cotangents[-2::-1]:
+        total = added(circle.moved(total, -1), cotangent)
+    return (total,)
+
+
+pieces_of.defvjp(lambda circle, x: (circle.pieces(x), None), _pieces_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def into_columns(
+    circle: Circle, product: Product, pieces: tuple[Array, ...], kernel: Array
+) -> Array:
+    """Multiplies all positions by this rank's columns, as `Circle.pieces` gives them.
+
+    Args:
+        circle: the ranks.
+        product: how.
+        pieces: `[B, T/t, K]` each.
+        kernel: `[K, N/t]`.
+
+    Returns:
+        `[B, T, N/t]`.
+    """
+    return circle.joined([_apart(product, piece, kernel) for piece in pieces])
+
+
+def _columns_forward(circle: Circle, product: Product, pieces: Any, kernel: Array) -> Any:
+    return into_columns(circle, product, pieces, kernel), (pieces, kernel)
+
+
+def _columns_backward(circle: Circle, product: Product, kept: Any, cotangent: Array) -> Any:
+    pieces, kernel = kept
+    rank = jax.lax.axis_index(circle.axis)
+    cotangents = (circle.piece(cotangent, (rank - i) % circle.size) for i in range(circle.size))
+    of_pieces = tuple(
+        _of_left(product, piece, kernel, ct) for piece, ct in zip(pieces, cotangents, strict=True)
+    )
+    return of_pieces, _of_kernel(product, circle.joined(pieces), kernel, cotangent)
+
+
+into_columns.defvjp(_columns_forward, _columns_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def into_rows(circle: Circle, product: Product, x: Array, kernel: Array) -> Array:
+    """Multiplies by this rank's rows, and gives each rank the sums of its positions.
+
+    Args:
+        circle: the ranks.
+        product: how.
+        x: `[B, T, K/t]`.
+        kernel: `[K/t, N]`.
+
+    Returns:
+        `[B, T/t, N]`.
+    """
+    return circle.summed(lambda number: _apart(product, circle.piece(x, number), kernel))
+
+
+def _rows_forward(circle: Circle, product: Product, x: Array, kernel: Array) -> Any:
+    return into_rows(circle, product, x, kernel), (x, kernel)
+
+
+def _rows_backward(circle: Circle, product: Product, kept: Any, cotangent: Array) -> Any:
+    x, kernel = kept
+    pieces = circle.pieces(cotangent)
+    like = jax.lax.slice_in_dim(x, 0, x.shape[1] // circle.size, axis=1)
+    of_x = circle.joined([_of_left(product, like, kernel, piece) for piece in pieces])
+    return of_x, _of_kernel(product, x, kernel, circle.joined(pieces))
+
+
+into_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _apart(product: Product, left: Array, right: Array) -> Array:
+    """One product of several; the compiler would make one of all with the same kernel, and wait."""
+    return product(*jax.lax.optimization_barrier((left, right)))
+
+
+def _of_left(product: Product, left: Array, kernel: Array, cotangent: Array) -> Array:
+    cotangent, kernel = jax.lax.optimization_barrier((cotangent, kernel))
+    return jax.linear_transpose(lambda x: product(x, kernel), left)(cotangent)[0]
+
+
+def _of_kernel(product: Product, left: Array, kernel: Array, cotangent: Array) -> Array:
+    return jax.linear_transpose(lambda w: product(left, w), kernel)(cotangent)[0]
