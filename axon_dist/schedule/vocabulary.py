@@ -29,7 +29,7 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         The table.
 
     Raises:
-        ScheduleError: a device without a stage, or cells in another order than F, B, I, W.
+        ScheduleError: a device without a stage, or cells in another order than F, V, B, I, W.
 
     Example:
         >>> from axon_dist.schedule import eager_1f1b

@@ -18,14 +18,15 @@ from axon_dist.inspect.cost import CostModel
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.schedule import Phase, peak_live
 
-ROWS, TOKENS, WIDTH = 2, 8, 16
+ROWS, TOKENS, WIDTH, VOCABULARY = 2, 8, 16, 48
 LANE = re.compile(r"/body/\w+/([FBIW])/cond$")
 
 
 def make(num_layers):
     config = TransformerConfig(
-        vocab_size=32, width=WIDTH, num_layers=num_layers, num_heads=2, ffn_width=32, max_length=8
-    )
+        vocab_size=VOCABULARY, width=WIDTH, num_layers=num_layers, num_heads=2, ffn_width=32,
+        max_length=8, tied_head=False,
+    )  # fmt: skip
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
@@ -113,6 +114,48 @@ def test_nothing_is_computed_but_the_model_and_its_recomputation(name, size, cou
     recomputed = 0 if keeps else block * (schedule.num_stages - 1)
     # A chunk that is never the last need not recompute its last product either.
     assert count * model <= work_of(schedule, compiled, keeps) <= count * (model + recomputed)
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [
+        ("1f1b", "recompute"),
+        ("zero_bubble_h1", "recompute"),
+        pytest.param("1f1b", "residuals", marks=pytest.mark.full),
+    ],
+)
+def test_sums_of_head_and_embedding_are_never_copied(name, backward):
+    # Every branch of a tick hands them through, and the stages between the ends only do that.
+    module = as_module(build(name, 4, 8, backward)[1])
+    sums = {(VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
+    carried = [
+        shape.dims
+        for visit in visits(module)
+        for instruction in visit.computation.instructions
+        if instruction.opcode == "while" and visit.count == 1
+        for shape in instruction.shapes
+        if shape.dims in sums
+    ]
+    # As sums and as parameters.
+    assert len(carried) == 4
+    copies = [
+        instruction.name
+        for visit in visits(module)
+        if visit.count > 1
+        for instruction in visit.computation.instructions
+        if any(shape.dims in sums for shape in instruction.shapes)
+        and "copy" in {instruction.opcode, *_fused(module, instruction)}
+    ]
+    assert copies == []
+
+
+def _fused(module, instruction):
+    """The operations of a fusion that only moves what it is given."""
+    if instruction.opcode != "fusion":
+        return set()
+    (fused,) = module.called(instruction)
+    found = {inner.opcode for inner in fused.instructions} - {"parameter", "bitcast"}
+    return found if found == {"copy"} else set()
 
 
 def test_the_halves_of_a_backward_pass_cost_the_whole():
