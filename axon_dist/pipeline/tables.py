@@ -101,8 +101,8 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     """A short sequence of phases of which every cell is a subsequence.
 
-    The same on every process, and F, V, B, I, W where cells leave it open: a value is then written by
-    one lane and read by a later one. XLA updates such a buffer in place, and copies one that is
+    The same on every process, and F, V, B, I, W where cells leave it open: a value is then written
+    by one lane and read by a later one. XLA updates such a buffer in place, and copies one that is
     read before it is written.
 
     Example:

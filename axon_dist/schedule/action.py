@@ -77,8 +77,8 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"got {text!r}, which is not an action. An action is a stage, one of F, V, B, I, W, "
-                "and a microbatch, such as 2F0; several in one tick are joined by '+'."
+                f"got {text!r}, which is not an action. An action is a stage, one of F, V, B, I, "
+                "W, and a microbatch, such as 2F0; several in one tick are joined by '+'."
             )
         stage, phase, microbatch = match.groups()
         return cls(int(stage), Phase(phase), int(microbatch))

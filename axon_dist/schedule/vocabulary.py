@@ -73,6 +73,7 @@ def _delayed(schedule: Schedule, ends: dict[int, int], delay: int) -> Schedule:
         return (*forwards, *parts, *(action for action in late if action.phase is not Phase.F))
 
     rows = tuple(
-        tuple(cell(device, tick) for tick in range(length)) for device in range(schedule.num_devices)
+        tuple(cell(device, tick) for tick in range(length))
+        for device in range(schedule.num_devices)
     )
     return dataclasses.replace(schedule, rows=rows)

@@ -39,7 +39,6 @@ from .spec import StepSpec
 from .staged_loss import nested_metrics, traced
 from .view import View, fp8_of, paths_of, spelled
 
-
 Parted: TypeAlias = dict[int, int]
 """Of parameters outside the blocks that lie in parts of the vocabulary, number and dim."""
 
@@ -236,7 +235,12 @@ class StagedPlan:
             parted=parted,
         ).run()
         unit = jnp.ones(()) if weight is None else weight
-        return (*self._reduce(sums, parted), unit, self._loss(trace, sums), without_rank(changed, buffers))
+        return (
+            *self._reduce(sums, parted),
+            unit,
+            self._loss(trace, sums),
+            without_rank(changed, buffers),
+        )
 
     def trace(self, buffers: PyTree, batch: Batch, spelling: Any = None) -> LossTrace:
         """The loss of one microbatch of this rank; `spelling` in place of the mesh's."""

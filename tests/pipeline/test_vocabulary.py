@@ -125,7 +125,11 @@ def test_the_option_is_yes_or_no():
 
 
 def test_a_table_with_it_needs_no_option():
-    table = pipelined(2, 4, split_vocabulary=True).pipeline.schedule
-    assert table.splits_vocabulary
-    assert pipelined(2, 4, table).pipeline.schedule == table
-    assert pipelined(2, 4, table, split_vocabulary=True).pipeline.schedule == table
+    def table(*args, **options):
+        plan = pipelined(2, 4, *args, **options).pipeline
+        assert plan is not None
+        return plan.schedule
+
+    split = table(split_vocabulary=True)
+    assert split.splits_vocabulary
+    assert table(split) == table(split, split_vocabulary=True) == split

@@ -83,9 +83,7 @@ def test_outputs_and_their_gradients_outlive_no_slot(name):
     assert everything <= set(plan.gradients.slot)
     home, place = table.placement[last], lambda action: where[action][2:]
     part = lambda m: place(Action(table.stages_of(home)[0], Phase.V, m))
-    back = lambda m: min(
-        place(a) for p in (Phase.B, Phase.I) if (a := Action(last, p, m)) in where
-    )
+    back = lambda m: min(place(a) for p in (Phase.B, Phase.I) if (a := Action(last, p, m)) in where)
     lives = {
         "outputs": {m: (place(Action(last, Phase.F, m)), part(m)) for m in range(8)},
         "gradients": {m: (part(m), back(m)) for m in range(8)},
