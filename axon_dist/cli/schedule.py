@@ -29,6 +29,7 @@ from axon_dist.schedule import (
     summarize,
     to_svg,
     validate,
+    with_vocabulary,
 )
 
 from .verb import Verb, as_file, as_int, as_number, check_output, write_output
@@ -62,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="relative costs of the stages in the order of the model, 1 being an equal share",
     )
+    parser.add_argument(
+        "--vocabulary",
+        type=as_number,
+        metavar="TIME",
+        help="splits head and loss over the ranks as actions V: the time of one rank's part, both "
+        "ways",
+    )
     parser.add_argument("--ahead", action="store_true", help="draws ranks that run ahead freely")
     parser.add_argument("--search", action="store_true", help="finds the fastest table in step")
     parser.add_argument(
@@ -83,6 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.memory is not None and not arguments.search:
         raise ConfigError(
             f"got --memory {arguments.memory:g} without --search; a named schedule has its own"
+        )
+    if arguments.vocabulary is not None and arguments.search:
+        raise ConfigError(
+            f"got --vocabulary {arguments.vocabulary:g} beside --search, which knows no V; leave "
+            "one of them out"
         )
     costs = _costs(arguments)
     console = Console(highlight=False, soft_wrap=True)
@@ -110,6 +123,8 @@ def _valid(arguments: argparse.Namespace, console: Console) -> Schedule:
     try:
         schedule = _schedule(arguments)
         validate(schedule)
+        if arguments.vocabulary is not None:
+            return with_vocabulary(schedule, _costs(arguments))
         return schedule
     except ScheduleError as error:
         sentence, _, grid = str(error).partition("\n")
@@ -124,7 +139,8 @@ def _costs(arguments: argparse.Namespace) -> Costs:
             f"got --costs {' '.join(f'{cost:g}' for cost in arguments.costs)}; it takes three "
             "times, F I W, or four, F I W B, such as --costs 1 1.2 0.8"
         )
-    return Costs(*arguments.costs, stage_weights=tuple(arguments.weights))
+    part = {} if arguments.vocabulary is None else {"v": arguments.vocabulary}
+    return Costs(*arguments.costs, **part, stage_weights=tuple(arguments.weights))
 
 
 def _searched(arguments: argparse.Namespace, costs: Costs) -> Schedule:
@@ -224,6 +240,8 @@ def _check_alone(arguments: argparse.Namespace) -> None:
     given = [arguments.name] if arguments.name is not None else []
     given += ["--search"] if arguments.search else []
     given += ["--ahead"] if arguments.ahead else []
+    if arguments.vocabulary is not None:
+        given += [f"--vocabulary {arguments.vocabulary:g}"]
     for option, file in (("--svg", arguments.svg), ("--csv", arguments.csv)):
         given += [f"{option} {file}"] if file is not None else []
     if given:
@@ -251,6 +269,7 @@ VERB = Verb(
     examples=(
         "axon schedule 1f1b --stages 4 --microbatches 8",
         "axon schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --svg table.svg",
+        "axon schedule eager_1f1b --stages 4 --microbatches 8 --vocabulary 0.5",
         "axon schedule --stages 4 --microbatches 8 --compare",
     ),
 )

@@ -11,7 +11,14 @@ from flax import nnx
 from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_path, kind_at, read_text
 from ..nn import POLICIES, ActivationCheckpointing
-from ..schedule import SCHEDULES, PipelineSchedule, Schedule, build_schedule, validate
+from ..schedule import (
+    SCHEDULES,
+    PipelineSchedule,
+    Schedule,
+    build_schedule,
+    validate,
+    with_vocabulary,
+)
 from ..schedule.action import check_sizes
 from .pipeline_plan import PipelinePlan
 from .strategy import Strategy
@@ -31,6 +38,7 @@ def pipelined(
     boundaries: tuple[int, ...] | None = None,
     costs: tuple[float, ...] | None = None,
     backward: str = "recompute",
+    split_vocabulary: bool = False,
 ) -> Strategy:
     """Pipeline parallelism as a strategy: blocks lie along `axis`, microbatches flow through them.
 
@@ -57,12 +65,18 @@ def pipelined(
         backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
             all that the backward pass needs, and the name of a policy of
             `ActivationCheckpointing` keeps what it says of each block.
+        split_vocabulary: splits the head over the ranks by the vocabulary, and gives head and loss
+            actions of their own, `V`, that all ranks do together: the last stage is then not the
+            slowest, no rank holds the head whole, and backwards start one or two ticks later. The
+            loss must end in `linear_cross_entropy`, of a head that is not tied. A table that has
+            `V` has it split in any case.
 
     Returns:
         The strategy.
 
     Raises:
-        ScheduleError: for an unknown schedule, sizes it cannot do, or a table that is not valid.
+        ScheduleError: for an unknown schedule, sizes it cannot do, a table that is not valid, or
+            one whose cells leave no place for the vocabulary.
         ConfigError: for a table of other sizes than asked for, a file that is not there, an
             unknown `backward`, or `classes` or `boundaries` of another type.
 
@@ -71,6 +85,12 @@ def pipelined(
         'eager_1f1b'
     """
     table = read_schedule(schedule, num_stages, num_microbatches, chunks)
+    if not isinstance(split_vocabulary, bool):
+        raise ConfigError(
+            f"got split_vocabulary={split_vocabulary!r}; it must be True, for a head that is split "
+            "over the ranks of the pipeline, or False"
+        )
+    table = with_vocabulary(table) if split_vocabulary else table
     if backward not in (valid := [*BACKWARD, *POLICIES]):
         raise ConfigError(f"backward={backward!r} is unknown.{did_you_mean(backward, valid)}")
     keeps = backward != "recompute"

@@ -122,6 +122,7 @@ def _pipeline(
     chunks: int | None = None,
     boundaries: tuple[int, ...] | None = None,
     backward: str = "recompute",
+    split_vocabulary: bool = False,
 ) -> Strategy:
     """Pipeline parallelism over the axis `pp`, by a schedule's name or CSV file.
 
@@ -134,12 +135,20 @@ def _pipeline(
         boundaries: the first block of each stage, and the number of blocks; None cuts evenly.
         backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
             that the backward pass needs, and a policy of `remat` what that says of each block.
+        split_vocabulary: every rank computes its part of the vocabulary of head and loss, which
+            else the last stage computes; for a loss of `linear_cross_entropy`, untied.
     """
     if "pp" not in world.mesh.shape:
         raise MeshError(f"mesh {world.spec} has no axis for a pipeline; add pp")
     size = world.mesh.shape["pp"]
     return pipelined(
-        size, num_microbatches, schedule, chunks=chunks, boundaries=boundaries, backward=backward
+        size,
+        num_microbatches,
+        schedule,
+        chunks=chunks,
+        boundaries=boundaries,
+        backward=backward,
+        split_vocabulary=split_vocabulary,
     )
 
 

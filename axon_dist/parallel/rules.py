@@ -146,6 +146,16 @@ def _stage_residents(placed: Placed) -> Found:
     return {"name": strategy.name, "axis": strategy.resident[0]}
 
 
+def _stage_vocabulary(placed: Placed) -> Found:
+    plan = placed.strategy.pipeline
+    if plan is None or not plan.schedule.splits_vocabulary:
+        return None
+    by_hand = {plan.axis, *placed.strategy.batch_axes}
+    sizes = placed.world.mesh.shape.items()
+    left = next((axis for axis, size in sizes if size > 1 and axis not in by_hand), None)
+    return None if left is None else {"name": placed.strategy.name, "axis": left}
+
+
 def _stage_statistics(placed: Placed) -> Found:
     reduction = placed.strategy.reduction
     if placed.strategy.pipeline is None or reduction is None or reduction.sync_buffers:
@@ -271,6 +281,15 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         "expert_parallel out beside a pipeline, and split them by fsdp or tensor_parallel, or "
         "leave the pipeline out",
         _stage_residents,
+    ),
+    Requirement.row(
+        "a vocabulary is split over stages alone",
+        StrategyConflictError,
+        "strategy {name!r} splits the vocabulary over the stages of a pipeline, each rank of which "
+        "computes its part alone, and leaves axis {axis!r} to the compiler; leave split_vocabulary "
+        "out, for tensor parallelism splits the head already, or use data parallelism beside the "
+        "pipeline",
+        _stage_vocabulary,
     ),
     Requirement.row(
         "stages keep no statistics",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
 from ..program.piece import as_it_lies
 from ..schedule import Phase, Schedule, SlotPlan, assign_slots
@@ -47,6 +48,8 @@ class Executor:
         keeps: whether forward passes keep residuals; else backward passes recompute.
         frozen_weights: as `weights`, and None at the places of trained ones; [] where all are.
         frozen_rest: as `rest`; likewise.
+        parted: the numbers of the rest of which every rank has its part of the vocabulary, where
+            that is an action of its own; `last` of the stages then computes the loss of all ranks.
     """
 
     schedule: Schedule
@@ -59,6 +62,7 @@ class Executor:
     keeps: bool = False
     frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
+    parted: Collection[int] = ()
 
     def run(self) -> Sums:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
@@ -122,6 +126,7 @@ class Executor:
             gradients=empty(shape.floats, max(self.slots.gradients.num_slots, 1)),
             stash=empty(list(self._stash.packed), self.slots.stash.num_slots),
             held=empty(list(self._held.packed), self.slots.held.num_slots),
+            outputs=empty(shape, self.slots.outputs.num_slots),
             sums=Sums(
                 rows=zeros(self.weights, wide=True),
                 rest={i: zeros(self.rest[i], wide=True) for i in self._used},
@@ -172,6 +177,7 @@ class Executor:
         """Runs one lane; returns the new state and what may be sent."""
         act = {
             Phase.F: self._forward,
+            Phase.V: self._vocabulary,
             Phase.B: self._backward,
             Phase.I: self._input_gradient,
             Phase.W: self._weight_gradient,
@@ -216,14 +222,37 @@ class Executor:
         idle = lambda operand: (zeros(self._wire), zeros(self._wire), operand[1])
         # The last stage's forward is run by its backward, which follows at once and needs its
         # output for the loss: run here, too, it would be computed twice for nothing.
-        is_left = (stage == self.schedule.num_stages - 1) & (stage > 0) & (not self.keeps)
+        splits = self.schedule.splits_vocabulary
+        is_last = stage == self.schedule.num_stages - 1
+        is_left = is_last & (stage > 0) & (not self.keeps) & (not splits)
         active, operand = tick["active"] & ~is_left, (state.inputs, state.stash)
         x, y, stash = self._choose(tick, active, run, idle, operand)
+        if splits:
+            kept = put(state.outputs, tick["outputs"], y, active & is_last)
+            state = state._replace(outputs=kept)
         if self.keeps:
             return state._replace(stash=stash), y
         # Other stages find their input in the slot already; the first has just made its own.
         inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
         return state._replace(inputs=inputs), y
+
+    def _vocabulary(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
+        """The loss by all ranks together; the last stage's one keeps it, and the gradient."""
+        is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
+
+        def run(operand: tuple[Wire, Sums]) -> tuple[list[Array], Sums]:
+            outputs, sums = operand
+            own = get(outputs, tick["outputs"])
+            y = jax.tree.map(lambda x: _from_rank(x, is_home, self.axis), own)
+            return self._loss(self.stages[-1], tick, y, sums, is_home)
+
+        idle = lambda operand: (zeros(self._wire.floats), operand[1])
+        # All ranks take this branch in the same ticks: sums within it wait for nobody.
+        operand = state.outputs, state.sums
+        result, sums = jax.lax.cond(tick["active"], run, idle, operand)
+        when = tick["active"] & is_home
+        gradients = put(state.gradients, tick["gradients"], result, when)
+        return state._replace(sums=sums, gradients=gradients), result
 
     def _backward(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
         def run(i: int, program: StageProgram, operand: Any) -> tuple[list, Sums]:
@@ -300,11 +329,14 @@ class Executor:
         """The gradient of a stage's output: received, or that of the loss at the last stage."""
         of_loss = lambda: self._loss(program, tick, output, sums)
         received = lambda: (get(state.gradients, tick["gradients"]), sums)
+        if self.schedule.splits_vocabulary:
+            return received()
         return _when(program, tick["stage"], self.schedule.num_stages - 1, of_loss, received)
 
     def _loss(
-        self, program: StageProgram, tick: Tick, y: Wire, sums: Sums
+        self, program: StageProgram, tick: Tick, y: Wire, sums: Sums, counts: Array | None = None
     ) -> tuple[list[Array], Sums]:
+        """The gradient of an output by the loss; of ranks that know all of it, one `counts`."""
         data = self.data(tick["microbatch"])
 
         def objective(rest: Rest, floats: list[Array]) -> tuple[Array, Loss]:
@@ -314,9 +346,11 @@ class Executor:
 
         rest, frozen = self._pick(program.last_uses), self._pick_frozen(program.last_uses)
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
-        new = add(jax.tree.leaves(sums.loss), jax.tree.leaves(loss))
+        once = lambda x: x if counts is None else jnp.where(counts, x, jnp.zeros_like(x))
+        of_rest = {i: grad if i in self.parted else once(grad) for i, grad in grads[0].items()}
+        new = add(jax.tree.leaves(sums.loss), list(map(once, jax.tree.leaves(loss))))
         total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
-        return grads[1], _add_rest(total, grads[0])
+        return grads[1], _add_rest(total, of_rest)
 
     def _before(self, program: StageProgram, tick: Tick, gradient: list[Array], sums: Sums) -> Sums:
         """Adds the gradients of what stands before the first block, at the first stage."""
@@ -367,6 +401,13 @@ def _add_rest(sums: Sums, rest: Rest) -> Sums:
     for i, grad in rest.items():
         (total[i],) = add([total[i]], [grad])
     return sums._replace(rest=total)
+
+
+def _from_rank(x: Array, is_source: Array, axis: str) -> Array:
+    """The value of one rank, on all."""
+    # Flags have no sum.
+    value = x.astype(jnp.int32) if x.dtype == bool else x
+    return all_sum(jnp.where(is_source, value, jnp.zeros_like(value)), axis).astype(x.dtype)
 
 
 def _when(

@@ -34,6 +34,7 @@ class State(NamedTuple):
         gradients: gradients of the outputs of stages.
         stash: what forwards keep.
         held: what input gradients leave for weight gradients.
+        outputs: outputs of the last stage, where the vocabulary is an action of its own.
         sums: `Sums`, what has been added up; None where an action only reads the buffers.
     """
 
@@ -41,6 +42,7 @@ class State(NamedTuple):
     gradients: list[Array]
     stash: list[Array]
     held: list[Array]
+    outputs: Wire
     sums: Any
 
 

@@ -26,6 +26,7 @@ class Lane:
         gradients: [D, T] the slot of the gradient of its output.
         stash: [D, T] the slot of what a forward keeps for its backward.
         held: [D, T] the slot of what an input gradient leaves for the weight gradient.
+        outputs: [D, T] the slot of the last stage's output until its vocabulary action.
         hand_over: [D, T] the slot where the neighbouring stage on the same rank looks for the
             result.
     """
@@ -38,6 +39,7 @@ class Lane:
     gradients: np.ndarray
     stash: np.ndarray
     held: np.ndarray
+    outputs: np.ndarray
     hand_over: np.ndarray
 
 
@@ -90,7 +92,7 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
         for tick, cell in enumerate(row):
             for lane, action in zip(_lanes_for(cell, phases), cell, strict=True):
                 placed = Placed(action, device, tick, lane)
-                _fill(lanes[lane], placed, slots, stashes)
+                _fill(lanes[lane], placed, schedule.num_stages - 1, slots, stashes)
                 _route(placed, lanes[lane], schedule, slots, stashes, arrivals)
     channels = [_channel(lane, sent, schedule) for (lane, _), sent in sorted(arrivals.items())]
     return Program(tuple(lanes), tuple(channels), schedule.num_ticks)
@@ -99,8 +101,8 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     """A short sequence of phases of which every cell is a subsequence.
 
-    The same on every process, and F, B, I, W where cells leave it open: a value is then written by
-    one lane and read by a later one. XLA updates such a buffer in place, and copies one that is
+    The same on every process, and F, V, B, I, W where cells leave it open: a value is then written
+    by one lane and read by a later one. XLA updates such a buffer in place, and copies one that is
     read before it is written.
 
     Example:
@@ -147,16 +149,18 @@ def _empty_lane(phase: Phase, schedule: Schedule) -> Lane:
     return Lane(phase, np.zeros(shape, bool), **fields)
 
 
-def _fill(lane: Lane, placed: Placed, slots: SlotPlan, stashes: bool) -> None:
-    stage, _, microbatch = placed.action
+def _fill(lane: Lane, placed: Placed, last: int, slots: SlotPlan, stashes: bool) -> None:
+    stage, phase, microbatch = placed.action
     at = placed.device, placed.tick
-    key = stage, microbatch
+    # A vocabulary action is about the last stage's output and its gradient, on whatever rank it is.
+    key = (last if phase is Phase.V else stage), microbatch
     lane.active[at] = True
     lane.stage[at], lane.microbatch[at] = stage, microbatch
     lane.inputs[at] = inputs_of(slots, stashes).slot.get(key, 0)
     lane.gradients[at] = slots.gradients.slot.get(key, 0)
     lane.stash[at] = slots.stash.slot.get(key, 0)
     lane.held[at] = slots.held.slot.get(key, 0)
+    lane.outputs[at] = slots.outputs.slot.get(key, 0)
 
 
 def _route(
@@ -185,7 +189,7 @@ def _route(
 
 
 def _receiver(action: Action, num_stages: int) -> Action | None:
-    if action.phase is Phase.W:
+    if action.phase in (Phase.V, Phase.W):
         return None
     stage = action.stage + 1 if action.phase is Phase.F else action.stage - 1
     return action._replace(stage=stage) if 0 <= stage < num_stages else None

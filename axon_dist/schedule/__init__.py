@@ -52,6 +52,7 @@ from .transfers import transfers as transfers
 from .v_half import v_half as v_half
 from .v_min import v_min as v_min
 from .validate import validate as validate
+from .vocabulary import with_vocabulary as with_vocabulary
 from .zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from .zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from .zero_bubble_v import zero_bubble_v as zero_bubble_v

@@ -15,11 +15,15 @@ class Phase(StrEnum):
     """What an action computes for its stage and microbatch.
 
     `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines
-    (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage.
+    (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage. `V` is there where
+    the head is split over all ranks (Yeung et al., arXiv:2411.05288), who do it together; it is
+    named after the first stage of the rank.
     """
 
     F = "F"
     """The forward pass."""
+    V = "V"
+    """A rank's part of the vocabulary: head and loss, forward and backward."""
     B = "B"
     """The whole backward pass: the gradients of the input and of the weights."""
     I = "I"
@@ -73,8 +77,8 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"got {text!r}, which is not an action. An action is a stage, one of F, B, I, W, "
-                "and a microbatch, such as 2F0; several in one tick are joined by '+'."
+                f"got {text!r}, which is not an action. An action is a stage, one of F, V, B, I, "
+                "W, and a microbatch, such as 2F0; several in one tick are joined by '+'."
             )
         stage, phase, microbatch = match.groups()
         return cls(int(stage), Phase(phase), int(microbatch))
@@ -83,7 +87,7 @@ class Action(NamedTuple):
 Cell = tuple[Action, ...]
 """What one device does in one tick, left to right; empty when it is idle."""
 
-_PATTERN = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+_PATTERN = re.compile(r"([0-9]+)([FVBIW])([0-9]+)")
 
 
 _MOST_ACTIONS = 2**20

@@ -10,6 +10,7 @@ from .table import Schedule
 
 MEANINGS = {
     Phase.F: "forward",
+    Phase.V: "vocabulary",
     Phase.B: "backward",
     Phase.I: "input gradient",
     Phase.W: "weight gradient",

@@ -11,7 +11,8 @@ def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) 
     """Lists the actions whose results an action needs.
 
     The sequential program it equals: `F(k) <- F(k-1)`, `B(k) <- F(k), B(k+1)`, and with a split
-    backward `I(k) <- F(k), I(k+1)`, `W(k) <- I(k)`.
+    backward `I(k) <- F(k), I(k+1)`, `W(k) <- I(k)`. With a split vocabulary every `V` needs the
+    last stage's `F`, and its `B` or `I` every `V`.
 
     Args:
         action: the action that waits.
@@ -32,8 +33,13 @@ def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) 
         return [Action(stage - 1, Phase.F, microbatch)] if stage else []
     if phase is Phase.W:
         return [Action(stage, Phase.I, microbatch)]
+    if phase is Phase.V:
+        return [Action(num_stages - 1, Phase.F, microbatch)]
     needed = [Action(stage, Phase.F, microbatch)]
-    if stage + 1 < num_stages:
+    if stage + 1 == num_stages:
+        parts = (Action(each, Phase.V, microbatch) for each in range(num_stages))
+        needed += [part for part in parts if part in scheduled]
+    else:
         split = Action(stage + 1, Phase.I, microbatch)
         whole = Action(stage + 1, Phase.B, microbatch)
         needed.append(split if split in scheduled else whole)

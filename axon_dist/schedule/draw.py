@@ -13,7 +13,13 @@ from .simulate import Timeline
 from .table import Schedule
 
 # ANSI 256-colour backgrounds: two shades each, for even and odd chunks.
-_BACKGROUND = {Phase.F: (117, 75), Phase.B: (120, 77), Phase.I: (158, 79), Phase.W: (222, 214)}
+_BACKGROUND = {
+    Phase.F: (117, 75),
+    Phase.V: (183, 141),
+    Phase.B: (120, 77),
+    Phase.I: (158, 79),
+    Phase.W: (222, 214),
+}
 _Column = tuple[str, str]  # a letter and its ANSI style
 _BLANK: _Column = (" ", "")
 
@@ -29,8 +35,8 @@ def draw(
     Args:
         schedule: one action per rank and tick.
         timeline: its simulation, to draw time to scale; None draws the ticks of the table.
-        color: uses ANSI colours: forward blue, backward green, input gradient mint, weight
-            gradient orange; odd chunks are darker.
+        color: uses ANSI colours: forward blue, vocabulary violet, backward green, input gradient
+            mint, weight gradient orange; odd chunks are darker.
         width: columns of the terminal, at least 40; longer rows continue below. None does not wrap.
 
     Returns:

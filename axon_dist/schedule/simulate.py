@@ -35,6 +35,7 @@ class Costs:
         i: the input gradient.
         w: the weight gradient.
         b: a whole backward; None is `i + w`.
+        v: one rank's part of a split vocabulary, forward and backward, whatever its chunks.
         transfer: from the end of an action until another device can use its result.
         stage_weights: relative cost of each stage, 1 being an equal share; empty if all are equal.
 
@@ -51,11 +52,12 @@ class Costs:
     i: float = 1.0
     w: float = 1.0
     b: float | None = None
+    v: float = 1.0
     transfer: float = 0.0
     stage_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("f", "i", "w", "b", "transfer"):
+        for name in ("f", "i", "w", "b", "v", "transfer"):
             value: Any = getattr(self, name)
             if name == "b" and self.b is None:
                 continue
@@ -88,7 +90,7 @@ class Costs:
         """The time of a phase over all layers of a device."""
         if phase is Phase.B:
             return self.i + self.w if self.b is None else self.b
-        return {Phase.F: self.f, Phase.I: self.i, Phase.W: self.w}[phase]
+        return {Phase.F: self.f, Phase.V: self.v, Phase.I: self.i, Phase.W: self.w}[phase]
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,9 @@ def times_of(schedule: Schedule, costs: Costs) -> _Times:
             f"got {len(weights)} stage_weights for the {schedule.num_stages} stages of "
             f"{schedule.name!r}. Give one weight per stage through the whole model, or none."
         )
+    share = lambda phase, weight: 1.0 if phase is Phase.V else weight / schedule.chunks
     return {
-        (stage, phase): costs.of(phase) * weight / schedule.chunks
+        (stage, phase): costs.of(phase) * share(phase, weight)
         for stage, weight in enumerate(weights)
         for phase in Phase
     }
@@ -225,6 +228,7 @@ def _walk_freely(schedule: Schedule, times: _Times, transfer: float) -> _Walk:
 
 def _walk_ticks(schedule: Schedule, times: _Times, transfer: float) -> _Walk:
     sending = {sent.tick for sent in transfers(schedule)}
+    sending |= {done.tick for done in schedule.placed() if done.action.phase is Phase.V}
     rows: list[list[tuple[Action, Span]]] = [[] for _ in schedule.rows]
     clock = 0.0
     for tick in range(schedule.num_ticks):

@@ -48,8 +48,9 @@ class SlotPlan:
         stash: what a stage keeps for its backward, from `F` to `B` or `W`.
         activations: a stage's input until its `F`. Stage 0 reads the batch and has none.
         gradients: the gradient of a stage's output until its `B` or `I`. The last stage makes its
-            own and has none.
+            own and has none, unless the `V` leave it one.
         held: what a split backward passes from `I` to `W`.
+        outputs: the last stage's output from its `F` to the `V`; without `V` there are none.
     """
 
     inputs: Slots
@@ -57,6 +58,7 @@ class SlotPlan:
     activations: Slots
     gradients: Slots
     held: Slots
+    outputs: Slots
 
 
 class _Life(NamedTuple):
@@ -96,10 +98,13 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
 def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
     """The lives that an action tells of: of what it reads, and of what it leaves for later."""
     action, where = user.action, schedule.where
-    if action.phase is Phase.W:
+    if action.phase in (Phase.V, Phase.W):
         return
     stage, now = action.stage, _moment(user)
     made = _received(dependencies(action, schedule.num_stages, where)[-1:], user, where)
+    is_last = stage + 1 == schedule.num_stages
+    home = schedule.stages_of(user.device)[0] if is_last else stage
+    part = where.get(Action(home, Phase.V, action.microbatch))
 
     def life(start: Moment, end: Moment) -> _Life:
         return _Life(start, end, user.device, (stage, action.microbatch))
@@ -110,9 +115,13 @@ def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
         yield "stash", life(now, _moment(end))
         if stage > 0:
             yield "activations", life(made, now)
+        if is_last and part is not None:
+            yield "outputs", life(now, _moment(part))
         return
-    if stage + 1 < schedule.num_stages:
+    if not is_last:
         yield "gradients", life(made, now)
+    elif part is not None:
+        yield "gradients", life(_moment(part), now)
     if action.phase is Phase.I:
         yield "held", life(now, _moment(where[action._replace(phase=Phase.W)]))
 

@@ -12,6 +12,7 @@ from .table import Schedule
 
 _FILL = {
     Phase.F: ("#9cc3f5", "#5e97e0"),
+    Phase.V: ("#d3b5f0", "#b48ae0"),
     Phase.B: ("#a5dda0", "#5fb766"),
     Phase.I: ("#a8e3d9", "#55bcab"),
     Phase.W: ("#f7d08a", "#e5a83c"),

@@ -145,6 +145,11 @@ class Schedule:
         """Whether any backward is split into `I` and `W`."""
         return any(placed.action.phase is Phase.I for placed in self.placed())
 
+    @cached_property
+    def splits_vocabulary(self) -> bool:
+        """Whether head and loss are actions of their own, `V`, of all devices."""
+        return any(placed.action.phase is Phase.V for placed in self.placed())
+
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages that a device holds, in the order of the model."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == device)

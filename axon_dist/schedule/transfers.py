@@ -37,7 +37,8 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """Lists everything that crosses between devices, in the order of ticks.
 
     A forward of stage `k` sends its output to stage `k + 1`; a backward (`B` or `I`) sends the
-    gradient of its input to stage `k - 1`. Neighbouring stages on one device send nothing.
+    gradient of its input to stage `k - 1`. Neighbouring stages on one device send nothing. What
+    devices exchange within a `V` that they do together is not listed.
 
     Args:
         schedule: a valid table.
@@ -56,7 +57,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
 
 def _sent(placed: Placed, placement: tuple[int, ...]) -> Transfer | None:
     stage, phase, microbatch = placed.action
-    if phase is Phase.W:
+    if phase in (Phase.V, Phase.W):
         return None
     payload = Payload.ACTIVATION if phase is Phase.F else Payload.GRADIENT
     receiver = stage + 1 if phase is Phase.F else stage - 1

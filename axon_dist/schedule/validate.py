@@ -17,6 +17,7 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
     """Raises unless a table is a complete, executable pipeline step.
 
     It holds that every stage does every microbatch's `F` once, and its `B`, or `I` and `W`, once;
+    that all devices do its `V` together, or none does;
     that every action stands on its stage's device; and that everything an action needs is there:
     made by an earlier action of the device, or by another device in an earlier tick.
 
@@ -39,6 +40,7 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
     _check_names(schedule)
     _check_once(schedule)
     _check_complete(schedule)
+    _check_vocabulary(schedule)
     _check_placement(schedule)
     _check_device_order(schedule)
     _check_deadlock(schedule)
@@ -88,7 +90,8 @@ def _check_complete(schedule: Schedule) -> None:
     where = schedule.where
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            f, b, i, w = (Action(stage, phase, microbatch) for phase in Phase)
+            phases = (phase for phase in Phase if phase is not Phase.V)
+            f, b, i, w = (Action(stage, phase, microbatch) for phase in phases)
             missing = _missing({a for a in (f, b, i, w) if a in where}, f, b, i, w)
             if missing:
                 present = [where[a] for a in (f, b, i, w) if a in where]
@@ -112,6 +115,53 @@ def _missing(present: set[Action], f: Action, b: Action, i: Action, w: Action) -
         there, lacking = (i, w) if i in present else (w, i)
         return f"has {there} but no {lacking}"
     return f"has no backward: neither {b} nor {i} and {w}"
+
+
+def _check_vocabulary(schedule: Schedule) -> None:
+    """What all devices do together they do in one tick, and in one place of it."""
+    if not schedule.splits_vocabulary:
+        return
+    where, stages = schedule.where, [schedule.stages_of(d) for d in range(schedule.num_devices)]
+    if not all(stages):
+        raise _fail(
+            schedule,
+            f"device {stages.index(())} has no stage, and V is of all devices. Leave the V out, or "
+            "place a stage on every device.",
+        )
+    for microbatch in range(schedule.num_microbatches):
+        wanted = {Action(own[0], Phase.V, microbatch) for own in stages}
+        found = {a for a in where if a.phase is Phase.V and a.microbatch == microbatch}
+        parts = sorted((where[action] for action in found), key=lambda part: part.device)
+        if found != wanted:
+            raise _fail(
+                schedule,
+                f"microbatch {microbatch} has {_names(found)}, and V is of all devices, each named "
+                f"after its first stage. It needs {_names(wanted)}.",
+                *parts,
+            )
+        if len({part.tick for part in parts}) != 1:
+            raise _fail(
+                schedule,
+                f"the V of microbatch {microbatch} stand in the ticks "
+                f"{sorted({part.tick for part in parts})}. The devices wait for each other in it: "
+                "put them in one tick.",
+                *parts,
+            )
+    order = list(Phase)
+    for device, row in enumerate(schedule.rows):
+        for tick, cell in enumerate(row):
+            if list(cell) != sorted(cell, key=lambda action: order.index(action.phase)):
+                raise _fail(
+                    schedule,
+                    f"device {device} does {'+'.join(map(str, cell))} in tick {tick}. In a table "
+                    "with V the actions of a cell stand in the order F, V, B, I, W, so that all "
+                    "devices come to it at once.",
+                    Placed(cell[0], device, tick, 0),
+                )
+
+
+def _names(actions: set[Action]) -> str:
+    return ", ".join(map(str, sorted(actions))) or "no V"
 
 
 def _check_placement(schedule: Schedule) -> None:

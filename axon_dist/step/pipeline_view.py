@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,21 @@ from ..pipeline import (
     UniformStages,
     buffers_over_time,
     mean_weight,
+    parted_by_tokens,
     with_joined_rows,
+    with_parted_loss,
 )
 from ..pipeline import Sums as PipelineSums
 from ..program.randomness import Rows, with_rank, without_rank
+from ..sharding import axes_of
 from .local_view import sample_rows
 from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
 from .staged_loss import nested_metrics, traced
 from .view import View, fp8_of, paths_of, spelled
+
+Parted: TypeAlias = dict[int, int]
+"""Of parameters outside the blocks that lie in parts of the vocabulary, number and dim."""
 
 
 def pipeline_gradients(spec: StepSpec) -> GradientFn:
@@ -58,19 +64,15 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         if plan.pipeline.num_microbatches == 1:
             batch = jax.tree.map(lambda x: x[None], batch)
         params, frozen = plan.view.cast((params, frozen))
-        whole = PartitionSpec()
+        whole, parted = PartitionSpec(), plan.parted(buffers, batch)
+        lie = PartitionSpec(plan.pipeline.axis), plan.given_rest(parted)
+        per_sample = PartitionSpec(None, spec.strategy.batch_axes)
         mapped = jax.shard_map(
-            lambda p, f, b, x, s: plan.run(p, f, b, x, s, plan.samples(batch)),
+            lambda p, f, b, x, s: plan.run(p, f, b, x, s, plan.samples(batch), parted),
             mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
-            in_specs=(
-                (PartitionSpec(plan.pipeline.axis), whole),
-                (PartitionSpec(plan.pipeline.axis), whole),
-                whole,
-                PartitionSpec(None, spec.strategy.batch_axes),
-                whole,
-            ),
-            out_specs=(*plan.grad_specs, whole, whole, whole),
+            in_specs=(lie, lie if frozen else whole, whole, per_sample, whole),
+            out_specs=(*plan.grad_specs(parted), whole, whole, whole),
             check_vma=False,
         )
         parts = plan.pipeline.num_microbatches * spec.num_ranks
@@ -156,8 +158,29 @@ class StagedPlan:
             fp8=fp8_of(self.strategy, self.spec.parts),
         )
 
-    @cached_property
-    def grad_specs(self) -> tuple[PyTree, PyTree]:
+    def parted(self, buffers: PyTree, batch: Batch) -> Parted:
+        """What lies in parts of the vocabulary: nothing, unless the schedule has actions for it."""
+        if not self.pipeline.schedule.splits_vocabulary:
+            return {}
+        # Not yet spelled for its mesh, which outside the manual region would be for all of it.
+        trace = self.trace(buffers, batch, lambda forward: forward)
+        axis = self.pipeline.axis
+        dims = parted_by_tokens(trace, axis, self.mesh.shape[axis])
+        return {i: dims[keys] for i, keys in enumerate(self.rows.rest) if keys in dims}
+
+    def given_rest(self, parted: Parted) -> Any:
+        """Where the rest lies when it enters the manual region."""
+        count = len(self.rows.rest)
+        return [self._by_tokens(parted.get(i), PartitionSpec()) for i in range(count)]
+
+    def _by_tokens(self, dim: int | None, spec: PartitionSpec) -> PartitionSpec:
+        """The spec, or one that splits a dim over the pipeline where this one does not begin so."""
+        axis = self.pipeline.axis
+        if dim is None or (dim < len(spec) and axes_of(spec, dim)[:1] == (axis,)):
+            return spec
+        return PartitionSpec(*(None,) * dim, axis)
+
+    def grad_specs(self, parted: Parted) -> tuple[PyTree, PyTree]:
         """Where rows and rest lie when they leave the manual region.
 
         A reduce-scatter in a region where other axes are automatic would first gather over these.
@@ -167,14 +190,24 @@ class StagedPlan:
             addends = PartitionSpec(self.pipeline.axis, self.strategy.batch_axes)
             return addends, addends
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
-        return self.rows.rows_of(kept), self.rows.rest_of(kept)
+        rest = enumerate(self.rows.rest_of(kept))
+        place = lambda i, spec: None if spec is None else self._by_tokens(parted.get(i), spec)
+        return self.rows.rows_of(kept), [place(i, spec) for i, spec in rest]
 
     def run(
-        self, params: Any, frozen: Any, buffers: PyTree, batch: Batch, scale: Any, samples: Any
+        self,
+        params: Any,
+        frozen: Any,
+        buffers: PyTree,
+        batch: Batch,
+        scale: Any,
+        samples: Any,
+        parted: Parted,
     ) -> Any:
         """Runs on one rank: its stages and its samples in, reduced sums and new buffers out.
 
-        `params` and `frozen` are each the rows and the rest, None at the places of the other's.
+        `params` and `frozen` are each the rows and the rest, None at the places of the other's; of
+        what is `parted` this rank has its part.
         """
         drawing = buffers
         if samples:
@@ -199,12 +232,18 @@ class StagedPlan:
             keeps=self.pipeline.keeps_residuals,
             frozen_weights=_own_entry(frozen[0]),
             frozen_rest=frozen[1],
+            parted=parted,
         ).run()
         unit = jnp.ones(()) if weight is None else weight
-        return (*self._reduce(sums), unit, self._loss(trace, sums), without_rank(changed, buffers))
+        return (
+            *self._reduce(sums, parted),
+            unit,
+            self._loss(trace, sums),
+            without_rank(changed, buffers),
+        )
 
-    def trace(self, buffers: PyTree, batch: Batch) -> LossTrace:
-        """The loss of one microbatch of this rank."""
+    def trace(self, buffers: PyTree, batch: Batch, spelling: Any = None) -> LossTrace:
+        """The loss of one microbatch of this rank; `spelling` in place of the mesh's."""
         remat = self.strategy.remat
         spec, policy = self.spec, None if remat is None else remat.remat
         prepare = self.view.prepare(None, spec.change_layers, policy)
@@ -214,13 +253,15 @@ class StagedPlan:
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
             return evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
 
-        spelling = lambda forward: spelled(forward, self.strategy, self.mesh)
-        return traced(run, spelling, self.stacks, params, buffers, one)
+        of_mesh = lambda forward: spelled(forward, self.strategy, self.mesh)
+        return traced(run, spelling or of_mesh, self.stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
         uniform = UniformStages.find(trace, self.rows)
         programs = (uniform or SwitchStages(trace, self.rows)).programs()
+        if self.pipeline.schedule.splits_vocabulary:
+            programs = [with_parted_loss(program, self.pipeline.axis) for program in programs]
         if not self.is_whole_mesh:
             return programs
         join = lambda p: dataclasses.replace(
@@ -232,9 +273,9 @@ class StagedPlan:
         """Which random draws of the model count samples."""
         return sample_rows(self.spec, batch, 1) if self.strategy.batch_axes else {}
 
-    def _reduce(self, sums: PipelineSums) -> tuple[Any, Any]:
+    def _reduce(self, sums: PipelineSums, parted: Parted) -> tuple[Any, Any]:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
-        row_specs, rest_specs = self.grad_specs
+        row_specs, rest_specs = self.grad_specs(parted)
         wire, batch_axes = self.reduction.dtype, self.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
@@ -243,9 +284,11 @@ class StagedPlan:
             return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
         reduce_row = lambda x, spec: reduce_by(x, only_axes(spec, batch_axes), batch_axes, wire)
         reduce_rest = lambda x, spec: reduce_by(x, spec, self.axes, wire)
-        return jax.tree.map(reduce_row, rows, row_specs), jax.tree.map(
-            reduce_rest, rest, rest_specs
-        )
+        of_rest = [
+            jax.tree.map(reduce_row if i in parted else reduce_rest, x, spec)
+            for i, (x, spec) in enumerate(zip(rest, rest_specs, strict=True))
+        ]
+        return jax.tree.map(reduce_row, rows, row_specs), of_rest
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """The sums of addends that left the manual region side by side; others are sums already."""

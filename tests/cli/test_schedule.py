@@ -27,6 +27,15 @@ def test_draws_and_writes(capsys, tmp_path):
     assert "bubble 27.3%" in capsys.readouterr().out
 
 
+def test_splits_the_vocabulary(capsys, tmp_path):
+    csv = tmp_path / "a.csv"
+    assert main(["schedule", "1f1b", *SIZES, "--vocabulary", "0.5", "--csv", str(csv)]) == 0
+    out = capsys.readouterr().out
+    assert "V vocabulary" in out
+    assert "in step 45, which" in out
+    assert pipelined(4, 8, str(csv)).pipeline.schedule.splits_vocabulary
+
+
 def test_compares_all(capsys):
     assert main(["schedule", "--compare", "--stages", "4", "--microbatches", "6"]) == 0
     out = capsys.readouterr().out
@@ -47,6 +56,9 @@ def test_compares_all(capsys):
         ),
         (["gpipe", "--compare", *SIZES], "got gpipe beside --compare, which measures all schedule"),
         (["--compare", *SIZES, "--chunks", "0"], "got chunks=0"),
+        (["--compare", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --compare"),
+        (["--search", *SIZES, "--vocabulary", "1"], "got --vocabulary 1 beside --search, which kn"),
+        (["1f1b", *SIZES, "--vocabulary", "-1"], "got the cost v=-1"),
         (
             ["1f1b", *SIZES, "--csv", "/none/a.csv"],
             "--csv /none/a.csv: there is no folder '/none'; make it first, or name another file",

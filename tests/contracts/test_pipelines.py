@@ -157,6 +157,8 @@ MODELS = {
     "auxiliary": Case(lambda: AuxNet(nnx.Rngs(0)), auxiliary_loss, regression_batch),
     "phases": Case(lambda: PhaseNet(nnx.Rngs(0)), mean_square, regression_batch),
     "phases_apart": Case(lambda: PhaseNet(nnx.Rngs(0), 0.8), mean_square, regression_batch),
+    "chunked": decoder(num_layers=4, tied_head=False, logits="chunked"),
+    "chunked_uneven": decoder(num_layers=5, tied_head=False, logits="chunked", dropout=0.2),
     "modules": Case(
         lambda: StageChain(
             [nnx.Linear(16, 7, rngs=nnx.Rngs(0)), MLP((7, 10, 4), rngs=nnx.Rngs(1))]
@@ -199,11 +201,13 @@ class Row:
     other: str = ""
     chunks: int | None = None
     backward: str = "recompute"
+    split_vocabulary: bool = False
 
     def __str__(self) -> str:
         chunks = f"-v{self.chunks}" if self.chunks else ""
         where = f"{self.schedule}{chunks}-{self.mesh}-m{self.microbatches}"
-        return f"{where}-{self.model}-{self.other}-{self.backward}"
+        vocabulary = "-vocabulary" if self.split_vocabulary else ""
+        return f"{where}-{self.model}-{self.other}-{self.backward}{vocabulary}"
 
 
 ROWS = [
@@ -224,8 +228,20 @@ ROWS = [
     Row("dual_pipe_v", "pp=2", 8, "mlp"),
     Row("v_half", "pp=2", 4, "mlp"),
     Row("v_min", "pp=2", 4, "mlp"),
+    Row("eager_1f1b", "pp=2,dp=2", 4, "chunked", "zero1", split_vocabulary=True),
+    Row("zero_bubble_h1", "pp=4", 4, "chunked", split_vocabulary=True),
 ]
 FULL = [
+    *(Row(name, "pp=2", 4, "chunked", split_vocabulary=True) for name in SCHEDULES),
+    *(
+        Row("1f1b", "pp=2,dp=2", 4, "chunked", other, split_vocabulary=True)
+        for other in ("ddp", "zero3")
+    ),
+    *(
+        Row(name, "pp=2", 4, "chunked", backward="residuals", split_vocabulary=True)
+        for name in ("gpipe", "zero_bubble_h1", "interleaved_1f1b")
+    ),
+    Row("1f1b", "pp=4", 8, "chunked_uneven", split_vocabulary=True),
     Row("gpipe", "pp=2", 4, "untied"),
     Row("1f1b", "pp=2,dp=2", 8, "masked", "zero1"),
     Row("1f1b", "pp=2,dp=2", 2, "decoder4", "zero3"),
@@ -312,6 +328,7 @@ def check(row: Row) -> None:
         row.schedule,
         chunks=row.chunks,
         backward=row.backward,
+        split_vocabulary=row.split_vocabulary,
     )
     strategy = compose(pipe, *WITH[row.other])
     optimizer = optax.sgd(0.05, momentum=0.9)

@@ -18,24 +18,25 @@ from axon_dist.inspect.cost import CostModel
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.schedule import Phase, peak_live
 
-ROWS, TOKENS, WIDTH = 2, 8, 16
-LANE = re.compile(r"/body/\w+/([FBIW])/cond$")
+ROWS, TOKENS, WIDTH, FFN, VOCABULARY = 2, 8, 16, 32, 48
+LANE = re.compile(r"/body/\w+/([FVBIW])/cond$")
 
 
-def make(num_layers):
+def make(num_layers, logits="whole"):
     config = TransformerConfig(
-        vocab_size=32, width=WIDTH, num_layers=num_layers, num_heads=2, ffn_width=32, max_length=8
-    )
+        vocab_size=VOCABULARY, width=WIDTH, num_layers=num_layers, num_heads=2, ffn_width=FFN,
+        max_length=8, tied_head=False, logits=logits,
+    )  # fmt: skip
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
 @functools.cache
-def build(name, size, count, backward="recompute"):
+def build(name, size, count, backward="recompute", split=False):
     """The table, and the compiled step of a model with one block per stage."""
-    strategy = pipelined(size, count, name, backward=backward)
+    strategy = pipelined(size, count, name, backward=backward, split_vocabulary=split)
     world = World.emulate(size, f"pp={size}")
     layers = strategy.pipeline.schedule.num_stages
-    model = functools.partial(make, layers)
+    model = functools.partial(make, layers, "chunked" if split else "whole")
     step = build_train_step(model, optax.sgd(0.1), next_token_loss, strategy, world)
     tokens = jax.ShapeDtypeStruct((ROWS * count, TOKENS + 1), jnp.int32)
     compiled = step.lower({"tokens": tokens}).compile()
@@ -113,6 +114,63 @@ def test_nothing_is_computed_but_the_model_and_its_recomputation(name, size, cou
     recomputed = 0 if keeps else block * (schedule.num_stages - 1)
     # A chunk that is never the last need not recompute its last product either.
     assert count * model <= work_of(schedule, compiled, keeps) <= count * (model + recomputed)
+
+
+def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
+    branches = lanes(build("1f1b", 4, 8, split=True)[1])
+    whole = lanes(build("1f1b", 4, 8)[1])
+    idle, part = branches["V"]
+    # Logits, and the gradients by the hidden state and by the kernel: three products.
+    head = 3 * 2 * (ROWS * TOKENS) * WIDTH * VOCABULARY
+    assert (idle.high, part.low, part.high) == (0, head // 4, head // 4)
+    stage = branches["B"][1]
+    # Where no backward pass needs its stage's output for the loss, none makes the last product of
+    # its forward pass again.
+    output = 2 * (ROWS * TOKENS) * FFN * WIDTH
+    assert stage.low == stage.high == whole["B"][1].low - output
+    assert whole["B"][1].high == stage.high + output + head
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [
+        ("1f1b", "recompute"),
+        ("zero_bubble_h1", "recompute"),
+        pytest.param("1f1b", "residuals", marks=pytest.mark.full),
+    ],
+)
+def test_sums_of_head_and_embedding_are_never_copied(name, backward):
+    # Every branch of a tick hands them through, and the stages between the ends only do that.
+    module = as_module(build(name, 4, 8, backward)[1])
+    sums = {(VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
+    carried = [
+        shape.dims
+        for visit in visits(module)
+        for instruction in visit.computation.instructions
+        if instruction.opcode == "while" and visit.count == 1
+        for shape in instruction.shapes
+        if shape.dims in sums
+    ]
+    # As sums and as parameters.
+    assert len(carried) == 4
+    copies = [
+        instruction.name
+        for visit in visits(module)
+        if visit.count > 1
+        for instruction in visit.computation.instructions
+        if any(shape.dims in sums for shape in instruction.shapes)
+        and "copy" in {instruction.opcode, *_fused(module, instruction)}
+    ]
+    assert copies == []
+
+
+def _fused(module, instruction):
+    """The operations of a fusion that only moves what it is given."""
+    if instruction.opcode != "fusion":
+        return set()
+    (fused,) = module.called(instruction)
+    found = {inner.opcode for inner in fused.instructions} - {"parameter", "bitcast"}
+    return found if found == {"copy"} else set()
 
 
 def test_the_halves_of_a_backward_pass_cost_the_whole():

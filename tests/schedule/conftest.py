@@ -14,8 +14,8 @@ from axon_dist.schedule import Action, Phase, Schedule
 class Machine:
     """Devices with a memory of tokens; `run` does one action or says that it cannot."""
 
-    def __init__(self, placement):
-        self.placement = placement
+    def __init__(self, placement, splits=False):
+        self.placement, self.splits = placement, splits
         self.memory = {device: set() for device in placement}
         self.sent = []  # (device, token), delivered by end_of_tick
 
@@ -28,7 +28,11 @@ class Machine:
             return (stage == 0 or ("x", stage, m) in have) and ("ran F", stage, m) not in have
         if phase == "W":
             return ("cross", stage, m) in have
+        if phase == "V":
+            return ("y", m) in have and ("ran V", m) not in have
         last = stage + 1 == len(self.placement)
+        if last and self.splits and not all(("part", d, m) in have for d in self.memory):
+            return False
         return ("saved", stage, m) in have and (last or ("dy", stage, m) in have)
 
     def run(self, device, action):
@@ -37,6 +41,12 @@ class Machine:
         if phase == "F":
             have |= {("saved", stage, m), ("ran F", stage, m)}
             self._send(device, stage + 1, ("x", stage + 1, m))
+            if stage + 1 == len(self.placement):
+                have.add(("y", m))
+                self.sent += [(other, ("y", m)) for other in self.memory]
+        elif phase == "V":
+            have.add(("ran V", m))
+            self._send(device, len(self.placement) - 1, ("part", device, m))
         elif phase == "W":
             have.remove(("cross", stage, m))
             have.add(("done", stage, m))
@@ -66,8 +76,27 @@ class Machine:
         )
 
 
+def _is_together(schedule):
+    """Whether the devices come to every `V` in one tick, by their first stages, in one place."""
+    for m in range(schedule.num_microbatches):
+        ticks = []
+        for device, row in enumerate(schedule.rows):
+            own = [stage for stage, home in enumerate(schedule.placement) if home == device][:1]
+            found = [(t, a.stage) for t, c in enumerate(row) for a in c if a[1:] == ("V", m)]
+            if [stage for _, stage in found] != own or not own:
+                return False
+            ticks += [tick for tick, _ in found]
+        if len(set(ticks)) != 1:
+            return False
+    texts = ["".join(action.phase for action in cell) for row in schedule.rows for cell in row]
+    return all(list(text) == sorted(text, key="FVBIW".index) for text in texts)
+
+
 def _executes(schedule):
-    machine = Machine(schedule.placement)
+    splits = any(action.phase == "V" for action, *_ in schedule.placed())
+    if splits and not _is_together(schedule):
+        return False
+    machine = Machine(schedule.placement, splits)
     for tick in range(schedule.num_ticks):
         for device, row in enumerate(schedule.rows):
             for action in row[tick]:

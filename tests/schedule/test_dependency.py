@@ -16,6 +16,10 @@ from axon_dist.schedule.dependency import dependencies
         ("1W1", "2I1", "1I1"),
         ("1B1", "", "1F1 2B1"),
         ("1B1", "2I0", "1F1 2B1"),
+        ("0V1", "", "2F1"),
+        ("2B1", "0V1 1V1 2V1 0V0", "2F1 0V1 1V1 2V1"),
+        ("2I1", "0V1", "2F1 0V1"),
+        ("1B1", "0V1 2B1", "1F1 2B1"),
     ],
 )
 def test_what_an_action_needs(action, scheduled, needed):

@@ -196,6 +196,10 @@ EXAMPLES = {
         lambda: build(compose(pipelined(2, 4), ddp("pp")), PP),
         "batch over 'pp'",
     ),
+    "a vocabulary is split over stages alone": (
+        lambda: build(pipelined(2, 4, split_vocabulary=True), "pp=2,tp=4"),
+        "leaves axis 'tp' to the compiler",
+    ),
     "stages keep no statistics": (
         lambda: build(compose(pipelined(2, 4), ddp(broadcast_buffers=False)), PP),
         "broadcast_buffers=False",
