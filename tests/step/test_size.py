@@ -94,10 +94,16 @@ def test_each_layer_of_a_list_costs_the_same(mesh, names):
     assert not grows
 
 
-def test_blocks_of_a_pipeline_are_calls_of_one_program():
-    names = {"full_shard": {}, "tensor": {"sequence": True}, **PIPELINE}
-    step = make(8, True, "pp=2,fsdp=2,tp=2", names)
-    text = step.lower(BATCH).as_text()
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [
+        ("pp=2,fsdp=2,tp=2", {"full_shard": {}, "tensor": {"sequence": True}}),
+        ("pp=2,dp=4", {"ddp": {}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_blocks_of_a_pipeline_are_calls_of_one_program(mesh, names):
+    text = make(8, True, mesh, names | PIPELINE).lower(BATCH).as_text()
     programs = re.findall(r"func\.func private @(axon_unit\w*)", text)
     calls = [len(re.findall(rf"call @{name}\(", text)) for name in programs]
     # The forward pass, and of the backward pass that of its recomputation and the gradients.
