@@ -99,7 +99,7 @@ def model_flops(config: TransformerConfig, tokens: int, length: int) -> float:
 
 
 def _narrow(layers: int, scan: bool, **more: Any) -> TransformerConfig:
-    sizes = {"width": 64, "num_heads": 4, "ffn_width": 128} | more
+    sizes: dict[str, Any] = {"width": 64, "num_heads": 4, "ffn_width": 128, **more}
     return TransformerConfig(
         vocab_size=512, max_length=128, num_layers=layers, scan_layers=scan, **sizes
     )
