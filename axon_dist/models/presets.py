@@ -4,8 +4,9 @@ A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, de
 vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
 (arXiv:2005.14165, table 2.1), but the layers of this library: RMSNorm, rotary positions and a gated
 feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"gpt2"` is GPT-2 of
-124 M as published, its layers included, and `"llama-8b"` Llama 3 8B (arXiv:2407.21783). `"1b"`,
-`"7b"` and `"8b"` are the shapes that the benchmarks of this library are quoted for.
+124 M as published, its layers included, and `"llama-8b"`, `"llama-70b"` and `"llama-405b"` Llama 3
+(arXiv:2407.21783, table 3). `"1b"`, `"7b"` and `"8b"` are the shapes that the benchmarks of this
+library are quoted for.
 """
 
 from __future__ import annotations
@@ -108,5 +109,19 @@ PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         },
         "8b": _LLAMA_8B,
         "llama-8b": _LLAMA_8B,
+        "llama-70b": {
+            **_LLAMA_8B,
+            "width": 8192,
+            "num_layers": 80,
+            "num_heads": 64,
+            "ffn_width": 28_672,
+        },
+        "llama-405b": {
+            **_LLAMA_8B,
+            "width": 16_384,
+            "num_layers": 126,
+            "num_heads": 128,
+            "ffn_width": 53_248,
+        },
     }
 )

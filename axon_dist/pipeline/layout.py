@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Collection
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self, TypeAlias
 
@@ -173,11 +174,22 @@ class Stages:
 
     def home(self, block: int) -> tuple[int, int]:
         """The rank and the row of a block."""
-        stage = self.stage_of(block)
-        row = self.first_row(self.chunk_of(stage)) + block - self.boundaries[stage]
-        return self.placement[stage], row
+        return self._homes[block]
 
     def block_at(self, device: int, row: int) -> int | None:
         """The block of a rank in a row, or None where the rank has fewer blocks."""
-        homes = (block for block in range(len(self.blocks)) if self.home(block) == (device, row))
-        return next(homes, None)
+        return self._blocks_at.get((device, row))
+
+    @cached_property
+    def _homes(self) -> tuple[tuple[int, int], ...]:
+        """The rank and the row of every block."""
+        found = []
+        for stage, blocks in enumerate(stage_ranges(self.boundaries)):
+            first = self.first_row(self.chunk_of(stage)) if blocks else 0
+            found += [(self.placement[stage], first + number) for number in range(len(blocks))]
+        return tuple(found)
+
+    @cached_property
+    def _blocks_at(self) -> dict[tuple[int, int], int]:
+        """The block at a rank and a row."""
+        return {home: block for block, home in enumerate(self._homes)}

@@ -11,7 +11,7 @@ import jax
 
 from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.typing import Array
-from ..program import called, interpret
+from ..program import called, interpret, is_unit
 
 
 def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,6 +54,7 @@ class _Interpreter:
 
     def __init__(self):
         self._joined: dict[int, tuple[Array, Array]] = {}
+        self._units: dict[int, tuple[Any, Any]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         return interpret(jaxpr, consts, values, self._equation)
@@ -61,6 +62,10 @@ class _Interpreter:
     def _equation(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         inner = called(equation)
+        if is_unit(equation):
+            # Equal blocks stay calls of one program, differentiated and lowered once for all.
+            program = {"jaxpr": self._unit(equation.params["jaxpr"])}
+            return eval_equation(equation.replace(params={**equation.params, **program}), operands)
         if name in CALLS and inner is not None:
             return self.run(inner.jaxpr, inner.consts, operands)
         if name in REMATS and inner is not None:
@@ -70,6 +75,20 @@ class _Interpreter:
         if name == "dot_general":
             return [self._product(equation, *operands)]
         return eval_equation(equation, operands)
+
+    def _unit(self, program: Any) -> Any:
+        """The program of a block with its products so seen, the same one for each of its calls."""
+        # An id is of one program for as long as the program is held.
+        if id(program) not in self._units:
+            inside = lambda *values: _Interpreter().run(program.jaxpr, program.consts, values)
+            kinds = [
+                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+                if hasattr(v.aval, "weak_type")
+                else v.aval
+                for v in program.jaxpr.invars
+            ]
+            self._units[id(program)] = program, jax.make_jaxpr(inside)(*kinds)
+        return self._units[id(program)][1]
 
     def _product(self, equation: Any, x: Array, w: Array) -> Array:
         (of_x, of_w), batch = equation.params["dimension_numbers"]

@@ -93,8 +93,14 @@ class ModelStorage(abc.ABC):
         """The block that a leaf of the model belongs to; None for what all ranks have."""
         if self.stages.is_shared(keys):
             return None
-        blocks = enumerate(self.stages.blocks)
-        return next((i for i, block in blocks if keys[: len(block)] == block), None)
+        beginnings = (keys[:end] for end in range(len(keys) + 1))
+        found = (self._numbers.get(beginning) for beginning in beginnings)
+        return min((number for number in found if number is not None), default=None)
+
+    @cached_property
+    def _numbers(self) -> dict[Keys, int]:
+        """The number of the block at some keys."""
+        return {block: number for number, block in enumerate(self.stages.blocks)}
 
     def from_model(self, params: PyTree) -> PyTree:
         """The stored form of a model's parameters.

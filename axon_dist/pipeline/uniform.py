@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core.compat import eval_jaxpr
+from ..core.compat import eval_equation
 from ..core.typing import Array
 from ..program import SHARED, Chain, Piece, find_chains, made_by, variables
 from ..program.piece import as_it_lies
@@ -205,8 +205,9 @@ class UniformStages:
                 # branch.
                 each = [piece.run(known)[0] for piece in self._own[position]]
                 operands.append(jnp.stack([jnp.asarray(v) for v in each])[number])
-        # The first call's program stands for all: `find_chains` has shown that they are equal.
-        results = eval_jaxpr(self._calls[0].params["jaxpr"], operands)
+        # The first call stands for all: `find_chains` has shown that they are equal. It stays a
+        # call, which is differentiated and lowered once however many blocks there are.
+        results = eval_equation(self._calls[0], operands)
         return self._wire([results[role] for role in self.chain.carried])
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:

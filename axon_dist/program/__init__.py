@@ -35,6 +35,7 @@ from .units import GATHER as GATHER
 from .units import IsUnit as IsUnit
 from .units import RematPolicy as RematPolicy
 from .units import check_some as check_some
+from .units import is_in_any as is_in_any
 from .units import is_inside as is_inside
 from .units import mark_units as mark_units
 from .units import names_of as names_of

@@ -146,24 +146,28 @@ def find_chains(jaxpr: Any) -> list[Chain]:
     chains: list[Chain] = []
     current: list[int] = calls[:1]
     roles: tuple[str | int, ...] | None = None
+    tainted = made_by(jaxpr.eqns[call] for call in current)
     for call in calls[1:]:
-        link = _link(jaxpr, current, call)
+        # What depends on the calls so far is known up to the last of them: nothing is read twice.
+        tainted = depends_on(jaxpr, tainted, call, start=current[-1] + 1)
+        link = _link(jaxpr, current[-1], call, tainted)
         if link is not None and roles in (None, link):
-            current, roles = [*current, call], link
+            current.append(call)
+            roles = link
+            tainted.update(jaxpr.eqns[call].outvars)
             continue
         chains += [Chain(tuple(current), roles)] if roles else []
-        current, roles = [call], None
+        current, roles, tainted = [call], None, set(jaxpr.eqns[call].outvars)
     return chains + ([Chain(tuple(current), roles)] if roles else [])
 
 
-def _link(jaxpr: Any, chain: list[int], call: int) -> tuple[str | int, ...] | None:
+def _link(jaxpr: Any, last: int, call: int, tainted: set[Any]) -> tuple[str | int, ...] | None:
     """The roles of the operands of `call` as the next of a chain, or None where it is not."""
-    before, after = jaxpr.eqns[chain[-1]], jaxpr.eqns[call]
+    before, after = jaxpr.eqns[last], jaxpr.eqns[call]
     # Equal calls of one trace share their program: JAX has traced it once. To compare two programs
     # would be to compare all their constants.
     if before.params["jaxpr"] is not after.params["jaxpr"]:
         return None
-    tainted = _tainted(jaxpr, chain, call)
     roles: list[str | int] = []
     for old, new in zip(before.invars, after.invars, strict=True):
         if _same(old, new):

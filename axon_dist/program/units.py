@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -68,20 +68,31 @@ class RealOnly:
 
 def units_of(model: nnx.Module, is_unit: IsUnit) -> Iterator[tuple[Path, nnx.Module]]:
     """The outermost modules that are units, with their paths; nothing inside a unit is one."""
-    found: list[str] = []
+    found: set[str] = set()
     paths = sorted(
         ((_path(keys), module) for keys, module in nnx.iter_modules(model)),
         key=lambda item: item[0].count("/") if item[0] else -1,
     )
     for path, module in paths:
-        if not any(is_inside(path, outer) for outer in found) and is_unit(path, module):
-            found.append(path)
+        if not is_in_any(path, found) and is_unit(path, module):
+            found.add(path)
             yield path, module
 
 
 def is_inside(path: Path, unit: Path) -> bool:
     """Whether a path is that of a unit or of something in it; the whole model has the path ""."""
     return path == unit or not unit or path.startswith(unit + "/")
+
+
+def is_in_any(path: Path, units: Container[Path]) -> bool:
+    """Whether a path is inside one of many, looked up by its own beginnings.
+
+    Example:
+        >>> is_in_any("blocks/10/mlp", {"blocks/1", "blocks/10"}), is_in_any("head", {"blocks/1"})
+        (True, False)
+    """
+    ends = [index for index, sign in enumerate(path) if sign == "/"]
+    return "" in units or path in units or any(path[:end] in units for end in ends)
 
 
 def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = None) -> list[Path]:

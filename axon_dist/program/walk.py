@@ -161,19 +161,22 @@ def interpret(
     return read(jaxpr.outvars)
 
 
-def depends_on(jaxpr: Any, sources: Iterable[Any], stop: int | None = None) -> set[Any]:
+def depends_on(
+    jaxpr: Any, sources: Iterable[Any], stop: int | None = None, start: int = 0
+) -> set[Any]:
     """The variables that depend on any of the sources, these included.
 
     Args:
         jaxpr: an open jaxpr.
         sources: variables of it.
         stop: only equations before this one are looked at.
+        start: only equations from this one on are looked at.
 
     Returns:
         The variables.
     """
     tainted = set(sources)
-    for equation in jaxpr.eqns[:stop]:
+    for equation in jaxpr.eqns[start:stop]:
         if not tainted.isdisjoint(variables(equation.invars)):
             tainted.update(equation.outvars)
     return tainted

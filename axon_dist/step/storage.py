@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -272,7 +272,7 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         >>> block_keys(model)
         [('layers', 0)]
     """
-    found: list[Keys] = []
+    found: dict[Keys, None] = {}
     stacks = _stacked(model)
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         # A list in a list only holds blocks; what a block holds in lists is found after the block.
@@ -280,8 +280,8 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         listed = (listed and _has_params(module)) or keys in stacks
         chosen = type(module).__name__ in classes if classes else listed
         if chosen and not _is_in(keys, found):
-            found.append(keys)
-    found += [keys for keys in _in_linen(model, classes) if not _is_in(keys, found)]
+            found[keys] = None
+    found |= dict.fromkeys(k for k in _in_linen(model, classes) if not _is_in(k, found))
     layers = lambda keys: [(*keys, row) for row in range(stacks[keys])]
     blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
     return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
@@ -289,16 +289,16 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
 
 def _in_linen(model: nnx.Module, classes: tuple[str, ...]) -> list[Keys]:
     """The blocks within the bridged Linen modules of a model, the outermost of those named."""
-    found: list[Keys] = []
+    found: dict[Keys, None] = {}
     named = linen_named(model, classes) if classes else linen_blocks(model)
     for keys in sorted(named, key=len):
         if not _is_in(keys, found):
-            found.append(keys)
-    return found
+            found[keys] = None
+    return list(found)
 
 
-def _is_in(keys: Keys, outer: list[Keys]) -> bool:
-    return any(keys[: len(each)] == each for each in outer)
+def _is_in(keys: Keys, outer: Collection[Keys]) -> bool:
+    return any(keys[:end] in outer for end in range(len(keys) + 1))
 
 
 def _stacked(model: nnx.Module) -> dict[Keys, int]:

@@ -42,6 +42,7 @@ from ..program import (
     RematPolicy,
     bridges_of,
     check_some,
+    is_in_any,
     is_inside,
     mark_units,
     scan_over_layers,
@@ -127,7 +128,7 @@ class View:
             if also is not None:
                 also(model)
             params = _variables(model, self.weights)
-            found = mark_units(model, lambda path, _: path in self.units, remat)
+            found = {*mark_units(model, lambda path, _: path in self.units, remat)}
             linen = [_path(keys) for keys, _ in bridges_of(model)]
             for path, variable in params.items():
                 gather: Any = None if make_gather is None else make_gather(path)
@@ -140,7 +141,7 @@ class View:
                     continue
                 # Only what a unit will gather carries the way to do it: Linen takes a Variable with
                 # metadata of ours for a boxed value.
-                if by_units(path) and any(is_inside(path, unit) for unit in found):
+                if by_units(path) and is_in_any(path, found):
                     variable.set_metadata(**{GATHER: gather})
                 else:
                     variable.set_value(gather(variable.get_value()))

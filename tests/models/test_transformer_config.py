@@ -29,6 +29,8 @@ def test_num_params_is_what_the_model_has(config):
         ("gpt2-medium", 355.1e6),
         ("gpt3-175b", 174.6e9),
         ("llama-8b", 8.03e9),
+        ("llama-70b", 70.55e9),
+        ("llama-405b", 405.85e9),
         ("8b", 8.03e9),
         ("7b", 6.74e9),
         ("1b", 1.345e9),
