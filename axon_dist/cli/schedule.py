@@ -80,6 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Draws one schedule, or compares all."""
     check_output("--svg", arguments.svg)
     check_output("--csv", arguments.csv)
+    if arguments.svg is not None and arguments.svg == arguments.csv:
+        raise ConfigError(
+            f"got --svg and --csv {arguments.csv}, one file for two things; name two files"
+        )
     if arguments.memory is not None and not arguments.search:
         raise ConfigError(
             f"got --memory {arguments.memory:g} without --search; a named schedule has its own"

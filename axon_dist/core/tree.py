@@ -31,12 +31,56 @@ def path_str(key_path: tuple[Any, ...]) -> Path:
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[Path, Any]]:
-    """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
+    """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`.
+
+    Raises:
+        ConfigError: for keys that have no order, and for a tree without an end.
+    """
+    check_depth(tree)
     try:
         found = jax.tree_util.tree_leaves_with_path(tree)
     except ValueError as error:
         raise ConfigError(f"a tree has keys that cannot be sorted ({error}); give texts") from error
     return [(path_str(path), leaf) for path, leaf in found]
+
+
+def check_depth(tree: PyTree) -> None:
+    """Raises for dicts, lists and tuples too deep in each other, as in one that holds itself.
+
+    JAX flattens by recursion in C++; where that ends for want of room, the process never has as
+    much again (jax 0.12: every later trace is a `RecursionError`).
+
+    Raises:
+        ConfigError: saying how deep a tree can be.
+
+    Example:
+        >>> endless = {}
+        >>> endless["me"] = endless
+        >>> check_depth(endless)
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: a tree has dicts, lists or tuples more than 200 deep in
+        each other, at me/me/me/...; one that holds itself has no end: take it out
+    """
+    if isinstance(tree, (dict, list, tuple)):
+        _descend(tree, (), {})
+
+
+_DEEPEST = 200
+
+
+def _descend(node: Any, keys: tuple[Any, ...], seen: dict[int, int]) -> None:
+    if len(keys) > _DEEPEST:
+        raise ConfigError(
+            f"a tree has dicts, lists or tuples more than {_DEEPEST} deep in each other, at "
+            f"{'/'.join(map(str, keys[:3]))}/...; one that holds itself has no end: take it out"
+        )
+    # A node that several others share is looked at again only where it is deeper.
+    if seen.get(id(node), -1) >= len(keys):
+        return
+    seen[id(node)] = len(keys)
+    for key, inner in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(inner, (dict, list, tuple)):
+            _descend(inner, (*keys, key), seen)
 
 
 def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -108,8 +152,12 @@ def num_bytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+_NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.float32)}
+"""What JAX keeps of the wide numbers of a kind."""
+
+
 def check_32_bits(what: str, leaf: Any) -> None:
-    """Raises where JAX would cut the integers of a numpy array to 32 bits.
+    """Raises where a number of a numpy array is too large for the 32 bits that JAX keeps.
 
     Args:
         what: holds the array; it opens the message.
@@ -127,11 +175,11 @@ def check_32_bits(what: str, leaf: Any) -> None:
     if isinstance(leaf, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return
     array = np.asarray(leaf)
-    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
+    if array.dtype.kind not in _NARROW or array.dtype.itemsize < 8 or not array.size:
         return
-    limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
-    for number in (int(array.min()), int(array.max())):
-        if not limits.min <= number <= limits.max:
+    limits = _NARROW[array.dtype.kind]
+    for number in (array.min().item(), array.max().item()):
+        if not (limits.min <= number <= limits.max or math.isnan(number) or math.isinf(number)):
             raise DTypeError(
                 f"{what} has the number {number}, which needs more than the 32 bits that JAX keeps "
                 f"of {array.dtype}; make it smaller, or set jax_enable_x64"

@@ -158,6 +158,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
     if isinstance(model, nnx.Module):
         check_trainable(trainable, model)
         graphdef, params, frozen, buffers = _split(model, chosen)
+        _check_alive((params, frozen, buffers))
         arrays = jax.tree.map(jax.numpy.asarray, (params, frozen, buffers))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1], others=_others(model))
@@ -174,6 +175,11 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         # Annotated models would ask for a mesh in context; the strategy decides instead.
         with nnx.use_eager_sharding(False):
             made = model()
+        if not isinstance(made, nnx.Module):
+            raise ConfigError(
+                f"the function that makes the model returned a {type(made).__name__}; let it "
+                "return an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))"
+            )
         check_trainable(trainable, made)
         graphdef, params, frozen, buffers = _split(made, chosen)
         found[:] = graphdef, _others(made)
@@ -282,6 +288,23 @@ def _check_takes_nothing(make: Callable[..., Any]) -> None:
             f"the function that makes the model cannot be called without arguments ({error}); give "
             "one that can, such as lambda: Model(rngs=nnx.Rngs(0))"
         ) from None
+
+
+def _check_alive(trees: PyTree) -> None:
+    """Raises for a module whose arrays are shapes, or are gone."""
+    for path, leaf in leaves_with_paths(trees):
+        name = path.partition("/")[2]
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ConfigError(
+                f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; give "
+                "the function that makes the model, of which a step makes every array in its place"
+            )
+        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if is_array and leaf.is_deleted():
+            raise ConfigError(
+                f"{name!r} of the model was deleted, or given away to a function that donates it; "
+                "make the model anew, or give the function that makes it"
+            )
 
 
 def _checked(parts: ModelParts) -> ModelParts:

@@ -27,6 +27,7 @@ from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
 from .state import TrainState, averaged, check_fits, check_usable
 from .state_form import StateForm
+from .weights import WEIGHTS
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -101,7 +102,9 @@ class TrainStep(MadeOfSpec):
             ConfigError: when the model has no such array, or one of another shape or dtype.
             LaunchError: when the processes of the run start from different parameters.
         """
-        return self._form.born(weights or {})
+        weights = {} if weights is None else weights
+        WEIGHTS.check("init", "weights", weights)
+        return self._form.born(weights)
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
