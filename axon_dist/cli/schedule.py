@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"got --memory {arguments.memory:g} without --search; a named schedule has its own"
         )
     costs = _costs(arguments)
-    console = Console(highlight=False, soft_wrap=True)
+    # In a pipe a line stays one line; on a screen it breaks between words.
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if arguments.compare:
         _compare(arguments, costs, console)
         return 0

@@ -152,6 +152,11 @@ def num_bytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def has_64_bits() -> bool:
+    """Whether JAX keeps 64 bits of a number; else it makes float64 float32, with a warning."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 _NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.float32)}
 """What JAX keeps of the wide numbers of a kind."""
 
@@ -172,7 +177,7 @@ def check_32_bits(what: str, leaf: Any) -> None:
         axon_dist.core.errors.DTypeError: leaf x has the number 1099511627776, which needs more than
         the 32 bits that JAX keeps of int64; make it smaller, or set jax_enable_x64
     """
-    if isinstance(leaf, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(leaf, jax.Array) or has_64_bits():
         return
     array = np.asarray(leaf)
     if array.dtype.kind not in _NARROW or array.dtype.itemsize < 8 or not array.size:

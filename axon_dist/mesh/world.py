@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from ..core.choice import Choice
 from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
 from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import prepare_emulation, share_of, stated_share
@@ -26,7 +26,7 @@ from .shares import batch_shares, check_axes
 from .spec import SLOW_AXES, AxesLike, MeshSpec
 
 
-class Backend(enum.StrEnum):
+class Backend(Choice):
     """What carries the collectives of a world."""
 
     EMULATED = "emulated"

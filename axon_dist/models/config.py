@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
 from axon_dist.core.told import REAL, WHOLE
+from axon_dist.core.tree import has_64_bits
 
 _T = TypeVar("_T")
 
@@ -95,4 +96,9 @@ def check_float(config: Any, field: str) -> None:
         raise DTypeError(
             f"{field}={dtype!r} has no fractions: a model needs a floating-point dtype, "
             "for example 'float32' or 'bfloat16'."
+        )
+    if known.itemsize > 4 and not has_64_bits():
+        raise DTypeError(
+            f"{field}={dtype!r} is a dtype of which JAX keeps 32 bits; take 'float32', or set "
+            "JAX_ENABLE_X64=1."
         )

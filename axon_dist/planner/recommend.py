@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from ..core.errors import ConfigError
-from ..core.told import NUMBER, WHOLE, Kind
+from ..core.told import NUMBER, WHOLE, Kind, is_number
 from ..core.words import byte_size, plural
 from ..hardware.chips import MOST_DEVICES, Hardware
 from ..hardware.chips import hardware as look_up
@@ -99,6 +99,10 @@ class Recommendation:
         return -(-whole // max(int(USABLE * self.best.device_bytes), 1))
 
 
+_MODEL_COST = Kind(
+    "a number of parameters, such as 7e9, or what a model costs, such as workload_of(model).shape",
+    lambda x: is_number(x) or hasattr(x, "divides"),
+)
 _HARDWARE = Kind(
     "the name of a chip, such as 'h100', or a Hardware", lambda x: isinstance(x, (str, Hardware))
 )
@@ -148,6 +152,7 @@ def recommend(
         'does not fit: split over all 8 devices, the training state alone is 140 GB on each'
     """
     _HARDWARE.check("recommend", "hardware", hardware)
+    _MODEL_COST.check("recommend", "num_params", num_params)
     NUMBER.or_none().check("recommend", "device_bytes", device_bytes)
     row = look_up(hardware) if isinstance(hardware, str) else hardware
     memory = int(row.memory_bytes if device_bytes is None else device_bytes)

@@ -16,7 +16,7 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
-from ..mesh import agree, digest
+from ..mesh import agree, digest, is_on_paper
 from .batch import BatchLayout, Placed
 from .claims import Claims
 from .deadlock_guard import jit_of
@@ -326,7 +326,8 @@ class TrainStep(MadeOfSpec):
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 
-        What it learns is kept: a step for such a batch then only has to be compiled.
+        What it learns is kept: a step for such a batch then only has to be compiled. For devices on
+        paper it traces alone.
 
         Args:
             batch: as for `lower`.
@@ -334,7 +335,10 @@ class TrainStep(MadeOfSpec):
         Raises:
             AxonDistError: about what the step cannot do with such a batch.
         """
-        self._lower(batch, 1)
+        if is_on_paper(self.world):
+            self._step.trace(*self._arguments(batch, 1))
+        else:
+            self._lower(batch, 1)
 
     def check_rows(self, batch: Batch) -> None:
         """As `check`, for the rows of this process, which are what a step takes."""
