@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from .errors import ConfigError, DTypeError
 from .typing import Path, PyTree
@@ -150,6 +151,39 @@ def num_bytes(tree: PyTree) -> int:
         200
     """
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def problem_of(leaf: Any) -> str | None:
+    """Why JAX cannot take an array, to follow its name; None if nothing speaks against it.
+
+    Example:
+        >>> problem_of(np.ones(3, ">f4"))
+        "is a numpy array of >f4, which JAX has not; give array.astype('float32'), or another..."
+    """
+    if isinstance(leaf, jax.Array):
+        is_gone = not isinstance(leaf, Tracer) and leaf.is_deleted()
+        return (
+            "was deleted, or given away to a function that donates it; make it anew"
+            if is_gone
+            else None
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        return (
+            "is a masked array, whose mask JAX does not see; give its numbers and its mask as two "
+            "arrays, and weigh by the mask"
+        )
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iufc":
+        return None
+    dtype: Any = leaf.dtype
+    if dtype.isnative and dtype not in _WIDER:
+        return None
+    return (
+        f"is a numpy array of {dtype.str}, which JAX has not; give array.astype('float32'), "
+        "or another dtype of JAX"
+    )
+
+
+_WIDER = (np.longdouble, np.clongdouble)
 
 
 def has_64_bits() -> bool:

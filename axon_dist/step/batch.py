@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError, DTypeError
 from ..core.shared import Shared
-from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str
+from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str, problem_of
 from ..core.typing import Batch, PyTree
 from .local_view import batch_spec
 from .padding import Padding
@@ -240,11 +240,9 @@ def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def _check_leaf(where: str, leaf: Any) -> None:
+    if (problem := problem_of(leaf)) is not None:
+        raise DTypeError(f"{where} {problem}")
     if isinstance(leaf, jax.Array):
-        if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            raise ConfigError(
-                f"{where} was deleted, or given away to a function that donates it; make it anew"
-            )
         return
     is_number = isinstance(leaf, (int, float, complex, bool))
     if not (is_number or hasattr(leaf, "__array__") or isinstance(leaf, jax.ShapeDtypeStruct)):
@@ -252,21 +250,11 @@ def _check_leaf(where: str, leaf: Any) -> None:
             f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
             "one batch of them, not what makes batches"
         )
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise ConfigError(
-            f"{where} is a masked array, whose mask JAX does not see; give its numbers and its "
-            "mask as two arrays, and let the loss weigh by the mask"
-        )
     if isinstance(leaf, np.ndarray):
         if leaf.dtype.kind in "OSUMmV":
             raise ConfigError(
                 f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
                 "token ids"
-            )
-        if not leaf.dtype.isnative or leaf.dtype.itemsize > 16 or leaf.dtype == np.longdouble:
-            raise DTypeError(
-                f"{where} is a numpy array of {leaf.dtype.str}, which JAX has not; give "
-                "array.astype('float32'), or another dtype of JAX"
             )
         check_32_bits(where, leaf)
 

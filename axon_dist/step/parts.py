@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from ..core.errors import ConfigError
-from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
+from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted, problem_of
 from ..core.typing import Path, PyTree, Shape, Trainable
 from ..precision import Int8Form, MixedPrecision, as_values, cast_floating, int8_form, narrowed
 from ..program import stacks_of
@@ -299,12 +299,8 @@ def _check_alive(trees: PyTree) -> None:
                 f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; give "
                 "the function that makes the model, of which a step makes every array in its place"
             )
-        is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        if is_array and leaf.is_deleted():
-            raise ConfigError(
-                f"{name!r} of the model was deleted, or given away to a function that donates it; "
-                "make the model anew, or give the function that makes it"
-            )
+        if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
+            raise ConfigError(f"{name!r} of the model {problem}")
 
 
 def _checked(parts: ModelParts) -> ModelParts:
