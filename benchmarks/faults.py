@@ -324,10 +324,10 @@ PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
     "sharded": ("corruptions", damages_of("sharded")),
     "full": ("corruptions", damages_of("full")),
     "power": ("others", lambda on, times: measure_power_cuts(on.folder, times, on.chance("power"))),
-    "two": ("others", lambda on, times: measure_two(on.folder, on.config, times, on.expected)),
+    "two": ("others", lambda on, times: [measure_two(on.folder, on.config, times, on.expected)]),
     "disk": (
         "others",
-        lambda on, times: measure_full_disk(on.folder, on.config, times, on.expected),
+        lambda on, times: [measure_full_disk(on.folder, on.config, times, on.expected)],
     ),
     "kills": (
         "runs",
