@@ -174,7 +174,7 @@ def problem_of(leaf: Any) -> str | None:
         )
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iufc":
         return None
-    dtype: Any = leaf.dtype
+    dtype: np.dtype[Any] = leaf.dtype
     if dtype.isnative and dtype not in _WIDER:
         return None
     return (
@@ -217,8 +217,9 @@ def check_32_bits(what: str, leaf: Any) -> None:
     if array.dtype.kind not in _NARROW or array.dtype.itemsize < 8 or not array.size:
         return
     limits = _NARROW[array.dtype.kind]
+    low, high = int(limits.min), int(limits.max)
     for number in (array.min().item(), array.max().item()):
-        if not (limits.min <= number <= limits.max or math.isnan(number) or math.isinf(number)):
+        if not (low <= number <= high or math.isnan(number) or math.isinf(number)):
             raise DTypeError(
                 f"{what} has the number {number}, which needs more than the 32 bits that JAX keeps "
                 f"of {array.dtype}; make it smaller, or set jax_enable_x64"
