@@ -39,7 +39,7 @@ from .lock import locked
 from .out_of_memory import explained
 from .program import read_program
 from .report import opening_lines, summarize, summary_table
-from .resume import find_start, newest_state, open_checkpoints, save_state
+from .resume import check_resume, find_start, newest_state, open_checkpoints, save_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ def train(
     start = time.perf_counter()
     check_copies(config, os.environ, resume)
     run = _with_weights(build_run(config), resume)
+    on_main(lambda: check_resume(resume))
     is_main = _is_main(run)
     console = console if console is not None and is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)

@@ -183,7 +183,7 @@ def problem_of(leaf: Any) -> str | None:
     )
 
 
-_WIDER = (np.longdouble, np.clongdouble)
+_WIDER: tuple[Any, ...] = (np.longdouble, np.clongdouble)
 
 
 def has_64_bits() -> bool:
