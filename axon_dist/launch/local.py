@@ -116,11 +116,6 @@ class LaunchPlan:
                 "elastic; processes rejoin a run that has shrunk, after more than 0 seconds: give "
                 "--elastic --rejoin-after 600, or neither"
             )
-        if self.elastic and not self.max_restarts:
-            raise LaunchError(
-                "got elastic and max_restarts=0, so nothing would ever start again without the "
-                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
-            )
         if not self.master_addr or not self.master_addr.isprintable() or " " in self.master_addr:
             raise LaunchError(
                 f"the master address is {self.master_addr!r:.80}; give the name or the address of "
@@ -128,6 +123,11 @@ class LaunchPlan:
             )
         if self.nnodes > 1:
             self._check_hosts()
+        if self.elastic and not self.max_restarts:
+            raise LaunchError(
+                "got elastic and max_restarts=0, so nothing would ever start again without the "
+                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
+            )
 
     def _check_hosts(self) -> None:
         if self.master_addr in ("localhost", "127.0.0.1", "::1"):
