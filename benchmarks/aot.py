@@ -176,7 +176,7 @@ def summary(
         args.length,
         args.accumulate,
         per=args.per or ("step" if args.strategy in once else "microbatch"),
-        sequence=args.tensor == "sequence",
+        sequence=args.tensor != "plain",
         chunks=1 if table is None else table.chunks,
     )
     least = theory(work)

@@ -1,6 +1,7 @@
 """What a run survives: killed at random moments and resumed, and checkpoints that were damaged.
 
     python -m benchmarks.faults --runs 100 --corruptions 100 --losses 20 --others 20
+    python -m benchmarks.faults kills disk --runs 10 --out kills.txt
 
 Every run trains a small transformer in a process of its own, which is killed with SIGKILL, half of
 the time in the middle of a save, and resumed with `--resume auto`. It has to end with the very bits
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import functools
 import os
 import random
 import re
@@ -194,7 +197,10 @@ def measure_kills(
     for number in range(runs):
         kind = list(WAITS)[number % len(WAITS)]
         good[kind] += survives(config, folder / f"killed-{number}", kind, chance, expected)
-        print(f"run {number + 1} of {runs}, {kind}: {sum(good.values())} ended with the same bits")
+        print(
+            f"run {number + 1} of {runs}, {kind}: {sum(good.values())} ended with the same bits",
+            flush=True,
+        )
     counts = {kind: len(range(number, runs, len(WAITS))) for number, kind in enumerate(WAITS)}
     return [(f"{kind}, resumed", counts[kind], good[kind]) for kind in WAITS]
 
@@ -207,6 +213,9 @@ def measure_damages(
     for file in files_of(max(checkpoints.iterdir())):
         kinds = [list(DAMAGES)[number % len(DAMAGES)] for number in range(corruptions)]
         noticed = [is_noticed(checkpoints, folder / "damaged", file, k, chance) for k in kinds]
+        missed = [k for k, seen in zip(kinds, noticed, strict=True) if not seen]
+        but = f", not {', '.join(sorted(set(missed)))}" if missed else ""
+        print(f"{label}: {file}: {sum(noticed)} of {corruptions} noticed{but}", flush=True)
         rows.append((f"{label}: {file} damaged", corruptions, sum(noticed)))
     return rows
 
@@ -260,47 +269,111 @@ def outlives_a_full_disk(
     return said and finish(config, run) and final_bits(run) == expected
 
 
-def measure(
-    folder: Path, runs: int, corruptions: int, losses: int, others: int, seed: int
-) -> list[tuple[str, int, int]]:
-    """Rows of fault, how often, and how often it did no harm."""
-    for name in ("a.txt", "b.txt"):
-        (folder / name).write_text(f"{name}: the quick brown fox jumps over the lazy dog. " * 200)
-    config = folder / "config.yaml"
-    config.write_text(CONFIG.format(texts=folder, steps=STEPS))
-    undisturbed, chance = folder / "undisturbed", random.Random(seed)
-    if not finish(config, undisturbed):
-        raise SystemExit(undisturbed.with_suffix(".log").read_text())
-    expected = final_bits(undisturbed)
-    in_full, whole = config.with_name("full.yaml"), folder / "full"
-    in_full.write_text(config.read_text() + "  type: full\n")
-    if not finish(in_full, whole):
-        raise SystemExit(whole.with_suffix(".log").read_text())
-    return [
-        *measure_damages(folder, undisturbed / "checkpoints", "sharded", corruptions, chance),
-        *measure_damages(folder, whole / "checkpoints", "full", corruptions, chance),
-        *measure_power_cuts(folder, others, chance),
-        measure_two(folder, config, others, expected),
-        measure_full_disk(folder, config, others, expected),
-        *measure_kills(folder, config, runs, chance, expected),
-        *measure_losses(folder, config, losses, chance),
-    ]
+@dataclasses.dataclass(frozen=True)
+class Ground:
+    """What the parts stand on; runs that nobody disturbs are made when a part asks for one.
+
+    Args:
+        folder: an empty one, in which all runs lie.
+        seed: of the moments and the places.
+    """
+
+    folder: Path
+    seed: int
+
+    def chance(self, part: str) -> random.Random:
+        """The same for a part by itself as for all of them."""
+        return random.Random(f"{self.seed} {part}")
+
+    @functools.cached_property
+    def config(self) -> Path:
+        for name in ("a.txt", "b.txt"):
+            text = f"{name}: the quick brown fox jumps over the lazy dog. " * 200
+            (self.folder / name).write_text(text)
+        path = self.folder / "config.yaml"
+        path.write_text(CONFIG.format(texts=self.folder, steps=STEPS))
+        return path
+
+    @functools.cached_property
+    def expected(self) -> dict[str, bytes]:
+        return final_bits(self._finished("sharded"))
+
+    def checkpoints(self, type: str) -> Path:
+        return self._finished(type) / "checkpoints"
+
+    def _finished(self, type: str) -> Path:
+        run = self.folder / f"undisturbed-{type}"
+        config = self.config.with_name(f"{type}.yaml")
+        config.write_text(self.config.read_text() + f"  type: {type}\n")
+        if not run.exists() and not finish(config, run):
+            raise SystemExit(run.with_suffix(".log").read_text())
+        return run
+
+
+Rows = list[tuple[str, int, int]]
+"""Of each fault how often it was made, and how often it did no harm."""
+
+
+def damages_of(type: str) -> Callable[[Ground, int], Rows]:
+    return lambda on, times: measure_damages(
+        on.folder, on.checkpoints(type), type, times, on.chance(type)
+    )
+
+
+PARTS: dict[str, tuple[str, Callable[[Ground, int], Rows]]] = {
+    "sharded": ("corruptions", damages_of("sharded")),
+    "full": ("corruptions", damages_of("full")),
+    "power": ("others", lambda on, times: measure_power_cuts(on.folder, times, on.chance("power"))),
+    "two": ("others", lambda on, times: [measure_two(on.folder, on.config, times, on.expected)]),
+    "disk": (
+        "others",
+        lambda on, times: [measure_full_disk(on.folder, on.config, times, on.expected)],
+    ),
+    "kills": (
+        "runs",
+        lambda on, times: measure_kills(
+            on.folder, on.config, times, on.chance("kills"), on.expected
+        ),
+    ),
+    "losses": (
+        "losses",
+        lambda on, times: measure_losses(on.folder, on.config, times, on.chance("losses")),
+    ),
+}
+"""By its name each part, after the option that says how often."""
+
+
+def table_of(rows: Rows) -> Table:
+    table = Table("fault", title="faults")
+    table.add_column("times", justify="right")
+    table.add_column("no harm done", justify="right")
+    for name, count, good in rows:
+        table.add_row(name, str(count), f"{good}/{count}" if count else "not tried")
+    return table
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; or all")
     parser.add_argument("--runs", type=int, default=4, help="runs to kill")
     parser.add_argument("--corruptions", type=int, default=20, help="of each kind of file")
     parser.add_argument("--losses", type=int, default=2, help="runs that lose a process of four")
     parser.add_argument("--others", type=int, default=2, help="power cuts, full disks, two runs")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the places")
+    parser.add_argument("--out", type=Path, help="a file that gets the table, part by part")
     arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}")
+    rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), *vars(arguments).values())
-    table = Table("fault", "times", "no harm done", title="faults")
-    for name, count, good in rows:
-        table.add_row(name, str(count), f"{good}/{count}")
-    Console().print(table)
+        on = Ground(Path(folder), arguments.seed)
+        for part, (option, measure) in PARTS.items():
+            if part in (arguments.parts or PARTS):
+                rows += measure(on, getattr(arguments, option))
+                if arguments.out:
+                    with open(arguments.out, "w") as file:
+                        Console(file=file, width=100).print(table_of(rows))
+    Console().print(table_of(rows))
     return 0 if all(count == good for _, count, good in rows) else 1
 
 

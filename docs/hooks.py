@@ -8,11 +8,14 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 from unittest import mock
 
 from axon_dist.cli.main import main
 
 ROOT = pathlib.Path(__file__).parents[1]
+WIDTH = 80
+"""Letters that a page has room for."""
 RUN = re.compile(r"^<!-- run: (.*) -->$", re.MULTILINE)
 
 
@@ -24,14 +27,17 @@ def on_page_markdown(markdown, **_):
 def shown(command):
     """A command and its output; Markdown where it prints that."""
     output = run(command)
-    return output if "--markdown" in command else f"```console\n$ {command}\n{output}```"
+    if "--markdown" in command:
+        return output
+    lines = [textwrap.fill(x, WIDTH) if len(x) > WIDTH else x for x in output.splitlines()]
+    return "\n".join(["```console", f"$ {command}", *lines, "```"])
 
 
 def run(command):
     """What a command of ours prints; one that fails ends the build."""
     program, *arguments = shlex.split(command)
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+    with contextlib.redirect_stdout(text), mock.patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
         if program == "axon":
             code = main(arguments)
             assert code == 0, f"{command} ends with {code}"

@@ -9,7 +9,7 @@ from html import escape
 Curve = Sequence[tuple[float, float]]
 """Pairs of x and y."""
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 240, 64, 28, 12
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 240, 88, 34, 16
 _MOST_POINTS = 400
 
 
@@ -31,19 +31,21 @@ def lines(curves: Mapping[str, Curve], unit: str = "") -> str:
     low, high = low - pad, high + pad
     across = lambda x: _LEFT + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 16)
     up = lambda y: _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
+    parts = [f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
     for y in _ticks(low, high):
         parts.append(f'<path class="grid" d="M{_LEFT} {up(y):.1f}H{_WIDTH - 16}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{up(y) + 4:.1f}" class="end">{y:,.10g}</text>')
-    for x in _ticks(left, right):
+    for x in _ticks(left, right, least=1):
         parts.append(f'<text x="{across(x):.1f}" y="{_HEIGHT - 8}" class="mid">{x:.6g}</text>')
     for number, (name, curve) in enumerate(drawn.items()):
+        # A single point makes no line.
+        alone = " alone" if len(curve) == 1 else ""
         points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in curve)
         parts.append(f'<polyline class="c{number % 8}" points="{points}"/>')
         for x, y in curve:
             told = escape(f"{name}, step {x:g}: {y:.6g} {unit}".strip())
             parts.append(
-                f'<circle class="d{number % 8}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
+                f'<circle class="d{number % 8}{alone}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
                 f"<title>{told}</title></circle>"
             )
     return "".join([*parts, "</svg>", _legend(list(drawn), unit)])
@@ -74,7 +76,9 @@ def _legend(names: Sequence[str], unit: str) -> str:
         f'<span><b class="b{number % 8}"></b>{escape(name)}</span>'
         for number, name in enumerate(names)
     ]
-    return f'<p class="legend">{"".join(items)}<span>{escape(unit)}</span></p>'
+    return (
+        f'<p class="legend">{"".join(items)}{f"<span>in {escape(unit)}</span>" if unit else ""}</p>'
+    )
 
 
 def _thinned(curve: Curve) -> Curve:
@@ -83,12 +87,13 @@ def _thinned(curve: Curve) -> Curve:
     return [*curve[:-1:every], curve[-1]] if every > 1 else curve
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def _ticks(low: float, high: float, least: float = 0) -> list[float]:
+    """Round numbers from `low` to `high`, at least so far apart."""
     span = high - low
     if span <= 0:
         return [low]
     raw = span / 4
     power = 10 ** math.floor(math.log10(raw))
-    step = next(k * power for k in (1, 2, 5, 10) if k * power >= raw)
+    step = max(next(k * power for k in (1, 2, 5, 10) if k * power >= raw), least)
     first = math.ceil(low / step)
     return [k * step for k in range(first, math.floor(high / step) + 1)]

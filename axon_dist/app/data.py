@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import told
 from axon_dist.data import Loader, LocalBatch
 from axon_dist.step import TrainStep
 
 from ..config.build import build_loader, build_run
-from ..config.schema import RunConfig
+from ..config.schema import CONFIG, RunConfig
 
 TIMED_STEPS = 3
 """Steps that are timed, after one that compiles."""
@@ -55,6 +56,7 @@ class DataCheck:
         return self.samples_per_second > self.needed_per_second
 
 
+@told(config=CONFIG)
 def check_data(
     config: RunConfig, num_samples: int = 3, seconds: float = 2.0, with_step: bool = True
 ) -> DataCheck:

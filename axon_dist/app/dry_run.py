@@ -9,11 +9,12 @@ from typing import Any
 
 import yaml
 
+from axon_dist.core.told import told
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
 
 from ..config.build import build_run
-from ..config.schema import RunConfig
+from ..config.schema import CONFIG, RunConfig
 from .directory import check_directory
 from .program import read_program
 from .report import opening_lines
@@ -61,6 +62,7 @@ class DryRun:
         ]
 
 
+@told(config=CONFIG)
 def dry_run(config: RunConfig) -> DryRun:
     """Builds and compiles all that a run needs, and says what it would do; writes nothing.
 

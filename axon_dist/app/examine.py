@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 from axon_dist.core.errors import MeshError
+from axon_dist.core.told import told
 from axon_dist.core.words import byte_size
 from axon_dist.hardware import Target, parse_target, prepare_environment
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 
 from ..config.build import abstract_batch, build_step, build_world
-from ..config.schema import RunConfig
+from ..config.schema import CONFIG, RunConfig
 from .attention import attention_line
 from .report import parameters_of
 
@@ -64,6 +65,7 @@ class Examination:
         return lines
 
 
+@told(config=CONFIG)
 def examine(config: RunConfig, target: str | None = None) -> Examination:
     """Compiles the very step that a config would train with, and reads the program.
 

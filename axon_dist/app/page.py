@@ -300,9 +300,11 @@ def _mesh(run: Recorded, other: Recorded | None) -> str | None:
         f'{escape(str(d["process"]))}">{escape(str(d["rank"]))}</div>'
         for d in devices
     )
-    grid = f'<div class="mesh" style="grid-template-columns:repeat({columns},3em)">{cells}</div>'
+    tracks = f"grid-template-columns:repeat({columns},minmax(2em,3em))"
+    grid = f'<div class="mesh" style="{tracks}">{cells}</div>'
     processes = len({d["process"] for d in devices})
-    return f"{said}{grid}<p>ranks; a color for each of {plural(processes, 'process')}</p>"
+    owners = f"a color for each of {processes} processes" if processes > 1 else "of one process"
+    return f"{said}{grid}<p>ranks, {owners}</p>"
 
 
 def _versions(run: Recorded, other: Recorded | None) -> str | None:
@@ -403,7 +405,8 @@ svg text{fill:var(--soft);font-size:12px}.end{text-anchor:end}.mid{text-anchor:m
 .c4{stroke:var(--4)}.c5{stroke:var(--5)}.c6{stroke:var(--6)}.c7{stroke:var(--7)}
 .b0{background:var(--0)}.b1{background:var(--1)}.b2{background:var(--2)}.b3{background:var(--3)}
 .b4{background:var(--4)}.b5{background:var(--5)}.b6{background:var(--6)}.b7{background:var(--7)}
-circle{opacity:0}circle:hover{opacity:1}
+circle{opacity:0}circle:hover,.alone{opacity:1}
+@media(max-width:40rem){.plot text{font-size:21px}}
 .d0{fill:var(--0)}.d1{fill:var(--1)}.d2{fill:var(--2)}.d3{fill:var(--3)}.d4{fill:var(--4)}
 .d5{fill:var(--5)}.d6{fill:var(--6)}.d7{fill:var(--7)}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;margin:.2rem 0;font-size:.9em}
@@ -413,7 +416,7 @@ circle{opacity:0}circle:hover{opacity:1}
 .paper svg{width:auto;max-width:none}.paper svg text{fill:#333}
 table{border-collapse:collapse;font-size:.9em}
 td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
-td+td{white-space:nowrap}
+td+td,th{white-space:nowrap}
 pre{overflow-x:auto;font-size:.85em}.notes{color:var(--1)}
 .mesh{display:grid;gap:4px;overflow-x:auto}
 .mesh div{height:2.2em;border-radius:4px;color:var(--paper);display:grid;place-items:center}

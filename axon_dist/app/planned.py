@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from axon_dist.core.errors import AxonDistError, ConfigError
+from axon_dist.core.told import told
 from axon_dist.hardware import Hardware
 from axon_dist.inspect import Report
 from axon_dist.mesh import paper_world
@@ -25,7 +26,7 @@ from axon_dist.planner.plan import USABLE
 from axon_dist.planner.recommend import SIMPLICITY, evaluated, quickest
 
 from ..config.build import abstract_batch, build_step, model_of
-from ..config.schema import RunConfig
+from ..config.schema import CONFIG, RunConfig
 from .examine import examine
 
 MOST = 10
@@ -100,6 +101,7 @@ class ConfigPlans:
         return self.best.fits
 
 
+@told(config=CONFIG)
 def plan_config(
     config: RunConfig,
     hardware: Hardware,

@@ -146,15 +146,40 @@ def _check_empty(checkpoints: CheckpointManager) -> None:
 def _restore_path(path: Path, target: PyTree, tell: Callable[[str], None]) -> Restored:
     if step_of(path.name) is not None or is_checkpoint(path):
         return Restored(path, load_checkpoint(path, target), read_manifest(path))
-    inside = RunDirectory(path).checkpoints
-    folder = inside if inside.is_dir() else path
+    folder = _folder_of(path)
     found = CheckpointManager(folder, tell=tell).restore_newest(target)
     if found is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {str(folder)!r}; name a checkpoint, or the folder of a run "
-            "that saved one"
-        )
+        raise _none_in(folder)
     return found
+
+
+def _folder_of(path: Path) -> Path:
+    inside = RunDirectory(path).checkpoints
+    return inside if inside.is_dir() else path
+
+
+def _none_in(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"there is no checkpoint in {str(folder)!r}; name a checkpoint, or the folder of a run "
+        "that saved one"
+    )
+
+
+def check_resume(resume: str | None) -> None:
+    """Raises where a path to go on from has no checkpoint, before a folder is made for the run.
+
+    Raises:
+        CheckpointError: when there is none; whether one is good, and fits, is seen later.
+    """
+    if resume is None or resume == AUTO:
+        return
+    path = as_path(resume, "--resume")
+    if step_of(path.name) is not None or is_checkpoint(path):
+        return
+    folder = _folder_of(path)
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    if not any(step_of(name) is not None for name in names):
+        raise _none_in(folder)
 
 
 def _data_state(found: Restored) -> dict[str, int]:

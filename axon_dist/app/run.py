@@ -16,6 +16,7 @@ from rich.console import Console
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
 from axon_dist.core.files import as_path, kind_at
+from axon_dist.core.told import told
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -30,7 +31,7 @@ from axon_dist.loop import (
 )
 from axon_dist.step import PortableForm, TrainState
 
-from ..config import Run, RunConfig, build_run
+from ..config import CONFIG, Run, RunConfig, build_run
 from .ahead import compiling_ahead
 from .copies import check_copies, open_copies
 from .directory import RunDirectory, check_writable, create_directory
@@ -38,7 +39,7 @@ from .lock import locked
 from .out_of_memory import explained
 from .program import read_program
 from .report import opening_lines, summarize, summary_table
-from .resume import find_start, newest_state, open_checkpoints, save_state
+from .resume import check_resume, find_start, newest_state, open_checkpoints, save_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class RunResult:
     summary: dict[str, Any]
 
 
+@told(config=CONFIG)
 def train(
     config: RunConfig, console: Console | None = None, resume: str | None = None
 ) -> RunResult:
@@ -84,6 +86,7 @@ def train(
     start = time.perf_counter()
     check_copies(config, os.environ, resume)
     run = _with_weights(build_run(config), resume)
+    on_main(lambda: check_resume(resume))
     is_main = _is_main(run)
     console = console if console is not None and is_main else Console(quiet=True)
     tell = functools.partial(_print_line, console)

@@ -14,12 +14,13 @@ import numpy as np
 from rich.table import Table
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import told
 from axon_dist.core.typing import OptionValue
 from axon_dist.inspect import memory
 from axon_dist.nn import ActivationCheckpointing
 
 from ..config.build import abstract_batch, build_step, build_world
-from ..config.schema import RunConfig
+from ..config.schema import CONFIG, RunConfig
 
 Options = Mapping[str, OptionValue | None]
 
@@ -142,6 +143,7 @@ class Tuning:
         return table
 
 
+@told(config=CONFIG)
 def tune(
     config: RunConfig,
     rounds: int = 5,

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.told import told
 from axon_dist.core.typing import PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
@@ -29,7 +30,7 @@ from ..config.build import (
     model_of,
     what_is_trained,
 )
-from ..config.schema import RunConfig
+from ..config.schema import CONFIG, RunConfig
 from .verify_replicas import COMPARED, meeting_soon, metric_of, params_of, train_replicas
 
 LEARNING_RATE = 0.1
@@ -124,6 +125,7 @@ def tiny(config: RunConfig) -> RunConfig:
     return RunConfig.from_dict(plain)
 
 
+@told(config=CONFIG)
 def verify(config: RunConfig, steps: int = 5) -> Verification:
     """Trains a few steps with the config's strategy and on one device, and compares.
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..core.errors import CheckpointError
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
 
@@ -65,6 +66,11 @@ def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
     """
     groups: dict[frozenset, dict[LeafPath, Array]] = collections.defaultdict(dict)
     for path, leaf in leaves.items():
+        if leaf.is_deleted():
+            raise CheckpointError(
+                f"leaf {path} of the state was deleted, or given away by a step, which gives the "
+                "memory of its state to the next one; save the state that the step returned"
+            )
         groups[frozenset(leaf.sharding.device_set)][path] = leaf
     sums: dict[LeafPath, Array] = {}
     for group in groups.values():

@@ -9,6 +9,7 @@ import jax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.files import as_path
+from ..core.told import TEXTS
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .agree import on_main
@@ -63,6 +64,8 @@ def load_checkpoint(
     """
     if isinstance(parts, str):
         return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
+    if parts is not None:
+        TEXTS.check("load_checkpoint", "parts", parts)
     folder = as_path(path, "the checkpoint", CheckpointError)
     targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
     on_main(lambda: check_files(folder, read_manifest(folder)))

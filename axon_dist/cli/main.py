@@ -98,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _silence(sys.stdout)
         return 0
     except Exception as error:
-        _say(f"unexpected {type(error).__name__}: {one_line(error)}; {_kept(error)}")
+        # JAX adds notes about its own frames.
+        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised by")]
+        told = ", ".join([str(error), *notes])
+        _say(f"unexpected {type(error).__name__}: {one_line(told)}; {_kept(error)}")
         return leave_after(error)
 
 

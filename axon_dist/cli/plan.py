@@ -14,6 +14,7 @@ from axon_dist.app import plan_config
 from axon_dist.config import load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
+from axon_dist.core.words import byte_size, plural
 from axon_dist.hardware import (
     Hardware,
     hardware,
@@ -151,9 +152,9 @@ _BESIDE = ("batch", "sequence", "optimizer", "precision")
 def _show(found: Recommendation, console: Console) -> None:
     work, best = found.work, found.best
     console.print(
-        f"{count_of(work.shape.num_params)} parameters, {work.global_batch} samples of "
-        f"{_length(work)} tokens per step, {found.num_devices} devices of "
-        f"{best.device_bytes / 1e9:.3g} GB with the rates of {found.hardware.name}"
+        f"{count_of(work.shape.num_params)} parameters, {plural(work.global_batch, 'sample')} of "
+        f"{_length(work)} tokens per step, {plural(found.num_devices, 'device')} of "
+        f"{byte_size(best.device_bytes)} with the rates of {found.hardware.name}"
     )
     console.print(
         "Best first: what fits, leaves half of the memory free of state, spends at most 30 % in "

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist.app import ConfigPlans, ReadPlan
+from axon_dist.core.words import byte_size, plural
 from axon_dist.planner import Arrangement
 
 _NAMES = {"shard_grad_op": "zero2", "tp": "tensor", "pp": "pipeline", "cp": "context"}
@@ -59,8 +60,8 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
     console.print(
         f"{name}: {count_of(work.shape.num_params)} parameters, {work.global_batch} samples per "
-        f"step, {found.num_devices} devices of {best.device_bytes / 1e9:.3g} GB with the rates of "
-        f"{rates or found.hardware.name}"
+        f"step, {plural(found.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
+        f"rates of {rates or found.hardware.name}"
     )
     console.print(
         "Best first: what fits into 90 % of the memory, then the shortest predicted step; of steps "
@@ -92,8 +93,8 @@ def _first_clause(why: str) -> str:
 
 def _reason(plan: ReadPlan) -> str:
     """Why a plan is the best, or none is."""
-    time, have = plan.time, plan.device_bytes / 1e9
-    need = f"{plan.reading.peak / 1e9:.3g} GB of {have:.3g} GB"
+    time = plan.time
+    need = f"{byte_size(plan.reading.peak)} of {byte_size(plan.device_bytes)}"
     if not plan.fits:
         return f"does not fit: {called(plan.arrangement.name)} comes nearest, {need}"
     parts = {

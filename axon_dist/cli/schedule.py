@@ -88,6 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Draws one schedule, or compares all."""
     check_output("--svg", arguments.svg)
     check_output("--csv", arguments.csv)
+    if arguments.svg is not None and arguments.svg == arguments.csv:
+        raise ConfigError(
+            f"got --svg and --csv {arguments.csv}, one file for two things; name two files"
+        )
     if arguments.memory is not None and not arguments.search:
         raise ConfigError(
             f"got --memory {arguments.memory:g} without --search; a named schedule has its own"
@@ -98,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
             "one of them out"
         )
     costs = _costs(arguments)
-    console = Console(highlight=False, soft_wrap=True)
+    # In a pipe a line stays one line; on a screen it breaks between words.
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if arguments.compare:
         _compare(arguments, costs, console)
         return 0

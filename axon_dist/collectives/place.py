@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ConfigError, DTypeError, GroupError
-from ..core.tree import check_32_bits
+from ..core.told import WHOLE
+from ..core.tree import check_32_bits, is_key, leaves_with_paths, problem_of
 from ..core.typing import Array, PyTree
 from ..mesh import GROUP, ProcessGroup
 
@@ -77,7 +78,12 @@ def check_arrays(x: PyTree) -> None:
     """
     if x is None:
         raise DTypeError("a collective got None; give an array, or a pytree of arrays")
-    for leaf in jax.tree.leaves(x):
+    for path, leaf in leaves_with_paths(x):
+        where = f"a collective got {path!r}, which" if path else "a collective got an array, which"
+        if (problem := problem_of(leaf)) is not None:
+            raise DTypeError(f"{where} {problem}")
+        if is_key(leaf):
+            raise DTypeError(f"{where} holds random keys; give jax.random.key_data(keys)")
         if isinstance(leaf, jax.Array):
             continue
         kind = np.asarray(leaf).dtype.kind if isinstance(leaf, _NUMERIC) else "O"
@@ -145,6 +151,7 @@ def check_root(root: int, name: str, group: ProcessGroup) -> None:
 
 def check_dim(dim: int, num_dims: int, shape: tuple[int, ...]) -> int:
     """Returns a dim counted from the front; `ConfigError` unless it is one of `num_dims`."""
+    WHOLE.check("a collective", "dim", dim)
     if not -num_dims <= dim < num_dims:
         raise ConfigError(
             f"got dim {dim} for an array of shape {shape}; dims here are 0..{num_dims - 1}"

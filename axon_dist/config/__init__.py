@@ -34,6 +34,7 @@ from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .own import Own as Own
+from .schema import CONFIG as CONFIG
 from .schema import RunConfig as RunConfig
 from .sections import CheckpointConfig as CheckpointConfig
 from .sections import DevicesConfig as DevicesConfig

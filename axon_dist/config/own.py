@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from axon_dist.core.errors import ConfigError, did_you_mean
+from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,18 @@ class Own:
         taken = parameters_of(function)
         offered = {name for name in self.offered if taken is not None and name not in taken}
         given = {name: value for name, value in given.items() if name not in offered}
-        return function(**self.options, **given)
+        where = f"{self.section}.{self.key}".lstrip(".")
+        try:
+            return function(**self.options, **given)
+        except SystemExit as error:
+            raise ConfigError(
+                f"{where}: {self.path} ended the program by SystemExit({error.code!r}); let it "
+                "raise an error, or return what it makes"
+            ) from error
+        except Exception as error:
+            if not isinstance(error, AxonDistError):
+                error.add_note(f"raised by {where}, {self.path}")
+            raise
 
     def _check_signature(self, function: Callable[..., Any]) -> None:
         given = next((name for name in self.given if name in self.options), None)
@@ -211,11 +222,11 @@ def _import(name: str, where: str) -> Any:
                 "looks; correct the path, or start in the folder that holds it"
             ) from error
         raise ConfigError(_says_failed(name, where, error)) from error
-    except Exception as error:  # a module of the user's own may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's own may raise anything
         raise ConfigError(_says_failed(name, where, error)) from error
 
 
-def _says_failed(name: str, where: str, error: Exception) -> str:
+def _says_failed(name: str, where: str, error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"{where}: importing {name} fails with {type(error).__name__}: {error} "

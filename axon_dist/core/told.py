@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -90,6 +91,14 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, (float, np.floating)) and math.isfinite(value))
 
 
+def is_float(value: Any) -> bool:
+    """Whether a value is a floating-point dtype, or names one that JAX has."""
+    try:
+        return jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        return False
+
+
 def is_module(value: Any) -> bool:
     """Whether a value is a module, or a function that makes one; a wrapper of one is neither."""
     return isinstance(value, nnx.Module) or (callable(value) and not hasattr(value, "strategy"))
@@ -122,6 +131,7 @@ TEXTS = Kind(
     ),
 )
 PATH = Kind("a path, as a text", lambda x: isinstance(x, (str, os.PathLike)))
+FLOATS = Kind("a floating-point dtype, such as 'bfloat16'", is_float)
 MODULE = Kind(
     "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))",
     lambda x: isinstance(x, nnx.Module),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from .errors import ConfigError, DTypeError
 from .typing import Path, PyTree
@@ -31,12 +32,56 @@ def path_str(key_path: tuple[Any, ...]) -> Path:
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[Path, Any]]:
-    """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`."""
+    """Lists the leaves of a tree with their paths, in the order of `jax.tree.leaves`.
+
+    Raises:
+        ConfigError: for keys that have no order, and for a tree without an end.
+    """
+    check_depth(tree)
     try:
         found = jax.tree_util.tree_leaves_with_path(tree)
     except ValueError as error:
         raise ConfigError(f"a tree has keys that cannot be sorted ({error}); give texts") from error
     return [(path_str(path), leaf) for path, leaf in found]
+
+
+def check_depth(tree: PyTree) -> None:
+    """Raises for dicts, lists and tuples too deep in each other, as in one that holds itself.
+
+    JAX flattens by recursion in C++; where that ends for want of room, the process never has as
+    much again (jax 0.12: every later trace is a `RecursionError`).
+
+    Raises:
+        ConfigError: saying how deep a tree can be.
+
+    Example:
+        >>> endless = {}
+        >>> endless["me"] = endless
+        >>> check_depth(endless)
+        Traceback (most recent call last):
+        axon_dist.core.errors.ConfigError: a tree has dicts, lists or tuples more than 200 deep in
+        each other, at me/me/me/...; one that holds itself has no end: take it out
+    """
+    if isinstance(tree, (dict, list, tuple)):
+        _descend(tree, (), {})
+
+
+_DEEPEST = 200
+
+
+def _descend(node: Any, keys: tuple[Any, ...], seen: dict[int, int]) -> None:
+    if len(keys) > _DEEPEST:
+        raise ConfigError(
+            f"a tree has dicts, lists or tuples more than {_DEEPEST} deep in each other, at "
+            f"{'/'.join(map(str, keys[:3]))}/...; one that holds itself has no end: take it out"
+        )
+    # A node that several others share is looked at again only where it is deeper.
+    if seen.get(id(node), -1) >= len(keys):
+        return
+    seen[id(node)] = len(keys)
+    for key, inner in node.items() if isinstance(node, dict) else enumerate(node):
+        if isinstance(inner, (dict, list, tuple)):
+            _descend(inner, (*keys, key), seen)
 
 
 def map_with_path(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -108,8 +153,50 @@ def num_bytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def problem_of(leaf: Any) -> str | None:
+    """Why JAX cannot take an array, to follow its name; None if nothing speaks against it.
+
+    Example:
+        >>> problem_of(np.ones(3, ">f4"))
+        "is a numpy array of >f4, which JAX has not; give array.astype('float32'), or another..."
+    """
+    if isinstance(leaf, jax.Array):
+        is_gone = not isinstance(leaf, Tracer) and leaf.is_deleted()
+        return (
+            "was deleted, or given away to a function that donates it; make it anew"
+            if is_gone
+            else None
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        return (
+            "is a masked array, whose mask JAX does not see; give its numbers and its mask as two "
+            "arrays, and weigh by the mask"
+        )
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iufc":
+        return None
+    dtype: np.dtype[Any] = leaf.dtype
+    if dtype.isnative and dtype not in _WIDER:
+        return None
+    return (
+        f"is a numpy array of {dtype.str}, which JAX has not; give array.astype('float32'), "
+        "or another dtype of JAX"
+    )
+
+
+_WIDER: tuple[Any, ...] = (np.longdouble, np.clongdouble)
+
+
+def has_64_bits() -> bool:
+    """Whether JAX keeps 64 bits of a number; else it makes float64 float32, with a warning."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_NARROW = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32), "f": np.finfo(np.float32)}
+"""What JAX keeps of the wide numbers of a kind."""
+
+
 def check_32_bits(what: str, leaf: Any) -> None:
-    """Raises where JAX would cut the integers of a numpy array to 32 bits.
+    """Raises where a number of a numpy array is too large for the 32 bits that JAX keeps.
 
     Args:
         what: holds the array; it opens the message.
@@ -124,14 +211,15 @@ def check_32_bits(what: str, leaf: Any) -> None:
         axon_dist.core.errors.DTypeError: leaf x has the number 1099511627776, which needs more than
         the 32 bits that JAX keeps of int64; make it smaller, or set jax_enable_x64
     """
-    if isinstance(leaf, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(leaf, jax.Array) or has_64_bits():
         return
     array = np.asarray(leaf)
-    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
+    if array.dtype.kind not in _NARROW or array.dtype.itemsize < 8 or not array.size:
         return
-    limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
-    for number in (int(array.min()), int(array.max())):
-        if not limits.min <= number <= limits.max:
+    limits = _NARROW[array.dtype.kind]
+    low, high = int(limits.min), int(limits.max)
+    for number in (array.min().item(), array.max().item()):
+        if not (low <= number <= high or math.isnan(number) or math.isinf(number)):
             raise DTypeError(
                 f"{what} has the number {number}, which needs more than the 32 bits that JAX keeps "
                 f"of {array.dtype}; make it smaller, or set jax_enable_x64"

@@ -123,6 +123,11 @@ class LaunchPlan:
             )
         if self.nnodes > 1:
             self._check_hosts()
+        if self.elastic and not self.max_restarts:
+            raise LaunchError(
+                "got elastic and max_restarts=0, so nothing would ever start again without the "
+                "lost; give --max-restarts too, such as --elastic --max-restarts 9"
+            )
 
     def _check_hosts(self) -> None:
         if self.master_addr in ("localhost", "127.0.0.1", "::1"):

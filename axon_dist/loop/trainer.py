@@ -16,7 +16,7 @@ from axon_dist.core.typing import Batch
 from axon_dist.mesh import agree, watch_steps
 
 from ..step import Nonfinite, TrainState, TrainStep, nonfinite
-from .arguments import BATCHES, KINDS
+from .arguments import BATCHES, KINDS, STATE
 from .cadence import LoopOptions
 from .clock import COMPILE, DATA, INITIALIZE, SAVE, VALIDATE, TimeSheet
 from .meters import bytes_per_device, percentiles, utilization_of
@@ -154,6 +154,7 @@ class Trainer:
         """
         for name, kind in KINDS.items():
             kind.check("a Trainer", name, getattr(self, name))
+        STATE.check("fit", "state", state)
         self.options.validate()
         self._check_policy()
         # A process that takes fewer steps would leave the others waiting for it.

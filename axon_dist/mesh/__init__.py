@@ -23,6 +23,7 @@ from .agreement import from_main as from_main
 from .group import ProcessGroup as ProcessGroup
 from .kinds import GROUP as GROUP
 from .kinds import WORLD as WORLD
+from .paper import is_on_paper as is_on_paper
 from .paper import paper_world as paper_world
 from .roster import rank_table as rank_table
 from .roster import self_test as self_test

@@ -37,6 +37,11 @@ class PaperDevice:
         return []
 
 
+def is_on_paper(world: World) -> bool:
+    """Whether a world is one of `paper_world`, for which nothing can be lowered."""
+    return isinstance(world.mesh.devices.flat[0], PaperDevice)
+
+
 def paper_world(axes: AxesLike, num_devices: int, platform: str) -> World:
     """A world of devices that are nowhere, for which steps can be built and traced.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from ..core.choice import Choice
 from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
 from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import prepare_emulation, share_of, stated_share
@@ -25,7 +26,7 @@ from .shares import batch_shares, check_axes
 from .spec import SLOW_AXES, AxesLike, MeshSpec
 
 
-class Backend(enum.StrEnum):
+class Backend(Choice):
     """What carries the collectives of a world."""
 
     EMULATED = "emulated"
@@ -182,7 +183,12 @@ class World:
                 f"got ranks={ranks!r:.80}, a {type(ranks).__name__}; give a list of ranks, such as "
                 "[0, 2]"
             )
-        ranks = list(ranks)
+        ranks = list(itertools.islice(ranks, self.size + 1))
+        if len(ranks) > self.size:
+            raise GroupError(
+                f"got more than {self.size} ranks, {ranks[0]!r:.40}, {ranks[1]!r:.40}, ..., for a "
+                f"world of {self.size}; name each at most once"
+            )
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
                 raise GroupError(f"rank {rank!r} is not an integer; ranks are 0..{self.size - 1}")
@@ -277,6 +283,9 @@ def _as_devices(devices: Any) -> list[Any]:
             f"got {odd[0]!r:.80}, a {type(odd[0]).__name__}, among the devices; give devices of "
             "JAX, such as list(world.mesh.devices.flat), or none for all"
         )
+    if len(set(found)) < len(found):
+        twice = next(device for device in found if found.count(device) > 1)
+        raise MeshError(f"got the device {twice} more than once; every rank needs one of its own")
     return found
 
 

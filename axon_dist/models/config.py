@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from axon_dist.core.errors import ConfigError, DTypeError, did_you_mean
+from axon_dist.core.told import REAL, WHOLE
+from axon_dist.core.tree import has_64_bits
 
 _T = TypeVar("_T")
 
@@ -33,12 +35,17 @@ def from_preset(
     if name not in presets:
         kind = cls.__name__.removesuffix("Config")
         raise ConfigError(f"no {kind} preset {name!r}.{did_you_mean(name, presets)}")
-    fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    check_fields(cls, changes)
+    return cls(**{**presets[name], **changes})
+
+
+def check_fields(cls: Any, changes: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a change of a field that a dataclass has not."""
+    fields = [field.name for field in dataclasses.fields(cls)]
     for change in changes:
         if change not in fields:
             hint = did_you_mean(change, fields)
             raise ConfigError(f"{cls.__name__} has no field {change!r}.{hint}")
-    return cls(**{**presets[name], **changes})
 
 
 def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
@@ -48,6 +55,7 @@ def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
     """
     for field in fields:
         value, most = getattr(config, field), _MOST_LAYERS if field == "num_layers" else _MOST_SIZE
+        WHOLE.check(type(config).__name__, field, value)
         if value < 1:
             raise ConfigError(f"{field}={value} must be at least 1; set it so.")
         if value > most:
@@ -57,6 +65,7 @@ def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
 def check_above_zero(config: Any, fields: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless every one of some fields is above 0."""
     for field in fields:
+        REAL.check(type(config).__name__, field, getattr(config, field))
         if not 0 < getattr(config, field) < _MOST_FLOAT:
             raise ConfigError(
                 f"{field}={getattr(config, field)} must be above 0, and a number that float32 "
@@ -67,6 +76,7 @@ def check_above_zero(config: Any, fields: tuple[str, ...]) -> None:
 def check_rate(config: Any, field: str) -> None:
     """Raises `ConfigError` unless a field is a rate of dropout."""
     rate = getattr(config, field)
+    REAL.check(type(config).__name__, field, rate)
     if not 0.0 <= rate < 1.0:
         raise ConfigError(f"{field}={rate} must lie in [0, 1); 0 turns it off.")
 
@@ -86,4 +96,9 @@ def check_float(config: Any, field: str) -> None:
         raise DTypeError(
             f"{field}={dtype!r} has no fractions: a model needs a floating-point dtype, "
             "for example 'float32' or 'bfloat16'."
+        )
+    if known.itemsize > 4 and not has_64_bits():
+        raise DTypeError(
+            f"{field}={dtype!r} is a dtype of which JAX keeps 32 bits; take 'float32', or set "
+            "JAX_ENABLE_X64=1."
         )

@@ -53,6 +53,7 @@ def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array])
         >>> float(loss.weight), round(float(loss.mean), 4)
         (6.0, 1.3863)
     """
+    _check_batch(batch, "tokens")
     labels, counts = batch["tokens"][:, 1:], _counts(batch)
     if (head := _before_head(model, batch)) is not None:
         return _with_auxiliary(model, linear_cross_entropy(labels=labels, weights=counts, **head))
@@ -80,6 +81,7 @@ def next_token_scores(
         >>> round(float(metrics["accuracy"].mean), 4)
         0.6667
     """
+    _check_batch(batch, "tokens")
     labels, counts = batch["tokens"][:, 1:], _counts(batch)
     if (head := _before_head(model, batch)) is not None:
         return linear_scores(labels=labels, weights=counts, **head)
@@ -112,6 +114,7 @@ def classification_loss(
         >>> float(metrics["accuracy"])
         0.5
     """
+    _check_batch(batch, "x", "y")
     logits = model(batch["x"])
     hits = is_likeliest(logits, batch["y"])
     return jnp.mean(cross_entropy(logits, batch["y"])), {"accuracy": jnp.mean(hits)}
@@ -150,10 +153,26 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     Returns:
         Losses `[...]` in nats, float32.
     """
+    if labels.shape != logits.shape[:-1]:
+        raise ConfigError(
+            f"got logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}; "
+            f"there must be a label for each vector of logits: {list(logits.shape[:-1])}"
+        )
     logits = logits.astype(jnp.float32)
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     chosen = jnp.where(classes == labels[..., None], logits, 0.0).sum(axis=-1)
     return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def _check_batch(batch: Any, *names: str) -> None:
+    """Raises unless a batch is a dict with some arrays."""
+    has = sorted(map(str, batch)) if isinstance(batch, Mapping) else None
+    if has is None or not set(names) <= set(has):
+        kind = f"a {type(batch).__name__}" if has is None else f"a dict of {', '.join(has)}"
+        raise ConfigError(
+            f"the loss got {kind} for a batch, and reads {' and '.join(map(repr, names))} of it; "
+            "let the data give these names, or write a loss that reads others"
+        )
 
 
 def _with_auxiliary(model: Any, loss: Weighted) -> Any:

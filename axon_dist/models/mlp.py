@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError, did_you_mean
+from axon_dist.core.told import RNGS, is_whole
 from axon_dist.core.typing import Array
 
 ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
@@ -52,6 +53,7 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         _check(sizes, activation, dropout)
+        RNGS.check("MLP", "rngs", rngs)
         self.layers: Any = nnx.List(
             nnx.Linear(num_inputs, num_outputs, rngs=rngs)
             for num_inputs, num_outputs in itertools.pairwise(sizes)
@@ -68,9 +70,10 @@ class MLP(nnx.Module):
 
 
 def _check(sizes: Sequence[int], activation: str, dropout: float) -> None:
-    if len(sizes) < 2 or min(sizes) < 1:
+    is_list = isinstance(sizes, Sequence) and all(map(is_whole, sizes))
+    if not is_list or len(sizes) < 2 or min(sizes) < 1:
         raise ConfigError(
-            f"sizes={tuple(sizes)} must name at least an input and an output width, each 1 or "
+            f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
             "more, for example (784, 256, 10)."
         )
     if activation not in ACTIVATIONS:

@@ -232,6 +232,11 @@ class Transformer(nnx.Module):
         Raises:
             ConfigError: the sequence is longer than `config.max_length`.
         """
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ConfigError(
+                f"got tokens of {tokens.dtype}{list(tokens.shape)}; a Transformer takes token ids, "
+                "integers of shape [B, T]"
+            )
         if tokens.shape[1] > self.config.max_length:
             raise ConfigError(
                 f"a sequence of {tokens.shape[1]} tokens is longer than "

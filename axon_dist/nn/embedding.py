@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.reduction import all_sum
+from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .linear import Initializer, born, check_divides, is_manual, pinned, split_axis
@@ -44,6 +45,7 @@ class VocabParallelEmbedding(nnx.Module):
 
     mode = ParallelMode.VOCAB
 
+    @told("VocabParallelEmbedding", num_embeddings=COUNT, features=COUNT, rngs=RNGS)
     def __init__(
         self,
         num_embeddings: int,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError
-from ..core.told import MODULE, Kind, told
+from ..core.told import FLOATS, MODULE, Kind, told
 from ..core.typing import Array, Path
 
 
@@ -90,6 +90,8 @@ def lora(
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ConfigError(f"lora got rank={rank!r}; it must be a whole number, at least 1")
+    for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+        FLOATS.or_none().check("lora", name, given)
     adapted = nnx.clone(model)
     layers = dict(_layers(adapted))
     for path in (paths,) if isinstance(paths, str) else paths:

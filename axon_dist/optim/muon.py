@@ -16,6 +16,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.told import MODEL
 from ..core.tree import map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..program import stacks_of
@@ -246,6 +247,7 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
         >>> found["layers"][0]["bias"], found["layers"][0]["kernel"].output_axis
         (None, (1,))
     """
+    MODEL.check("hidden_matrices", "model", model)
     if not isinstance(model, nnx.Module):
         with nnx.use_eager_sharding(False):
             model = nnx.eval_shape(model)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError, did_you_mean
+from ..core.told import TEXT
 from ..core.typing import Path, Shape
 from ..nn import ParallelMode
 from ..sharding import Decision, HasShape, Policy
@@ -66,6 +67,7 @@ class Rule:
                 f"{self.pattern!r}: unknown mode {self.mode!r}."
                 f"{did_you_mean(str(self.mode), valid)}"
             ) from None
+        TEXT.check("a rule of a plan", "pattern", self.pattern)
         try:
             re.compile(self.pattern)
         except re.error as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from ..core.words import byte_size
 from ..hardware.chips import Hardware
 from ..schedule import pipeline_advice
 from .arrangement import Arrangement
@@ -70,8 +71,8 @@ def forgotten_optimizer(plan: Plan, work: Workload, hardware: Hardware) -> Itera
     usable = USABLE * plan.device_bytes
     if alone.params <= usable < alone.states:
         yield (
-            f"the parameters alone, {alone.params / 1e9:.3g} GB, fit on one device, but with "
-            f"gradients and optimizer state they are {alone.states / 1e9:.3g} GB; replicas "
+            f"the parameters alone, {byte_size(alone.params)}, fit on one device, but with "
+            f"gradients and optimizer state they are {byte_size(alone.states)}; replicas "
             "without sharding do not"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from ..core.words import byte_size
 from ..hardware.chips import Hardware
 from ..schedule import PipelineSchedule, build_schedule, peak_live
 from .arrangement import Arrangement
@@ -78,11 +79,11 @@ class Plan:
     @property
     def reasons(self) -> tuple[str, ...]:
         """What decides about it, in sentences."""
-        need, have = self.memory.total / 1e9, self.device_bytes / 1e9
+        need, have = byte_size(self.memory.total), byte_size(self.device_bytes)
         fits = "fits" if self.fits else "does not fit"
         lost = f"transfers and bubble are {self.time.overhead:.0%} of a step"
         return (
-            f"{need:.3g} GB {fits} into {USABLE:.0%} of {have:.3g} GB",
+            f"{need} {fits} into {USABLE:.0%} of {have}",
             f"{self.held_share:.0%} of the memory is held through the step"
             + ("" if self.is_roomy else f", more than {ROOMY:.0%}"),
             lost if self.is_quiet else f"{lost}, more than {QUIET:.0%}",

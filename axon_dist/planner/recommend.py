@@ -9,7 +9,8 @@ from typing import Any
 import optax
 
 from ..core.errors import ConfigError
-from ..core.told import NUMBER, WHOLE, Kind
+from ..core.told import NUMBER, WHOLE, Kind, is_number
+from ..core.words import byte_size, plural
 from ..hardware.chips import MOST_DEVICES, Hardware
 from ..hardware.chips import hardware as look_up
 from ..precision import MixedPrecision
@@ -77,12 +78,18 @@ class Recommendation:
         """Why, in one sentence."""
         if self.fits:
             return f"{self.best.name}: {'; '.join(self.best.reasons)}"
-        best = self.best
+        best, needed = self.best, self.devices_needed
+        advice = (
+            f"take at least {plural(needed, 'device')}, or an optimizer with less state"
+            if needed > self.num_devices
+            else "it is the activations that do not fit: take shorter samples, fewer of them at a "
+            "time, or more devices"
+        )
         return (
-            f"does not fit: split over all {self.num_devices} devices, the training state alone "
-            f"is {best.memory.states / 1e9:.4g} GB on each, {best.memory.total / 1e9:.4g} GB with "
-            f"activations, and {USABLE:.0%} of {best.device_bytes / 1e9:.4g} GB can be used; take "
-            f"at least {self.devices_needed} devices, or an optimizer with less state"
+            f"does not fit: split over all {plural(self.num_devices, 'device')}, the training "
+            f"state alone is {byte_size(best.memory.states)} on each, "
+            f"{byte_size(best.memory.total)} with activations, and {USABLE:.0%} of "
+            f"{byte_size(best.device_bytes)} can be used; {advice}"
         )
 
     @property
@@ -92,6 +99,10 @@ class Recommendation:
         return -(-whole // max(int(USABLE * self.best.device_bytes), 1))
 
 
+_MODEL_COST = Kind(
+    "a number of parameters, such as 7e9, or what a model costs, such as workload_of(model).shape",
+    lambda x: is_number(x) or hasattr(x, "divides"),
+)
 _HARDWARE = Kind(
     "the name of a chip, such as 'h100', or a Hardware", lambda x: isinstance(x, (str, Hardware))
 )
@@ -141,6 +152,7 @@ def recommend(
         'does not fit: split over all 8 devices, the training state alone is 140 GB on each'
     """
     _HARDWARE.check("recommend", "hardware", hardware)
+    _MODEL_COST.check("recommend", "num_params", num_params)
     NUMBER.or_none().check("recommend", "device_bytes", device_bytes)
     row = look_up(hardware) if isinstance(hardware, str) else hardware
     memory = int(row.memory_bytes if device_bytes is None else device_bytes)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.told import MODULE, Kind, told
+from ..core.tree import has_64_bits
 from ..core.typing import Array, PyTree
 from ..program import wrap_calls
 
@@ -147,6 +148,11 @@ def floating_dtype(value: Any, what: str) -> Any:
         raise ConfigError(
             f"{what} dtype is {value!r}; it must be a floating-point dtype."
             f"{did_you_mean(str(value), NAMES)}"
+        )
+    if dtype.itemsize > 4 and not has_64_bits():
+        raise ConfigError(
+            f"{what} dtype is {dtype.name}, of which JAX keeps 32 bits; take float32, or set "
+            "JAX_ENABLE_X64=1"
         )
     return dtype
 

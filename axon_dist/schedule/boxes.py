@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..core.errors import ScheduleError
 from .action import Action, Phase
 from .simulate import Timeline
 from .table import Schedule
@@ -37,6 +38,11 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
     Returns:
         The boxes of each device, from left to right.
     """
+    if timeline is not None and not isinstance(timeline, Timeline):
+        raise ScheduleError(
+            f"got {timeline!r:.60}, a {type(timeline).__name__}, for a timeline; give "
+            "simulate(schedule), or None for ticks"
+        )
     chunk_of = {
         stage: chunk
         for device in range(schedule.num_devices)

@@ -22,6 +22,7 @@ _BACKGROUND = {
 }
 _Column = tuple[str, str]  # a letter and its ANSI style
 _BLANK: _Column = (" ", "")
+_MOST_COLUMNS = 1_000_000
 
 
 def draw(
@@ -43,7 +44,7 @@ def draw(
         The lines: a title, the rows, and what the letters mean.
 
     Raises:
-        ScheduleError: a width below 40.
+        ScheduleError: a width below 40, or times that letters cannot show to one scale.
 
     Example:
         >>> from axon_dist.schedule import one_f_one_b, simulate
@@ -59,8 +60,8 @@ def draw(
     if width is not None and width < 40:
         raise ScheduleError(f"got width={width}. A drawing needs at least 40 columns.")
     rows = boxes(schedule, timeline)
-    scale = _scale(schedule, rows)
-    length = 1 + round(scale * max(box.end for row in rows for box in row))
+    scale, end = _scale(schedule, rows), max(box.end for row in rows for box in row)
+    length = 1 + round(scale * end)
     names = ["", *(f"device {device}" for device in range(schedule.num_devices))]
     lines = [_ruler(length, scale), *(_row(schedule, row, scale, length) for row in rows)]
     margin = max(map(len, names)) + 1
@@ -82,7 +83,14 @@ def _scale(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> int:
     """Columns per unit of time, so that the narrowest box has room for its label and an edge."""
     drawn = [box for row in rows for box in row if box.end > box.start]
     letters = 1 + max(len(label(schedule, box.action)) for box in drawn)
-    return ceil(letters / min(box.end - box.start for box in drawn))
+    shortest, end = min(box.end - box.start for box in drawn), max(box.end for box in drawn)
+    if not end * max(letters / shortest, 1) < _MOST_COLUMNS:
+        raise ScheduleError(
+            f"an action takes {shortest:.3g} and the whole schedule {end:.3g}, too far apart, or "
+            f"too many units, for a drawing of at most {_MOST_COLUMNS:.0e} columns. Only ratios "
+            "matter: make the shortest time about 1, and the others less than 1000."
+        )
+    return ceil(letters / shortest)
 
 
 def _ruler_step(length: int, scale: int) -> int:

@@ -33,6 +33,7 @@ def peak_live(schedule: Schedule, ends: Collection[Phase] = IN_FLIGHT_ENDS) -> t
         >>> peak_live(zero_bubble_h1(4, 8)), peak_live(zero_bubble_h1(4, 8), STASH_ENDS)
         ((4, 3, 2, 1), (4, 4, 4, 4))
     """
+    Schedule.check(schedule, "its peaks")
     return tuple(_peak(schedule.order(d), ends) for d in range(schedule.num_devices))
 
 

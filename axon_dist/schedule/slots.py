@@ -88,6 +88,7 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
         >>> assign_slots(one_f_one_b(4, 64)).inputs.num_slots
         4
     """
+    Schedule.check(schedule, "its slots")
     lives: dict[str, list[_Life]] = {field.name: [] for field in fields(SlotPlan)}
     for placed in schedule.placed():
         for buffer, life in _lives(schedule, placed):

@@ -37,6 +37,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
         >>> to_svg(one_f_one_b(4, 8)).count("<rect") > 64
         True
     """
+    Schedule.check(schedule, "a picture")
     rows = boxes(schedule, timeline)
     drawn = [box for row in rows for box in row if box.end > box.start]
     letters = max(len(label(schedule, box.action)) for box in drawn)

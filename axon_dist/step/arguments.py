@@ -6,13 +6,16 @@ import inspect
 from typing import Any
 
 from flax import nnx
+from jax.sharding import Mesh
 
-from ..core.errors import ConfigError
-from ..mesh import World
+from ..core.errors import ConfigError, GroupError
+from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 
 
-def check_arguments(optimizer: Any, loss_fn: Any, world: Any, remat: Any = None) -> None:
+def check_arguments(
+    optimizer: Any, loss_fn: Any, world: Any, remat: Any = None, strategy: Any = None
+) -> None:
     """Checks the kinds of the arguments that are no plain values.
 
     Args:
@@ -20,9 +23,11 @@ def check_arguments(optimizer: Any, loss_fn: Any, world: Any, remat: Any = None)
         loss_fn: must be callable.
         world: must be a `World`.
         remat: must be an `ActivationCheckpointing` or None.
+        strategy: a wrapper must be over a group of this world.
 
     Raises:
         ConfigError: naming what was got and what to give instead.
+        GroupError: when a wrapper is over a group of another world.
 
     Example:
         >>> check_arguments(None, len, None)
@@ -62,6 +67,17 @@ def check_arguments(optimizer: Any, loss_fn: Any, world: Any, remat: Any = None)
             "World.emulate(8)"
         )
     check_kind("remat", remat, ActivationCheckpointing, "such as ActivationCheckpointing()")
+    group = getattr(strategy, "group", None)
+    if isinstance(group, ProcessGroup) and group.mesh != world.mesh:
+        raise GroupError(
+            f"the {type(strategy).__name__} is over a group of a mesh {_axes(group.mesh)}, and the "
+            f"step is for a world of {_axes(world.mesh)}, or of other devices; give it "
+            f"world.group({', '.join(map(repr, group.axes))}) of this world"
+        )
+
+
+def _axes(mesh: Mesh) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def _check_arity(loss_fn: Any) -> None:

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, DivisibilityError
+from ..core.errors import ConfigError, DivisibilityError, DTypeError
 from ..core.shared import Shared
-from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str
+from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str, problem_of
 from ..core.typing import Batch, PyTree
 from .local_view import batch_spec
 from .padding import Padding
@@ -148,6 +148,11 @@ class BatchLayout:
         return self.padding.fill(batch, multiple, self.num_microbatches, shared)
 
     def _place_leaf(self, leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ConfigError(
+                f"the batch has a shape in it, {leaf.dtype}{list(leaf.shape)}, and no array; "
+                "shapes are for building, compiling and lowering a step: give it arrays to run on"
+            )
         if isinstance(leaf, jax.Array):
             return jax.device_put(self.split(leaf), self.sharding)
         rows = self.split(np.asarray(leaf))
@@ -201,6 +206,10 @@ def _canonical(value: Any) -> Any:
     return found.astype(jax.dtypes.canonicalize_dtype(found.dtype))
 
 
+_SHOWN = 8
+"""Leaves that a message names."""
+
+
 def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
     """The leaves of a batch by path.
 
@@ -226,21 +235,28 @@ def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
     for path, leaf in leaves:
         if isinstance(leaf, Shared):
             continue
-        dtype = getattr(leaf, "dtype", None)
-        where = f"leaf {path!r} of the batch" if path else "the batch"
-        if dtype is None and not isinstance(leaf, (int, float, complex, bool)):
-            raise ConfigError(
-                f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
-                "one batch of them, not what makes batches"
-            )
-        if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind in "OSUMmV":
-                raise ConfigError(
-                    f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
-                    "token ids"
-                )
-            check_32_bits(where, leaf)
+        _check_leaf(f"leaf {path!r} of the batch" if path else "the batch", leaf)
     return leaves
+
+
+def _check_leaf(where: str, leaf: Any) -> None:
+    if (problem := problem_of(leaf)) is not None:
+        raise DTypeError(f"{where} {problem}")
+    if isinstance(leaf, jax.Array):
+        return
+    is_number = isinstance(leaf, (int, float, complex, bool))
+    if not (is_number or hasattr(leaf, "__array__") or isinstance(leaf, jax.ShapeDtypeStruct)):
+        raise ConfigError(
+            f"{where} is a {type(leaf).__name__}; give numpy or JAX arrays of shape [B, ...]: "
+            "one batch of them, not what makes batches"
+        )
+    if isinstance(leaf, np.ndarray):
+        if leaf.dtype.kind in "OSUMmV":
+            raise ConfigError(
+                f"{where} is a numpy array of {leaf.dtype}; give numbers or booleans, texts as "
+                "token ids"
+            )
+        check_32_bits(where, leaf)
 
 
 def samples_of(batch: Batch) -> int:
@@ -252,7 +268,11 @@ def samples_of(batch: Batch) -> int:
     rows = {path: np.shape(leaf)[:1] for path, leaf in leaves_with_paths(batch)}
     sizes = set(rows.values())
     if len(sizes) != 1 or () in sizes:
+        shown = dict(list(rows.items())[:_SHOWN])
+        more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+        lists = "; a list is as many leaves as it has entries: give np.asarray(list)"
         raise DivisibilityError(
-            f"the leaves of the batch have {rows} samples in dim 0; every leaf needs the same"
+            f"the leaves of the batch have {shown}{more} samples in dim 0; every leaf needs the "
+            f"same{lists if more else ''}"
         )
     return sizes.pop()[0]

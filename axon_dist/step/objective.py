@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.errors import ConfigError
-from ..core.tree import joined
+from ..core.errors import AxonDistError, ConfigError
+from ..core.tree import joined, leaves_with_paths
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from .nonfinite import FLAG
@@ -73,7 +73,12 @@ def evaluate(
         prepare(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
-    returned = loss_fn(model, batch, **told)
+    try:
+        returned = loss_fn(model, batch, **told)
+    except Exception as error:
+        if not isinstance(error, AxonDistError):
+            error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
+        raise
     if isinstance(returned, tuple) and len(returned) != 2:
         raise ConfigError(
             f"loss_fn returned {len(returned)} values; it must return the loss, or the loss and a "
@@ -93,12 +98,17 @@ def evaluate(
             f"loss_fn returned {type(metrics).__name__} beside the loss; it must be a dict of "
             "scalar metrics"
         )
-    if taken := sorted(RESERVED & metrics.keys()):
+    if taken := sorted(RESERVED & {name for name in metrics if isinstance(name, str)}):
         raise ConfigError(
             f"loss_fn returned metrics named {', '.join(taken)}, which the step reports itself; "
             "give them other names, or leave them out"
         )
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"loss_fn returned a metric named {name!r:.80}, a {type(name).__name__}; name it "
+                "by a text, as in {'accuracy': ...}"
+            )
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
@@ -351,6 +361,12 @@ def _is_one(weight: Any) -> bool:
 def _nonzero(weight: Any) -> Array:
     weight = jnp.asarray(weight)
     return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _shapes(batch: Batch) -> str:
+    """What a batch is, in a few words."""
+    found = [(path, f"{x.dtype}{list(x.shape)}") for path, x in leaves_with_paths(batch)]
+    return ", ".join(f"{path}: {what}" if path else what for path, what in found[:8])
 
 
 def _kind(value: Any) -> str:

@@ -109,7 +109,9 @@ def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
     """What the optimizer says when it is tried on shapes."""
 
     def attempt(params: PyTree) -> Any:
-        return optimizer.update(params, optimizer.init(params), params, value=jnp.zeros(()))
+        state = optimizer.init(params)
+        changes = optimizer.update(params, state, params, value=jnp.zeros(()))
+        return _checked(changes, params, state)
 
     try:
         jax.eval_shape(attempt, params)
@@ -118,6 +120,28 @@ def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _checked(changes: Any, params: PyTree, state: PyTree) -> Any:
+    """What an update returns, if that can be added to the parameters and be given back to it."""
+    if not isinstance(changes, tuple) or len(changes) != 2:
+        raise ConfigError(
+            f"the optimizer's update returned a {type(changes).__name__}; it must return a tuple "
+            "(updates, state), as optax transformations do"
+        )
+    for what, got, wanted in (("updates", changes[0], params), ("a state", changes[1], state)):
+        if (found := jax.tree.structure(got)) != (expected := jax.tree.structure(wanted)):
+            raise ConfigError(
+                f"the optimizer's update returned {what} of {found!s:.300}, where it was given "
+                f"{expected!s:.300}; it must return a tree of the same structure"
+            )
+    for new, old in zip(jax.tree.leaves(changes[0]), jax.tree.leaves(params), strict=True):
+        if jnp.shape(new) != jnp.shape(old):
+            raise ConfigError(
+                f"the optimizer's update returned an update of shape {jnp.shape(new)} for a "
+                f"parameter of shape {jnp.shape(old)}; it must return one of the same shape"
+            )
+    return changes
 
 
 def _as_state(

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from ..core.errors import ConfigError
-from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
+from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted, problem_of
 from ..core.typing import Path, PyTree, Shape, Trainable
 from ..precision import Int8Form, MixedPrecision, as_values, cast_floating, int8_form, narrowed
 from ..program import stacks_of
@@ -158,6 +158,7 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
     if isinstance(model, nnx.Module):
         check_trainable(trainable, model)
         graphdef, params, frozen, buffers = _split(model, chosen)
+        _check_alive((params, frozen, buffers))
         arrays = jax.tree.map(jax.numpy.asarray, (params, frozen, buffers))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1], others=_others(model))
@@ -174,6 +175,11 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
         # Annotated models would ask for a mesh in context; the strategy decides instead.
         with nnx.use_eager_sharding(False):
             made = model()
+        if not isinstance(made, nnx.Module):
+            raise ConfigError(
+                f"the function that makes the model returned a {type(made).__name__}; let it "
+                "return an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))"
+            )
         check_trainable(trainable, made)
         graphdef, params, frozen, buffers = _split(made, chosen)
         found[:] = graphdef, _others(made)
@@ -282,6 +288,19 @@ def _check_takes_nothing(make: Callable[..., Any]) -> None:
             f"the function that makes the model cannot be called without arguments ({error}); give "
             "one that can, such as lambda: Model(rngs=nnx.Rngs(0))"
         ) from None
+
+
+def _check_alive(trees: PyTree) -> None:
+    """Raises for a module whose arrays are shapes, or are gone."""
+    for path, leaf in leaves_with_paths(trees):
+        name = path.partition("/")[2]
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ConfigError(
+                f"{name!r} of the model is a shape and no array, as nnx.eval_shape leaves it; give "
+                "the function that makes the model, of which a step makes every array in its place"
+            )
+        if isinstance(leaf, jax.Array) and (problem := problem_of(leaf)) is not None:
+            raise ConfigError(f"{name!r} of the model {problem}")
 
 
 def _checked(parts: ModelParts) -> ModelParts:

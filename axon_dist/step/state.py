@@ -96,16 +96,22 @@ def _problem(given: Any, wanted: Any, where: Any) -> str | None:
     """What is wrong with one array of a state, if anything."""
     if given is None or wanted is None:
         return "is missing" if given is None else "is more than it has"
-    if not hasattr(given, "shape") or not hasattr(given, "dtype"):
+    if not hasattr(given, "shape") or not hasattr(given, "__array__"):
         return f"is a {type(given).__name__} and no array"
     if given.shape != wanted.shape or given.dtype != wanted.dtype:
         return f"is {given.dtype}{list(given.shape)} and must be {wanted.dtype}{list(wanted.shape)}"
+    if _is_gone(given):
+        return "was deleted"
     if not isinstance(given, jax.Array) or isinstance(given, Tracer) or not given.committed:
         return None
     place = where.with_memory_kind(given.sharding.memory_kind)
     if not given.sharding.is_equivalent_to(place, given.ndim):
         return f"lies as {given.sharding} and must lie as {where}"
     return None
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def check_usable(state: TrainState) -> None:
@@ -123,8 +129,7 @@ def check_usable(state: TrainState) -> None:
             f"got {what} for a state; give a TrainState, that of step.init() or of the step "
             "before: state, metrics = step(state, batch)"
         )
-    is_placed = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
-    if is_placed and state.step.is_deleted():
+    if _is_gone(state.step):
         raise ConfigError(
             "this state was used up by an earlier step, which gave its memory to the next state; "
             "go on with the state that the step returned: state, metrics = step(state, batch)"

@@ -16,7 +16,7 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
-from ..mesh import agree, digest
+from ..mesh import agree, digest, is_on_paper
 from .batch import BatchLayout, Placed
 from .claims import Claims
 from .deadlock_guard import jit_of
@@ -27,6 +27,7 @@ from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
 from .state import TrainState, averaged, check_fits, check_usable
 from .state_form import StateForm
+from .weights import WEIGHTS
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
@@ -101,7 +102,9 @@ class TrainStep(MadeOfSpec):
             ConfigError: when the model has no such array, or one of another shape or dtype.
             LaunchError: when the processes of the run start from different parameters.
         """
-        return self._form.born(weights or {})
+        weights = {} if weights is None else weights
+        WEIGHTS.check("init", "weights", weights)
+        return self._form.born(weights)
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
@@ -323,7 +326,8 @@ class TrainStep(MadeOfSpec):
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 
-        What it learns is kept: a step for such a batch then only has to be compiled.
+        What it learns is kept: a step for such a batch then only has to be compiled. For devices on
+        paper it traces alone.
 
         Args:
             batch: as for `lower`.
@@ -331,7 +335,10 @@ class TrainStep(MadeOfSpec):
         Raises:
             AxonDistError: about what the step cannot do with such a batch.
         """
-        self._lower(batch, 1)
+        if is_on_paper(self.world):
+            self._step.trace(*self._arguments(batch, 1))
+        else:
+            self._lower(batch, 1)
 
     def check_rows(self, batch: Batch) -> None:
         """As `check`, for the rows of this process, which are what a step takes."""

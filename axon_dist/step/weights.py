@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.told import Kind
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..precision.int8 import NUMBERS
@@ -55,6 +56,13 @@ def weight_targets(spec: StepSpec, places: PyTree) -> dict[Path, jax.ShapeDtypeS
 def replaced(tree: PyTree, weights: Mapping[Path, Array]) -> PyTree:
     """A tree of a model's arrays with those of some paths in place of its own."""
     return map_with_path(lambda path, leaf: weights.get(path, leaf), tree)
+
+
+WEIGHTS = Kind(
+    "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
+    "are those of the model",
+    lambda x: isinstance(x, Mapping) and all(hasattr(one, "shape") for one in x.values()),
+)
 
 
 def placed_weights(

@@ -11,9 +11,16 @@ from typing import Any
 
 from flax import nnx
 
-from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError, did_you_mean
+from axon_dist.core.errors import (
+    AxonDistError,
+    CheckpointError,
+    ConfigError,
+    UnsupportedError,
+    did_you_mean,
+)
 from axon_dist.core.files import as_path, read_text
 from axon_dist.models import Transformer, TransformerConfig
+from axon_dist.models.config import check_fields
 
 from . import gpt2, llama
 from .rule import NATIVE, WeightRules
@@ -86,7 +93,8 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
         ) from error
     for row in FORMATS.values():
         if row.model_type == kind:
-            config = dataclasses.replace(row.from_hub(data), **changes)
+            check_fields(TransformerConfig, changes)
+            config = dataclasses.replace(_from_hub(row, data, file), **changes)
             config.validate()
             return config
     known = ", ".join(row.model_type for row in FORMATS.values())
@@ -94,6 +102,18 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
         f"{str(file)!r} is of the family {kind!r}; those known here are {known}. Make the model "
         "yourself, and give load_weights rules of your own"
     )
+
+
+def _from_hub(row: HubFormat, data: Mapping[str, Any], file: Path) -> TransformerConfig:
+    try:
+        return row.from_hub(data)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, AxonDistError):
+            raise
+        raise CheckpointError(
+            f"{str(file)!r} is no config of the family {row.model_type!r}: {error!r}; take that of "
+            "the snapshot as it was published"
+        ) from error
 
 
 def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules:

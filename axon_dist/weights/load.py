@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import AxonDistError
+from axon_dist.core.told import TEXTS
 from axon_dist.core.tree import leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path
 from axon_dist.mesh import World, agree
@@ -90,7 +91,9 @@ def load_weights(
         axon_dist.core.errors.CheckpointError: the weights in ... do not fit the model: bias [3] of
         the files cannot be bias [4] of the model; kernel [2, 3] of the files cannot be ...
     """
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    keep = (keep,) if isinstance(keep, str) else keep
+    TEXTS.check("load_weights", "keep", keep)
+    keep = tuple(keep)
     if isinstance(model, TrainStep):
         targets = model.weight_targets
         sources = _sources(model, files, rules, cast, keep)

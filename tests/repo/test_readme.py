@@ -2,8 +2,11 @@
 
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
+
+from axon_dist.cli.main import VERBS, _parse
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,6 +35,14 @@ def test_commands_name_files_and_verbs_that_exist():
     ).stdout
     for verb in verbs:
         assert verb in shown, f"axon {verb} is not a command"
+
+
+def test_commands_can_be_typed():
+    lines = [line.partition("  #")[0] for line in "".join(blocks("bash")).splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("axon ")]
+    assert len(commands) > 15
+    for arguments in commands:
+        assert _parse(arguments).run in [verb.run for verb in VERBS], arguments
 
 
 def test_the_test_command_is_the_gates():
