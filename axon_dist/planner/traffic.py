@@ -61,6 +61,8 @@ MOVES_ACTIVATIONS = MappingProxyType(
         "pp": "pipeline_bytes",
         "context": "context_bytes",
         "cp": "context_bytes",
+        "expert": "expert_bytes",
+        "ep": "expert_bytes",
     }
 )
 
@@ -206,6 +208,38 @@ def context_bytes(
     _check_counts(num_layers=num_layers, num_ranks=num_ranks)
     backward = min(4 * kv_bytes, 3 * (kv_bytes if query_bytes is None else query_bytes))
     return (2 * kv_bytes + backward) * around(num_ranks) * num_layers
+
+
+def expert_bytes(
+    token_bytes: float,
+    num_layers: int,
+    num_ranks: int,
+    per_token: int = 1,
+    capacity: float | None = None,
+) -> float:
+    """Bytes that each rank sends for expert parallelism, per microbatch: the form that sends fewer.
+
+    A ring, which brings all tokens to every rank and sums the results back, sends `4 (c-1) A` a
+    layer in both passes; slots that are exchanged all to all, `4 (c-1)/c k f A`. Without a capacity
+    there is a slot for every token at each of at least c experts, which is no fewer.
+
+    Args:
+        token_bytes: A, the bytes of the tokens of a rank.
+        num_layers: layers with experts.
+        num_ranks: c.
+        per_token: k, the experts of a token.
+        capacity: f, how many times its even share of the tokens an expert takes; None for all.
+
+    Example:
+        >>> expert_bytes(1.0, 1, 4), expert_bytes(1.0, 1, 4, per_token=2, capacity=1.25)
+        (12.0, 7.5)
+
+    Source: Lepikhin et al., GShard, arXiv:2006.16668.
+    """
+    _check_sizes(token_bytes=token_bytes)
+    _check_counts(num_layers=num_layers, num_ranks=num_ranks, per_token=per_token)
+    slots = num_ranks if capacity is None else min(num_ranks, per_token * capacity)
+    return 4 * around(num_ranks) * slots * token_bytes * num_layers
 
 
 def around(num_ranks: int) -> float:

@@ -267,6 +267,10 @@ class _Reader:
         ((splits, _),) = placed(equation, [operand.splits])
         axes = frozenset().union(*splits)
         summed = frozenset().union(*(one.axes for one in operand.partial))
+        if not summed & axes:
+            # What has to be whole behind a loop is added up there, and scattered once.
+            for one in operand.partial:
+                one.trips = 1
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)
         before = frozenset().union(*operand.splits)
