@@ -20,6 +20,10 @@ from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
 from .tape import ATTENTION, COLLECTIVES, LINEAR, VIEWS, Node, Sent, Tape, kind_of, live
 from .walk import LOOPS
 
+ADDS = frozenset({"add", "add_any"})
+
+SCATTERS = frozenset({"scatter-add", "scatter_add"})
+
 
 @dataclasses.dataclass(eq=False)
 class _Value:
@@ -50,6 +54,7 @@ class _Sum:
         num_bytes: that a rank has of it.
         trips: turns of the loop that adds to it. Where it is scattered, every turn scatters its own
             part, for the compiler lays what a loop carries out as those lie who read it.
+        is_whole: whether every rank has to have all of it before it is scattered.
         is_done: whether it was added up already, for another reader.
     """
 
@@ -57,10 +62,17 @@ class _Sum:
     axes: Axes
     num_bytes: int
     trips: int = 1
+    is_whole: bool = False
     is_done: bool = False
 
 
-def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], platform: str) -> Tape:
+def tape_of(
+    closed: Any,
+    splits: Sequence[Splits],
+    sizes: Mapping[str, int],
+    platform: str,
+    num_kept: int = 0,
+) -> Tape:
     """Reads what one device does.
 
     Args:
@@ -68,6 +80,8 @@ def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], pla
         splits: where each input lies.
         sizes: the sizes of the mesh axes.
         platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+        num_kept: how many of the first results lie where the inputs before them did, whatever the
+            program says, as a state does.
 
     Returns:
         The tape, without what nothing reads.
@@ -84,6 +98,8 @@ def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], pla
     inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
     outputs = reader.run(closed.jaxpr, closed.consts, inputs)
     outputs = [reader.resolved(value) for value in outputs]
+    for place, variable in enumerate(closed.jaxpr.outvars[:num_kept]):
+        outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
     tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
     return live(tape, range(len(tape.outputs)))
 
@@ -176,10 +192,22 @@ class _Reader:
         value.partial = ()
         return value
 
+    def placed(self, value: _Value, splits: Splits, aval: Any) -> _Value:
+        """The value where it has to lie in the end; what is split and shall not be is gathered."""
+        lost = frozenset().union(*value.splits) - frozenset().union(*splits)
+        if not lost or value.buffer < 0:
+            return value
+        whole = self.input(aval, splits)
+        sent = Sent("all-gather", tuple(sorted(lost)), self.sizes[whole.buffer])
+        reads, writes = (value.buffer,), (whole.buffer,)
+        self.nodes.append(Node("sharding_constraint", "other", reads, writes, 0.0, (sent,)))
+        return whole
+
     def _add_up(self, one: _Sum, scatter: Axes) -> None:
         shard, rest, size = one.axes & scatter, one.axes - scatter, one.num_bytes
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
-        if shard and self.platform == "cpu":
+        # And of a sum that has to be whole none makes a scatter over some of its axes.
+        if shard and (self.platform == "cpu" or (rest and one.is_whole)):
             shard, rest = NONE, one.axes
         if shard:
             one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
@@ -189,7 +217,7 @@ class _Reader:
 
     def _operation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
         name = equation.primitive.name
-        if name in ("add", "add_any"):
+        if name in ADDS:
             # Where the other summand lies split over the ranks, each needs its share of the sum.
             split = frozenset().union(
                 *(a for one in operands if not one.partial for a in one.splits)
@@ -270,7 +298,7 @@ class _Reader:
         if not summed & axes:
             # What has to be whole behind a loop is added up there, and scattered once.
             for one in operand.partial:
-                one.trips = 1
+                one.trips, one.is_whole = 1, True
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)
         before = frozenset().union(*operand.splits)
@@ -353,7 +381,8 @@ class _Reader:
             inputs[place].is_carried = True
         results = reader.run(closed.jaxpr, closed.consts, inputs)
         for place, value in enumerate(results):
-            if place >= len(carry):
+            own = inputs[carry[place]].buffer if place < len(carry) else -1
+            if not _is_added_to(own, value.buffer, reader.nodes):
                 reader.resolved(value)
         places = [one.buffer for one in inputs], [one.buffer for one in results]
         return Tape(reader.nodes, reader.sizes, *places), results
@@ -436,6 +465,23 @@ class _Reader:
         return 0.0
 
 
+def _is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
+    """Whether the turns of a loop do nothing with what they carry but add to it.
+
+    Args:
+        before: where it is when a turn begins; -1 for what is not carried.
+        after: where it is when the turn ends.
+        nodes: what a turn does.
+    """
+    if before < 0:
+        return False
+    if before == after:
+        return not any(before in node.reads for node in nodes)
+    readers = [node for node in nodes if before in node.reads]
+    linear = all(node.name in LINEAR or node.name in ADDS for node in readers)
+    return linear and all(_is_added_to(w, after, nodes) for n in readers for w in n.writes)
+
+
 def _is_kept_apart(equation: Any) -> bool:
     """Whether what is recomputed is kept apart from the first computation by a barrier."""
     prevents = equation.params.get("prevent_cse", False)
@@ -444,9 +490,13 @@ def _is_kept_apart(equation: Any) -> bool:
 
 def _handed(name: str, operands: list[_Value]) -> tuple[_Sum, ...]:
     """The sums that the result of a linear operation is a part of, as its operands are."""
-    partial = [one.partial for one in operands]
+    # What was added up for another reader is a part no more.
+    partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]
     is_part = [bool(sums) for sums in partial]
-    if name in ("add", "add_any"):
+    if name in SCATTERS and len(partial) > 2 and is_part[2]:
+        # Into what every rank has the same of; the sum may as well be taken of the whole.
+        return () if is_part[0] or is_part[1] else partial[2]
+    if name in ADDS:
         # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
         # before or behind it.
         return _joined(tuple(sum(partial, ()))) if any(is_part) else ()
