@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from jax.sharding import PartitionSpec
 
 from axon_dist import World
@@ -18,6 +17,7 @@ from axon_dist.planner import (
     arrange,
     comm_bytes,
     context_bytes,
+    expert_bytes,
     guess_shape,
     pipeline_bytes,
     sequence_bytes,
@@ -56,6 +56,9 @@ def test_activations_around_the_ring():
     assert tensor_bytes(1, num_layers=1, num_ranks=2, remat=True) == 6
     assert sequence_bytes(1, num_layers=1, num_ranks=2) == 5
     assert pipeline_bytes(10, chunks=2) == 40
+    assert expert_bytes(1, num_layers=2, num_ranks=4) == 24  # 4 (c - 1) A, the ring
+    assert expert_bytes(1, 1, 4, per_token=2, capacity=1.0) == 6  # 4 (c - 1)/c k f A, all to all
+    assert expert_bytes(1, 1, 4, per_token=4, capacity=2.0) == expert_bytes(1, 1, 4)
     assert context_bytes(1, num_layers=2, num_ranks=3) == pytest.approx(2 * 5 * 2 / 3)
     assert context_bytes(1, 1, 2, query_bytes=4 / 3) == context_bytes(1, 1, 2, query_bytes=8) == 3
 
@@ -64,6 +67,7 @@ def test_activations_around_the_ring():
     ("arguments", "options", "message"),
     [
         (("tensor", 1, 8), {}, r"'tensor' moves activations .* ask tensor_bytes\(\)"),
+        (("expert", 1, 8), {}, r"'expert' moves activations .* ask expert_bytes\(\)"),
         (("fsdq", 1, 8), {}, "unknown strategy 'fsdq'. Did you mean 'fsdp'"),
         (("ddp", 1, 0), {}, "got num_ranks=0; it must be an integer of at least 1"),
         (("ddp", 1, 1.5), {}, r"got num_ranks=1\.5; it must be an integer of at least 1"),
