@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 from rich import box
@@ -81,26 +82,31 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
         kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
         console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
     if found.fits:
-        print_lines(best.arrangement, console)
+        print_lines(best.arrangement, console, _of_config(best))
     if found.others:
         console.print("\nFaster, and trains to other numbers than this config:", style="bold")
         console.print(_table(found.others, None))
         for other in found.others[:1]:
-            print_lines(other.arrangement, console, _changed(other))
+            print_lines(other.arrangement, console, _of_config(other))
 
 
-def _changed(plan: ReadPlan) -> dict[str, str]:
-    """The lines by which a config would compute otherwise."""
-    return {} if plan.arrangement.apart is not None else {"precision": str(plan.config.precision)}
+def _of_config(plan: ReadPlan) -> dict[str, Any]:
+    """The lines that say more than the arrangement: options of strategies, another precision."""
+    plain = plan.config.to_dict()
+    lines = {"parallel": plain["parallel"]}
+    if plan.changed is not None and plan.arrangement.apart is None:
+        lines["precision"] = plain["precision"]
+    return lines
 
 
 def print_lines(
-    arrangement: Arrangement, console: Console, also: Mapping[str, str] = MappingProxyType({})
+    arrangement: Arrangement, console: Console, also: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
     """Prints what a config says to run so."""
     console.print("\nLines of a config:", style="bold")
-    lines = {**arrangement.to_config(), **also}
+    lines = arrangement.to_config()
     lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
+    lines.update(also)
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
 
