@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -13,17 +14,21 @@ from axon_dist.core.told import told
 from axon_dist.hardware import Hardware
 from axon_dist.inspect import Report
 from axon_dist.mesh import paper_world
+from axon_dist.parallel.slow_plan import APART
 from axon_dist.planner import (
+    Apart,
     Arrangement,
     Reading,
     StepTime,
     Workload,
     idle_share,
+    on_best_schedule,
     read_program,
     workload_of,
 )
 from axon_dist.planner.plan import USABLE
 from axon_dist.planner.recommend import SIMPLICITY, evaluated, quickest
+from axon_dist.precision import MixedPrecision
 
 from ..config.build import abstract_batch, build_step, model_of
 from ..config.schema import CONFIG, RunConfig
@@ -31,6 +36,9 @@ from .examine import examine
 
 MOST = 10
 """How many plans are read; the others are left where the estimate has put them."""
+
+FEW = 2
+"""The same of each way to train to other numbers."""
 
 ALIKE = 0.03
 """Steps whose predicted times differ by less are as fast."""
@@ -47,6 +55,9 @@ class ReadPlan:
         time: of a step, by cause.
         device_bytes: what a device has.
         measured: the compiled step, where it was compiled.
+        changed: why it trains to other numbers than the config says; None where it does not.
+        met: bytes that a device sends in a meeting of replicas that train apart, as its share of a
+            step.
     """
 
     arrangement: Arrangement
@@ -55,6 +66,13 @@ class ReadPlan:
     time: StepTime
     device_bytes: int
     measured: Report | None = None
+    changed: str | None = None
+    met: float = 0.0
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in a step, and in a meeting as its share of one."""
+        return self.reading.wire_bytes + self.met
 
     @property
     def fits(self) -> bool:
@@ -64,7 +82,8 @@ class ReadPlan:
     @property
     def complexity(self) -> int:
         """How much is combined; smaller is simpler."""
-        axes = (self.arrangement.tp, self.arrangement.cp, self.arrangement.pp)
+        one = self.arrangement
+        axes = (one.tp, one.cp, one.pp, one.ep)
         combined = sum(2**place for place, size in enumerate(axes) if size > 1)
         remat = int(self.arrangement.remat)
         return (
@@ -82,6 +101,7 @@ class ConfigPlans:
         num_devices: how many devices.
         plans: what fits first, then by the predicted time of a step; of steps as fast the simplest.
         refused: names of arrangements that the step refuses, and why.
+        others: what fits and is faster than all these, and trains to other numbers.
     """
 
     work: Workload
@@ -89,6 +109,7 @@ class ConfigPlans:
     num_devices: int
     plans: tuple[ReadPlan, ...]
     refused: tuple[tuple[str, str], ...]
+    others: tuple[ReadPlan, ...] = ()
 
     @property
     def best(self) -> ReadPlan:
@@ -116,6 +137,11 @@ def plan_config(
     Every mesh, strategy, schedule and rematerialisation is estimated from what a sample costs the
     model (`workload_of`); the best of each kind is then built on paper, its step traced, and its
     memory, bytes and products read from the program. The best are compiled where that is asked.
+    Stacked experts are split where the model has some. Replicas that train apart, as `diloco` or
+    `local_sgd` say, are kept where the config has them.
+
+    What would train to other numbers is apart: a narrower precision, and replicas over the links
+    between nodes that seldom meet, where they are faster than all else.
 
     Args:
         config: a run as YAML describes it; its mesh, strategies, rematerialisation and
@@ -132,20 +158,93 @@ def plan_config(
     Raises:
         ConfigError: where no mesh of all the devices divides the batch, or each is refused.
     """
-    platform = platform_of_chip(hardware)
-    work = workload(config, platform)
-    quick = quickest(evaluated(work, num_devices, hardware, device_bytes))
-    # What splits nothing but the batch is always read: there the estimate matters least.
-    quick = tuple(sorted(quick, key=lambda plan: plan.arrangement.data_ranks < num_devices))[:MOST]
+    apart = _apart_in(config, hardware.num_nodes(num_devices))
+    search = _Search(config, hardware, num_devices, device_bytes, *apart)
     refused: dict[str, str] = {}
-    read = functools.partial(_read, config, work, hardware, quick[0].device_bytes, refused)
-    plans = [plan for one in quick for plan in read(one.arrangement, num_devices, platform)]
+    plans = search.plans(MOST, refused)
     if not plans:
         name, why = next(iter(refused.items()))
         raise ConfigError(f"no arrangement can be built; {name}: {why}")
     ranked = _ranked(plans)
+    others = [plan for other in search.with_other_numbers() for plan in other.plans(FEW, {})]
+    limit = ranked[0].time.total if ranked[0].fits else float("inf")
+    faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
     ranked = [_measured(p, target) if n < num_compiled else p for n, p in enumerate(ranked)]
-    return ConfigPlans(work, hardware, num_devices, tuple(ranked), tuple(refused.items()))
+    told = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
+    return ConfigPlans(search.work, hardware, num_devices, *told)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """One search: a config, and what its replicas over slow links do.
+
+    Args:
+        config: a run, checked.
+        hardware: the chip.
+        num_devices: all of them are used.
+        device_bytes: memory of a device; None takes the chip's.
+        apart: how replicas train on their own; None for one model.
+        replicas: how many of them.
+        changed: why it trains to other numbers than the config that is planned for.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    num_devices: int
+    device_bytes: int | None
+    apart: Apart | None = None
+    replicas: int = 1
+    changed: str | None = None
+
+    @property
+    def platform(self) -> str:
+        """What JAX calls the platform."""
+        return platform_of_chip(self.hardware)
+
+    @functools.cached_property
+    def work(self) -> Workload:
+        """What is trained."""
+        return workload(self.config, self.platform)
+
+    def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
+        """Estimates all, and reads the best of each kind.
+
+        Args:
+            most: of how many kinds.
+            refused: takes the names of those that the step refuses, and why.
+        """
+        work, row, size = self.work, self.hardware, self.device_bytes
+        tried = evaluated(work, self.num_devices, row, size, self.apart, self.replicas)
+        quick = [on_best_schedule(plan, work, row, size) for plan in quickest(tried)]
+        # What splits nothing but the batch is always read: there the estimate matters least.
+        splits_more = lambda plan: plan.arrangement.data_ranks < self.num_devices
+        quick = sorted(quick, key=splits_more)[:most]
+        device_bytes = quick[0].device_bytes
+        read = functools.partial(_read, self, device_bytes, refused)
+        return [plan for one in quick for plan in read(one.arrangement)]
+
+    def with_other_numbers(self) -> Iterator[_Search]:
+        """The same config in a narrower precision, and with replicas that seldom meet."""
+        own, narrow = MixedPrecision.of(self.config.precision), MixedPrecision.bf16()
+        if self.hardware.rate(narrow.compute) > self.hardware.rate(own.compute):
+            config = dataclasses.replace(self.config, precision="bf16")
+            yield dataclasses.replace(self, config=config, changed="precision bf16")
+        nodes = self.hardware.num_nodes(self.num_devices)
+        shares = not (self.num_devices % nodes or self.work.global_batch % nodes)
+        if self.apart is None and nodes > 1 and shares:
+            apart = Apart()
+            changed = f"replicas meet every {apart.every} steps"
+            yield dataclasses.replace(self, apart=apart, replicas=nodes, changed=changed)
+
+
+def _apart_in(config: RunConfig, nodes: int) -> tuple[Apart | None, int]:
+    """How the replicas of a config train apart, and how many they are."""
+    named = next((name for name in APART if name in (config.parallel or {})), None)
+    if named is None:
+        return None, 1
+    own = config.parallel[named]
+    apart = Apart(named, own["every"], own.get("axis", "nodes"))
+    return apart, max(config.mesh[apart.axis], nodes)
 
 
 def workload(config: RunConfig, platform: str) -> Workload:
@@ -195,14 +294,7 @@ _NAMES = {"shard_grad_op": "zero2"}
 
 
 def _read(
-    config: RunConfig,
-    work: Workload,
-    hardware: Hardware,
-    device_bytes: int,
-    refused: dict[str, str],
-    arrangement: Arrangement,
-    num_devices: int,
-    platform: str,
+    search: _Search, device_bytes: int, refused: dict[str, str], arrangement: Arrangement
 ) -> Iterator[ReadPlan]:
     """Reads an arrangement, and the same with every block recomputed where it does not fit."""
     kinds = [arrangement]
@@ -210,20 +302,41 @@ def _read(
         kinds.append(dataclasses.replace(arrangement, remat=True))
     for one in kinds:
         try:
-            own = arranged(config, one)
-            step = build_step(own, paper_world(own.mesh, num_devices, platform))
+            own = arranged(search.config, one)
+            step = build_step(own, paper_world(own.mesh, search.num_devices, search.platform))
             program, arguments = step.program(abstract_batch(own))
         except AxonDistError as error:
             refused.setdefault(one.name, str(error))
             return
-        num_state = len(jax.tree.leaves(step.abstract_state))
         mesh = {str(name): size for name, size in step.world.mesh.shape.items()}
-        reading = read_program(program, arguments, num_state, mesh, platform)
-        time = _time(reading, one, work, hardware)
-        plan = ReadPlan(one, own, reading, time, device_bytes)
+        num_state = len(jax.tree.leaves(step.abstract_state))
+        reading = read_program(program, arguments, num_state, mesh, search.platform)
+        time = _time(reading, one, search.work, search.hardware)
+        time, met = _with_meetings(time, step, mesh, search, one.apart)
+        plan = ReadPlan(one, own, reading, time, device_bytes, changed=search.changed, met=met)
         yield plan
         if plan.fits:
             return
+
+
+def _with_meetings(
+    time: StepTime, step: Any, mesh: dict[str, int], search: _Search, apart: Apart | None
+) -> tuple[StepTime, float]:
+    """The time of a step with its share of what replicas do where they meet, and the bytes."""
+    if apart is None:
+        return time, 0.0
+    met = [
+        read_program(program, arguments, len(arguments), mesh, search.platform)
+        for program, arguments in step.meeting_programs()
+    ]
+    # Nothing else runs while they meet.
+    waits = [one.step_time(search.hardware, search.work.policy.compute) for one in met]
+    waited = sum(one.communication for one in waits) / apart.every
+    sent = sum(one.wire_bytes for one in met) / apart.every
+    shown = dataclasses.replace(
+        time, communication=time.communication + waited, exposed=time.exposed + waited
+    )
+    return shown, sent
 
 
 def _time(

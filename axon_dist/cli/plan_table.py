@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import yaml
 from rich import box
@@ -13,7 +16,13 @@ from axon_dist.app import ConfigPlans, ReadPlan
 from axon_dist.core.words import byte_size, plural
 from axon_dist.planner import Arrangement
 
-_NAMES = {"shard_grad_op": "zero2", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+_NAMES = {
+    "shard_grad_op": "zero2",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+}
 
 
 def called(name: str) -> str:
@@ -68,20 +77,37 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
         "within 3 % the simplest. The best of each kind by estimate; each was read from its own "
         "traced step"
     )
-    console.print(_table(found))
+    console.print(_table(found.plans, best if best.fits else None))
     console.print(_reason(best), style="bold" if found.fits else "bold red")
     for why in dict.fromkeys(why for _, why in found.refused):
         kinds = ", ".join(called(kind) for kind, other in found.refused if other == why)
         console.print(f"not {kinds}: {_first_clause(why)}", style="dim")
     if found.fits:
-        print_lines(best.arrangement, console)
+        print_lines(best.arrangement, console, _of_config(best))
+    if found.others:
+        console.print("\nFaster, and trains to other numbers than this config:", style="bold")
+        console.print(_table(found.others, None))
+        for other in found.others[:1]:
+            print_lines(other.arrangement, console, _of_config(other))
 
 
-def print_lines(arrangement: Arrangement, console: Console) -> None:
+def _of_config(plan: ReadPlan) -> dict[str, Any]:
+    """The lines that say more than the arrangement: options of strategies, another precision."""
+    plain = plan.config.to_dict()
+    lines = {"parallel": plain["parallel"]}
+    if plan.changed is not None and plan.arrangement.apart is None:
+        lines["precision"] = plain["precision"]
+    return lines
+
+
+def print_lines(
+    arrangement: Arrangement, console: Console, also: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Prints what a config says to run so."""
     console.print("\nLines of a config:", style="bold")
     lines = arrangement.to_config()
     lines["parallel"] = {called(name): row for name, row in lines["parallel"].items()}
+    lines.update(also)
     console.print(yaml.safe_dump(lines, sort_keys=False), end="")
 
 
@@ -107,9 +133,9 @@ def _reason(plan: ReadPlan) -> str:
     return f"{called(plan.arrangement.name)}: {need}; a step is {said}"
 
 
-def _table(found: ConfigPlans) -> Table:
-    unit, name = unit_of(max(plan.reading.peak for plan in found.plans))
-    is_measured = any(plan.measured is not None for plan in found.plans)
+def _table(plans: Sequence[ReadPlan], best: ReadPlan | None) -> Table:
+    unit, name = unit_of(max(plan.reading.peak for plan in plans))
+    is_measured = any(plan.measured is not None for plan in plans)
     caption = f"{name} per device, and sent per step; x: microbatches; half of peak FLOP/s assumed"
     caption += "; compiled: of the program that would run" * is_measured
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
@@ -117,10 +143,28 @@ def _table(found: ConfigPlans) -> Table:
     headers = ("state", "temp", "peak", "fit", "sent", "step")
     for header in (*headers, *(("compiled peak", "sent") if is_measured else ())):
         table.add_column(header, justify="right", no_wrap=header != "compiled peak")
-    for plan in found.plans:
-        style = "bold" if plan is found.best and plan.fits else ("" if plan.fits else "dim")
+    for plan in plans:
+        style = "bold" if plan is best else ("" if plan.fits else "dim")
         table.add_row(*_row(plan, unit, is_measured), style=style)
     return table
+
+
+def _title(plan: ReadPlan) -> str:
+    """What a plan is called, with what its name does not say."""
+    one = plan.arrangement
+    also = [str(one.schedule)] if one.pp > 1 else []
+    also += [form for form in [_form(plan)] if form]
+    also += ["remat"] if one.remat else []
+    also += [plan.changed] if plan.changed else []
+    return ", ".join([called(one.name), *also])
+
+
+def _form(plan: ReadPlan) -> str | None:
+    """How tokens travel to experts, which the step has chosen by bytes."""
+    kinds = {sent.kind for sent, _ in plan.reading.sends if "ep" in sent.axes}
+    if plan.arrangement.ep == 1:
+        return None
+    return "all_to_all" if "all-to-all" in kinds else "ring"
 
 
 def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
@@ -133,11 +177,10 @@ def _row(plan: ReadPlan, unit: float, is_measured: bool) -> tuple[str, ...]:
     # What is sent in branches that may not be taken is counted as if they were.
     bound = "<" if arrangement.pp > 1 else ""
     return (
-        f"{called(arrangement.name)}{', remat' if arrangement.remat else ''}\n"
-        f"{arrangement.mesh} x{arrangement.num_microbatches}",
+        f"{_title(plan)}\n{arrangement.mesh} x{arrangement.num_microbatches}",
         *(digits(size / unit) for size in sizes),
         "yes" if plan.fits else "no",
-        bound + digits(reading.wire_bytes / unit),
+        bound + digits(plan.wire_bytes / unit),
         seconds(plan.time.total),
         *measured,
     )

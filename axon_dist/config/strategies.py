@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.mesh import World
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
+from axon_dist.parallel.slow_plan import USUAL_EVERY
 
 from .read import read
 
@@ -36,7 +37,7 @@ _OTHER_NAMES: MappingProxyType[str, str] = MappingProxyType(
 _REQUIRED: MappingProxyType[str, tuple[str, Any]] = MappingProxyType(
     {
         "num_microbatches": ("the number of parts that a batch is cut into", 8),
-        "every": ("the steps that replicas take on their own before they meet", 100),
+        "every": ("the steps that replicas take on their own before they meet", USUAL_EVERY),
     }
 )
 """Options without a default: what they are, and a value to show."""

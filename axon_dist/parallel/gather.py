@@ -16,7 +16,10 @@ from ..precision.int8 import WIDEN
 from ..program.primitives import COMPARES, EACH, MOVES
 from ..sharding import axes_of, spec_axes, spread
 
-GATHERED = ("sharding_constraint", "all_gather", "all_gather_invariant", WIDEN)
+GATHERED = (
+    *("sharding_constraint", "all_gather", "all_gather_invariant"),
+    *("optimization_barrier", WIDEN),
+)
 """The primitives whose results are weights that are made again rather than kept."""
 
 
@@ -34,6 +37,10 @@ class GlobalGather:
         grad: where its gradient lies after the reduction; None for a weight without one.
         full: where it lies in use; what tensor parallelism splits stays split.
         ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+        in_loop: whether a loop reads it in every turn. The compiler would lay out what a loop
+            carries as those lie who read it behind, so that every turn would gather the weight, or
+            what is multiplied with it, and scatter its part of the gradient: the weight is then
+            whole in front of the loop, and the gradient is added up before it is scattered.
     """
 
     mesh: Mesh
@@ -41,6 +48,7 @@ class GlobalGather:
     grad: PartitionSpec | None
     full: PartitionSpec
     ndim: int
+    in_loop: bool = False
 
     def __call__(self, weight: Array) -> Array:
         """Returns the gathered weight."""
@@ -50,15 +58,19 @@ class GlobalGather:
             return self.forward(weight)
         # The rule repeats the forward rather than calling it, so that a rematerialisation policy
         # sees the constraint itself and not an opaque call.
-        grad = self._place(self.grad, weight)
+        grad, full = self._place(self.grad, weight), self._place(self.full, weight)
+        whole = lambda ct: _constrain(ct, full) if self.in_loop else ct
         gather = jax.custom_vjp(self.forward)
-        gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (_constrain(ct, grad),))
+        gather.defvjp(
+            lambda w: (self.forward(w), None), lambda _, ct: (_constrain(whole(ct), grad),)
+        )
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
         """Returns the gathered weight, its gradient left to the compiler."""
         lies, full = self._place(self.own, weight), self._place(self.full, weight)
-        return _constrain(_constrain(weight, lies), full)
+        found = _constrain(_constrain(weight, lies), full)
+        return jax.lax.optimization_barrier(found) if self.in_loop else found
 
     def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
         return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))

@@ -11,6 +11,12 @@ import optax
 from ..collectives import Compression
 from ..core.typing import Path
 
+APART = ("diloco", "local_sgd")
+"""The strategies whose replicas train on their own, by name."""
+
+USUAL_EVERY = 100
+"""The steps between two meetings where none are said; DiLoCo trains with 500 (arXiv:2311.08105)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SlowPlan:

@@ -12,6 +12,7 @@ from ..hardware import hardware as hardware
 from ..hardware import parse_cluster as parse_cluster
 from .activations import layer_activations as layer_activations
 from .activations import step_activations as step_activations
+from .arrangement import Apart as Apart
 from .arrangement import Arrangement as Arrangement
 from .arrangement import arrange as arrange
 from .candidates import candidates as candidates
@@ -31,6 +32,7 @@ from .memory import estimate_memory as estimate_memory
 from .memory import model_size as model_size
 from .plan import Plan as Plan
 from .plan import evaluate as evaluate
+from .plan import on_best_schedule as on_best_schedule
 from .profile import Profile as Profile
 from .profile import workload_of as workload_of
 from .quantity import parse_bytes as parse_bytes
@@ -47,6 +49,7 @@ from .shape import TransformerShape as TransformerShape
 from .shape import guess_shape as guess_shape
 from .traffic import comm_bytes as comm_bytes
 from .traffic import context_bytes as context_bytes
+from .traffic import expert_bytes as expert_bytes
 from .traffic import pipeline_bytes as pipeline_bytes
 from .traffic import sequence_bytes as sequence_bytes
 from .traffic import tensor_bytes as tensor_bytes

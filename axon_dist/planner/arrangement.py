@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
 from ..mesh import MeshSpec
+from ..mesh.spec import SLOW_AXES
 from ..parallel import ZERO, ZeROStage
+from ..parallel.slow_plan import APART, USUAL_EVERY
 from ..precision import MixedPrecision
 from ..schedule import PipelineSchedule
 
@@ -34,6 +37,40 @@ ALIASES: MappingProxyType[str, str] = MappingProxyType(
 )
 """Other names of the same strategies."""
 
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""The axes within a replica, outer to inner."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """How replicas over slow links train on their own; other numbers than those of one device.
+
+    Args:
+        strategy: `"diloco"` or `"local_sgd"`.
+        every: the steps between two meetings.
+        axis: the mesh axis over the slow links.
+
+    Raises:
+        ConfigError: for another strategy or axis, or a number of steps below 1.
+    """
+
+    strategy: str = "diloco"
+    every: int = USUAL_EVERY
+    axis: str = "nodes"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in APART:
+            raise ConfigError(
+                f"unknown strategy {self.strategy!r} over slow links."
+                f"{did_you_mean(self.strategy, APART)}"
+            )
+        if self.axis not in SLOW_AXES or self.every < 1:
+            raise ConfigError(
+                f"{self.strategy} got axis={self.axis!r} and every={self.every}; the axis must be "
+                f"{' or '.join(SLOW_AXES)}, and every at least 1 step"
+            )
+
+
 _PLACES = {"ddp": "dp", "zero1": "dp", "shard_grad_op": "dp", "full_shard": "fsdp"}
 
 
@@ -48,7 +85,10 @@ class Arrangement:
         dp: ranks that split the batch.
         fsdp: ranks that split the batch and, usually, the parameters.
         cp: ranks of context parallelism, which split the positions of a sample.
+        ep: ranks that split the experts, and the batch too.
         tp: ranks of tensor parallelism.
+        replicas: how often all of that is there, over slow links.
+        apart: how the replicas train on their own; None where there is one.
         num_microbatches: pieces of a step's batch on a rank.
         remat: whether the blocks are recomputed in the backward pass.
         sequence: whether tensor parallelism splits positions between its products.
@@ -70,7 +110,10 @@ class Arrangement:
     dp: int = 1
     fsdp: int = 1
     cp: int = 1
+    ep: int = 1
     tp: int = 1
+    replicas: int = 1
+    apart: Apart | None = None
     num_microbatches: int = 1
     remat: bool = False
     sequence: bool = False
@@ -92,9 +135,14 @@ class Arrangement:
                 f"unknown schedule {self.schedule!r}."
                 f"{did_you_mean(self.schedule, list(PipelineSchedule))}"
             )
-        for field in ("pp", "dp", "fsdp", "cp", "tp", "num_microbatches"):
+        for field in (*AXES, "replicas", "num_microbatches"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so")
+        if (self.replicas > 1) != (self.apart is not None):
+            raise ConfigError(
+                f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
+                "need an Apart, which says when they meet, and one alone has none"
+            )
         if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
             raise ConfigError(
                 f"hybrid_shard got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
@@ -104,19 +152,25 @@ class Arrangement:
     @property
     def name(self) -> str:
         """What is combined, such as `"pp + tp + full_shard"`."""
-        parts = [axis for axis in ("pp", "cp", "tp") if getattr(self, axis) > 1]
-        if self.data_ranks > 1 or not parts:
+        parts = [] if self.apart is None else [self.apart.strategy]
+        parts += [axis for axis in ("pp", "cp", "ep", "tp") if getattr(self, axis) > 1]
+        if self.shard_ranks > 1 or not parts[self.replicas > 1 :]:
             parts.append(self.strategy)
         return " + ".join(parts)
 
     @property
     def num_devices(self) -> int:
         """The product of all axes."""
-        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+        return self.replicas * math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def data_ranks(self) -> int:
         """Into how many pieces the batch is split."""
+        return self.replicas * self.shard_ranks * self.ep
+
+    @property
+    def shard_ranks(self) -> int:
+        """The ranks that the strategy is over: those of `dp` and `fsdp`."""
         return self.dp * self.fsdp
 
     @property
@@ -127,7 +181,7 @@ class Arrangement:
     @property
     def num_shards(self) -> int:
         """Over how many data ranks an array that is split lies."""
-        return self.fsdp if self.strategy == "hybrid_shard" else self.data_ranks
+        return self.fsdp if self.strategy == "hybrid_shard" else self.shard_ranks
 
     @property
     def shards(self) -> tuple[int, int, int]:
@@ -166,11 +220,10 @@ class Arrangement:
     @property
     def mesh(self) -> MeshSpec:
         """The axes larger than 1, outer to inner, and one data axis at least."""
-        sizes = {axis: getattr(self, axis) for axis in ("pp", "dp", "fsdp", "cp", "tp")}
-        kept = {axis: size for axis, size in sizes.items() if size > 1}
-        if self.data_ranks == 1:
-            kept = {"pp": self.pp, "dp": 1, "cp": self.cp, "tp": self.tp}
-            kept = {axis: size for axis, size in kept.items() if size > 1 or axis == "dp"}
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        kept = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
+        if self.apart is not None:
+            kept = {self.apart.axis: self.replicas, **kept}
         return MeshSpec(kept)
 
     def to_config(self) -> dict[str, Any]:
@@ -181,8 +234,13 @@ class Arrangement:
             {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
         """
         parallel: dict[str, Any] = {self.strategy: {}}
+        if self.apart is not None:
+            on_nodes = {} if self.apart.axis == "nodes" else {"axis": self.apart.axis}
+            parallel = {self.apart.strategy: {"every": self.apart.every, **on_nodes}, **parallel}
         if self.cp > 1:
             parallel["context"] = {}
+        if self.ep > 1:
+            parallel["expert"] = {}
         if self.tp > 1:
             parallel["tensor"] = {"sequence": True} if self.sequence else {}
         if self.pp > 1:
@@ -193,8 +251,14 @@ class Arrangement:
         lines: dict[str, Any] = {"mesh": self.mesh.shape, "parallel": parallel}
         if self.remat:
             lines["remat"] = {"interval": 1}
+        train: dict[str, Any] = {}
         if self.pp == 1 and self.num_microbatches > 1:
-            lines["train"] = {"accumulate": self.num_microbatches}
+            train["accumulate"] = self.num_microbatches
+        if self.apart is not None:
+            # To stop, all replicas would have to hear of it at once.
+            train["nonfinite"] = "skip"
+        if train:
+            lines["train"] = train
         return lines
 
 

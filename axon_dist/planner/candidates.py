@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from ..hardware.chips import Hardware
 from ..parallel import ZERO
-from .arrangement import STAGES, Arrangement, arrange
+from .arrangement import STAGES, Apart, Arrangement, arrange
 from .workload import Workload
 
 _MAX_MICROBATCH = 64
 
 
-def candidates(work: Workload, num_devices: int, hardware: Hardware) -> Iterator[Arrangement]:
+def candidates(
+    work: Workload,
+    num_devices: int,
+    hardware: Hardware,
+    apart: Apart | None = None,
+    replicas: int = 1,
+) -> Iterator[Arrangement]:
     """Yields the arrangements whose sizes divide the devices, the heads, the layers and the batch.
 
-    Tensor parallelism stays inside a node. In a pipeline, whose ranks gather their stage once per
-    step, sharding moves no more than replicating, so replicas are always sharded there.
+    Tensor, context and expert parallelism stay inside a node. In a pipeline, whose ranks gather
+    their stage once per step, sharding moves no more than replicating, so replicas are always
+    sharded there.
 
     Args:
         work: the model and its batch.
         num_devices: all of them are used.
         hardware: how many devices a node has.
+        apart: how replicas over slow links train on their own; None for one model.
+        replicas: how many of them.
 
     Yields:
-        Arrangements over `num_devices`.
+        Arrangements over `num_devices`; none where the replicas do not divide them and the batch.
     """
-    for tp, pp, cp in itertools.product(divisors(num_devices), repeat=3):
-        if num_devices % (tp * pp * cp) or not _splits(work, tp, pp, cp, hardware):
+    if apart is not None:
+        if replicas > 1 and not (num_devices % replicas or work.global_batch % replicas):
+            share = dataclasses.replace(work, global_batch=work.global_batch // replicas)
+            for one in candidates(share, num_devices // replicas, hardware):
+                # A pipeline beside replicas that train apart is refused.
+                if one.pp == 1:
+                    yield dataclasses.replace(one, apart=apart, replicas=replicas)
+        return
+    sizes = divisors(num_devices)
+    experts = [size for size in sizes if work.shape.num_experts % size == 0]
+    for tp, pp, cp, ep in itertools.product(sizes, sizes, sizes, experts):
+        split = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+        if num_devices % math.prod(split.values()) or not _splits(work, split, hardware):
             continue
-        ranks = num_devices // (tp * pp * cp)
-        if work.global_batch % ranks == 0:
-            local = work.global_batch // ranks
-            for base in _strategies(ranks, {"tp": tp, "pp": pp, "cp": cp}, hardware):
+        ranks = num_devices // math.prod(split.values())
+        if work.global_batch % (ranks * ep) == 0:
+            local = work.global_batch // (ranks * ep)
+            for base in _strategies(ranks, split, hardware):
                 yield from _microbatches(base, local)
 
 
@@ -47,11 +69,12 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(i for i in range(1, number + 1) if number % i == 0)
 
 
-def _splits(work: Workload, tp: int, pp: int, cp: int, hardware: Hardware) -> bool:
-    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once.
-    together = pp == 1 or cp == 1
-    inside = tp * cp <= (hardware.node_size or 8)
-    return together and inside and work.shape.divides(tp, pp, cp)
+def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
+    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once, and
+    # so do tokens that travel to experts.
+    together = split["pp"] == 1 or split["cp"] == split["ep"] == 1
+    inside = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
+    return together and inside and work.shape.divides(**split)
 
 
 def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Arrangement]:

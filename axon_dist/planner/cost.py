@@ -114,7 +114,7 @@ def _exposed(moved: tuple[Transfer, ...], hardware: Hardware, compute: float) ->
 def _update_seconds(plan: Arrangement, work: Workload, hardware: Hardware) -> float:
     """Every value of the state that a device updates is read and written once."""
     per_param = 2 * 4 * work.policy.param.itemsize
-    updated = work.shape.num_params / (plan.model_ranks * plan.shards_for(work.policy)[2])
+    updated = work.params_beside(plan.ep) / (plan.model_ranks * plan.shards_for(work.policy)[2])
     return per_param * updated / hardware.memory_bandwidth
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from ..core.errors import ScheduleError
 from ..core.words import byte_size
 from ..hardware.chips import Hardware
 from ..schedule import PipelineSchedule, build_schedule, peak_live
@@ -127,7 +128,7 @@ def evaluate(
         in_flight=_in_flight(arrangement.schedule, pp, count),
     )
     memory = estimate_memory(
-        work.shape.num_params,
+        work.params_beside(arrangement.ep),
         arrangement,
         optimizer=work.cost,
         precision=work.precision,
@@ -141,6 +142,33 @@ def evaluate(
         transfers(arrangement, work),
         hardware.memory_bytes if device_bytes is None else device_bytes,
     )
+
+
+def on_best_schedule(
+    plan: Plan, work: Workload, hardware: Hardware, device_bytes: int | None = None
+) -> Plan:
+    """The same plan with the schedule whose step is the shortest of those that fit.
+
+    Args:
+        plan: of a pipeline; another is given back.
+        work: the model and its batch.
+        hardware: the chip.
+        device_bytes: memory of a device; None takes the chip's.
+
+    Returns:
+        The plan; its own schedule where none is quicker.
+    """
+    found = [plan]
+    pp, count = plan.arrangement.pp, plan.arrangement.num_microbatches
+    for name in PipelineSchedule if pp > 1 else ():
+        try:
+            chunks = build_schedule(name, pp, min(count, 2 * pp)).num_stages // pp
+            one = dataclasses.replace(plan.arrangement, schedule=name)
+            if work.shape.divides(one.tp, pp * chunks, one.cp):
+                found.append(evaluate(one, work, hardware, device_bytes))
+        except ScheduleError:  # Sizes that it cannot do.
+            continue
+    return min(found, key=lambda p: (not p.fits, p.time.total if p.fits else p.memory.total))
 
 
 @functools.cache

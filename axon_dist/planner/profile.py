@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from ..core.errors import ConfigError
+from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import num_params
 from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..nn import block_paths
 from ..nn.attention import mixes
+from ..parallel import suggest_plan
+from ..parallel.expert import EXPERTS, ByExperts
 from ..precision import MixedPrecision, autocast, cast_floating
 from ..program import handed_on, mark_units, scan_over_layers
 from ..program.device import tape_of
@@ -45,6 +47,8 @@ class Profile:
         remat_bytes: the same where every block is recomputed.
         stream_bytes: what a block hands to the next for one sample.
         has_attention: whether a module of it mixes positions by attention.
+        num_experts: what the numbers of experts of its mixtures have in common; 1 without any.
+        expert_params: parameters of all experts together.
 
     Raises:
         ConfigError: for a model without parameters.
@@ -58,6 +62,8 @@ class Profile:
     remat_bytes: int
     stream_bytes: int
     has_attention: bool
+    num_experts: int = 1
+    expert_params: int = 0
 
     def __post_init__(self) -> None:
         if self.num_params < 1:
@@ -86,13 +92,14 @@ class Profile:
         kept = self.remat_bytes if remat else self.sample_bytes
         return samples * (kept // (tp * pp * cp) + in_flight * self.stream_bytes // (tp * cp))
 
-    def divides(self, tp: int, pp: int, cp: int) -> bool:
+    def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
         """Whether such sizes are worth a try; only the step itself knows what it can split."""
         blocks = pp == 1 or (self.num_layers > 1 and self.num_layers >= pp)
         # What tensor and context parallelism send is counted by what blocks hand on: where that is
         # not known they would seem to cost nothing.
         known = self.stream_bytes > 0 or tp == cp == 1
-        return blocks and known and (cp == 1 or self.has_attention)
+        experts = self.num_experts % ep == 0 and (pp == 1 or ep == 1)
+        return blocks and known and experts and (cp == 1 or self.has_attention)
 
     @property
     def words(self) -> str:
@@ -157,9 +164,26 @@ def workload_of(
         remat_bytes=max(0, remat[1] - remat[0]) // ROWS,
         stream_bytes=stream // (2 * ROWS),
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
+        **_experts(make, params),
     )
     rows = jax.tree.leaves(batch)[0].shape[0]
     return Workload(shape=shape, global_batch=rows, optimizer=optimizer, precision=precision)
+
+
+def _experts(make: Callable[[], nnx.Module], params: Any) -> dict[str, int]:
+    """How many experts the mixtures of a model have in common, and their parameters."""
+    flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
+    if not any(len(shape) > 2 for shape in flat.values()):
+        return {}
+    try:
+        patterns = suggest_plan(make).experts
+    except AxonDistError:  # A model that cannot be tried without inputs.
+        patterns = EXPERTS
+    policy = ByExperts(patterns, "ep")
+    dims = {path: policy.dim_of(path, shape) for path, shape in flat.items()}
+    counts = [flat[path][dim] for path, dim in dims.items() if dim is not None]
+    stacked = sum(math.prod(flat[path]) for path, dim in dims.items() if dim is not None)
+    return {"num_experts": math.gcd(*counts) or 1, "expert_params": stacked}
 
 
 def _within(params: Any, path: str) -> PyTree:

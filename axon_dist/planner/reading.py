@@ -153,7 +153,7 @@ def read_program(
         The reading.
     """
     compiler = {"gpu": "cuda"}.get(platform, platform)
-    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, compiler)
+    tape = tape_of(program, [_splits(leaf) for leaf in arguments], mesh, compiler, num_state)
     sizes = [tape.sizes[buffer] for buffer in tape.inputs]
     return Reading(
         state=sum(sizes[:num_state]),

@@ -14,6 +14,7 @@ from ..core.words import byte_size, plural
 from ..hardware.chips import MOST_DEVICES, Hardware
 from ..hardware.chips import hardware as look_up
 from ..precision import MixedPrecision
+from .arrangement import Apart
 from .candidates import candidates
 from .lint import Finding, lint
 from .plan import ROOMY, USABLE, Plan, evaluate
@@ -173,7 +174,12 @@ def recommend(
 
 
 def evaluated(
-    work: Workload, num_devices: int, hardware: Hardware, device_bytes: int | None = None
+    work: Workload,
+    num_devices: int,
+    hardware: Hardware,
+    device_bytes: int | None = None,
+    apart: Apart | None = None,
+    replicas: int = 1,
 ) -> list[Plan]:
     """The estimates of every candidate.
 
@@ -182,6 +188,8 @@ def evaluated(
         num_devices: all of them are used.
         hardware: the chip.
         device_bytes: memory of a device; None takes the chip's.
+        apart: how replicas over slow links train on their own; None for one model.
+        replicas: how many of them.
 
     Raises:
         ConfigError: for a batch that no mesh of all the devices divides.
@@ -190,7 +198,7 @@ def evaluated(
         raise ConfigError(f"got num_devices={num_devices}; there must be at least one")
     if num_devices > MOST_DEVICES:
         raise ConfigError(f"got {num_devices} devices; plan for at most {MOST_DEVICES}")
-    tried = candidates(work, num_devices, hardware)
+    tried = candidates(work, num_devices, hardware, apart, replicas)
     found = [evaluate(one, work, hardware, device_bytes) for one in tried]
     if not found:
         batch = work.global_batch
@@ -230,9 +238,12 @@ def preference(plan: Plan) -> tuple[float, ...]:
     if not plan.fits:
         return (1, plan.memory.total)
     arrangement = plan.arrangement
-    wasteful = not plan.is_roomy and arrangement.shards[0] < arrangement.data_ranks
+    wasteful = not plan.is_roomy and arrangement.shards[0] < arrangement.shard_ranks
     simplicity = (
-        4 * (arrangement.pp > 1) + 2 * (arrangement.cp > 1) + (arrangement.tp > 1),
+        8 * (arrangement.ep > 1)
+        + 4 * (arrangement.pp > 1)
+        + 2 * (arrangement.cp > 1)
+        + (arrangement.tp > 1),
         SIMPLICITY.index(arrangement.strategy),
     )
     wishes = (not plan.is_roomy, wasteful, not plan.is_quiet)

@@ -23,6 +23,8 @@ class TransformerShape:
         num_heads: query heads per block.
         sequence_length: tokens of a sample.
         vocab_size: token ids.
+        num_experts: experts of the mixture in every block; 1 without any.
+        expert_params: parameters of all experts of all blocks together, out of `num_params`.
 
     Raises:
         ConfigError: for a size that is not positive.
@@ -39,6 +41,8 @@ class TransformerShape:
     num_heads: int
     sequence_length: int = 2048
     vocab_size: int = 32_000
+    num_experts: int = 1
+    expert_params: int = 0
 
     def __post_init__(self) -> None:
         self.validate()
@@ -46,7 +50,7 @@ class TransformerShape:
     def validate(self) -> None:
         """Raises `ConfigError` unless all sizes are positive."""
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
+            if getattr(self, field.name) < 1 and field.name != "expert_params":
                 raise ConfigError(
                     f"{field.name} of the transformer is {getattr(self, field.name)}; it must be "
                     "at least 1"
@@ -62,8 +66,10 @@ class TransformerShape:
         """What sizes of axes have to divide, in words."""
         return f"{self.num_heads} heads and {self.num_layers} layers"
 
-    def divides(self, tp: int, pp: int, cp: int) -> bool:
-        """Whether the heads, the layers and the positions divide."""
+    def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
+        """Whether the heads, the layers, the positions and the experts divide."""
+        if self.num_experts % ep:
+            return False
         by_heads = self.num_heads % tp == 0 and self.num_layers % pp == 0
         return by_heads and self.sequence_length % cp == 0
 

@@ -61,6 +61,8 @@ MOVES_ACTIVATIONS = MappingProxyType(
         "pp": "pipeline_bytes",
         "context": "context_bytes",
         "cp": "context_bytes",
+        "expert": "expert_bytes",
+        "ep": "expert_bytes",
     }
 )
 
@@ -177,26 +179,67 @@ def pipeline_bytes(activation_bytes: float, chunks: int = 1) -> float:
     return 2 * chunks * activation_bytes
 
 
-def context_bytes(kv_bytes: float, num_layers: int, num_ranks: int) -> float:
+def context_bytes(
+    kv_bytes: float, num_layers: int, num_ranks: int, query_bytes: float | None = None
+) -> float:
     """Bytes that each rank sends for ring attention, per microbatch.
 
-    Keys and values go once around the ring forward, `2 (c-1)/c K`, and with their gradients
-    backward, twice that.
+    Forward keys and values go once around the ring, `2 (c-1)/c K`. Backward either both do with
+    their gradients, `4 (c-1)/c K`, or queries with their cotangents and gradients,
+    `3 (c-1)/c Q`: the lighter of both (two float32 numbers a head and position are left out). What
+    is recomputed is not sent again.
 
     Args:
         kv_bytes: K, the bytes of the keys of the whole sequence in one layer; values are as many.
         num_layers: blocks on a rank.
         num_ranks: c.
+        query_bytes: Q, the bytes of the queries; None for as many heads of keys as of queries.
 
     Example:
         >>> context_bytes(1.0, num_layers=1, num_ranks=4)
+        3.75
+        >>> context_bytes(1.0, num_layers=1, num_ranks=4, query_bytes=4.0)  # four share a head
         4.5
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889.
     """
     _check_sizes(kv_bytes=kv_bytes)
+    _check_sizes(query_bytes=kv_bytes if query_bytes is None else query_bytes)
     _check_counts(num_layers=num_layers, num_ranks=num_ranks)
-    return 6 * around(num_ranks) * kv_bytes * num_layers
+    backward = min(4 * kv_bytes, 3 * (kv_bytes if query_bytes is None else query_bytes))
+    return (2 * kv_bytes + backward) * around(num_ranks) * num_layers
+
+
+def expert_bytes(
+    token_bytes: float,
+    num_layers: int,
+    num_ranks: int,
+    per_token: int = 1,
+    capacity: float | None = None,
+) -> float:
+    """Bytes that each rank sends for expert parallelism, per microbatch: the form that sends fewer.
+
+    A ring, which brings all tokens to every rank and sums the results back, sends `4 (c-1) A` a
+    layer in both passes; slots that are exchanged all to all, `4 (c-1)/c k f A`. Without a capacity
+    there is a slot for every token at each of at least c experts, which is no fewer.
+
+    Args:
+        token_bytes: A, the bytes of the tokens of a rank.
+        num_layers: layers with experts.
+        num_ranks: c.
+        per_token: k, the experts of a token.
+        capacity: f, how many times its even share of the tokens an expert takes; None for all.
+
+    Example:
+        >>> expert_bytes(1.0, 1, 4), expert_bytes(1.0, 1, 4, per_token=2, capacity=1.25)
+        (12.0, 7.5)
+
+    Source: Lepikhin et al., GShard, arXiv:2006.16668.
+    """
+    _check_sizes(token_bytes=token_bytes)
+    _check_counts(num_layers=num_layers, num_ranks=num_ranks, per_token=per_token)
+    slots = num_ranks if capacity is None else min(num_ranks, per_token * capacity)
+    return 4 * around(num_ranks) * slots * token_bytes * num_layers
 
 
 def around(num_ranks: int) -> float:

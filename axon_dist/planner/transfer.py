@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from ..hardware.chips import Hardware
+from ..schedule import SCHEDULES, PipelineSchedule
 from .arrangement import Arrangement
 from .traffic import (
     ROUNDS,
     around,
     context_bytes,
+    expert_bytes,
     pipeline_bytes,
     sequence_bytes,
     tensor_bytes,
@@ -68,7 +70,7 @@ def transfers(arrangement: Arrangement, work: Workload) -> tuple[Transfer, ...]:
         >>> [(t.axis, t.kind, t.wire_bytes) for t in transfers(arrange("ddp", 2), work)]
         [('dp', 'gradients', 4000000000.0)]
     """
-    kinds = (_data, _context, _tensor, _pipeline)
+    kinds = (_data, _context, _experts, _tensor, _pipeline, _meetings)
     found = [transfer for kind in kinds for transfer in kind(arrangement, work)]
     return tuple(transfer for transfer in found if transfer.num_ranks > 1)
 
@@ -79,7 +81,7 @@ def microbatch_size(arrangement: Arrangement, work: Workload) -> int:
 
 
 def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
-    params = work.shape.num_params / plan.model_ranks
+    params = work.params_beside(plan.ep) / plan.model_ranks
     layers = -(-work.shape.num_layers // plan.pp)
     # A pipeline accumulates whole gradients of its stage, and gathers it once.
     rounds = 1 if plan.pp > 1 else plan.num_microbatches
@@ -87,8 +89,9 @@ def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
     gathers = 1 if plan.pp > 1 and plan.splits_params else gathers
     reduced = params * work.policy.reduce_dtype.itemsize
     ranks, axis = plan.num_shards, "fsdp" if plan.fsdp > 1 else "dp"
+    stride = plan.cp * plan.ep * plan.tp
     send = lambda kind, size, calls, hides=True: Transfer(
-        axis, kind, calls * around(ranks) * size, calls * layers, ranks, plan.cp * plan.tp, hides
+        axis, kind, calls * around(ranks) * size, calls * layers, ranks, stride, hides
     )
     if plan.strategy == "ddp":
         yield send("gradients", reduced, 2)
@@ -101,8 +104,8 @@ def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
         yield send("parameters", params * kept.itemsize, gathers, hides=False)
     if plan.strategy == "hybrid_shard":
         wire = 2 * around(plan.dp) * reduced / plan.fsdp
-        stride = plan.tp * plan.cp * plan.fsdp
-        yield Transfer("dp", "gradients", wire, 2 * layers, plan.dp, stride, True)
+        apart = stride * plan.fsdp
+        yield Transfer("dp", "gradients", wire, 2 * layers, plan.dp, apart, True)
 
 
 def _context(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
@@ -112,7 +115,23 @@ def _context(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
     count = plan.num_microbatches
     wire = context_bytes(keys, layers, plan.cp) * count if keys else 0.0
     calls = 3 * layers * count
-    yield Transfer("cp", "keys and values", wire, calls, plan.cp, plan.tp, True)
+    stride = plan.tp * plan.ep
+    yield Transfer("cp", "keys and values", wire, calls, plan.cp, stride, True)
+
+
+def _experts(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
+    tokens = work.residual_bytes(microbatch_size(plan, work)) / plan.cp
+    if plan.ep == 1 or not tokens:
+        return
+    # Without a capacity slots for all are no fewer than the tokens of all.
+    wire = expert_bytes(tokens, work.shape.num_layers, plan.ep) * plan.num_microbatches
+    calls = 4 * work.shape.num_layers * plan.num_microbatches
+    yield Transfer("ep", "tokens", wire, calls, plan.ep, plan.tp, False)
+    # What is no expert has its gradients summed over these ranks, too.
+    others = (work.shape.num_params - work.shape.expert_params) / plan.model_ranks
+    reduced = 2 * around(plan.ep) * others * work.policy.reduce_dtype.itemsize / plan.shards[1]
+    calls = 2 * work.shape.num_layers
+    yield Transfer("ep", "gradients", reduced, calls, plan.ep, plan.tp, True)
 
 
 def _tensor(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
@@ -134,5 +153,17 @@ def _pipeline(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
         return
     # Neighbouring stages: a pair, whatever the length of the pipeline.
     pair, stride = min(plan.pp, 2), plan.num_devices // plan.pp
-    wire = pipeline_bytes(residual) * plan.num_microbatches
-    yield Transfer("pp", "activations", wire, 2 * plan.num_microbatches, pair, stride, False)
+    chunks = SCHEDULES[PipelineSchedule(plan.schedule)].chunks
+    wire = pipeline_bytes(residual, chunks) * plan.num_microbatches
+    calls = 2 * chunks * plan.num_microbatches
+    yield Transfer("pp", "activations", wire, calls, pair, stride, False)
+
+
+def _meetings(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
+    if plan.apart is None:
+        return
+    # Of every parameter the owners of its shard meet, in float32; a step's share of that.
+    held = 4 * work.params_beside(plan.ep) / (plan.model_ranks * plan.shards[0])
+    wire = 2 * around(plan.replicas) * held / plan.apart.every
+    stride = plan.num_devices // plan.replicas
+    yield Transfer(plan.apart.axis, "parameters", wire, 1, plan.replicas, stride, False)

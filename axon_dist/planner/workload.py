@@ -32,6 +32,16 @@ class ModelCost(Protocol):
         ...
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a mixture, which the ranks of an axis may share; 1 without any."""
+        ...
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of all experts of all blocks together."""
+        ...
+
+    @property
     def words(self) -> str:
         """What sizes of axes have to divide, in words."""
         ...
@@ -48,7 +58,7 @@ class ModelCost(Protocol):
         """Bytes at the peak of a step of so many samples on a device."""
         ...
 
-    def divides(self, tp: int, pp: int, cp: int) -> bool:
+    def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
         """Whether such sizes of axes can split it."""
         ...
 
@@ -98,6 +108,11 @@ class Workload:
     def flops(self, recomputed: int = 0) -> float:
         """Operations of a step over all devices."""
         return self.shape.flops(self.global_batch, recomputed)
+
+    def params_beside(self, ep: int) -> float:
+        """Parameters that a rank of so many has which share the experts."""
+        shared = self.shape.expert_params
+        return self.shape.num_params - shared + shared / ep
 
     def residual_bytes(self, microbatch: int) -> int:
         """Bytes of the residual stream of some samples, in the compute dtype."""

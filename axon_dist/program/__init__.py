@@ -26,6 +26,7 @@ from .randomness import Rows as Rows
 from .randomness import find_rows as find_rows
 from .randomness import with_rank as with_rank
 from .randomness import without_rank as without_rank
+from .reads import read_in_loops as read_in_loops
 from .reads import read_once as read_once
 from .reads import read_outside_units as read_outside_units
 from .rewrite import Rewriting as Rewriting

@@ -8,7 +8,6 @@ reads; loops keep their body as a tape of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,51 +15,19 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..core.compat import called_program, scan_counts
+from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
-from .tape import ATTENTION, COLLECTIVES, LINEAR, VIEWS, Node, Sent, Tape, kind_of, live
+from .tape import ATTENTION, COLLECTIVES, VIEWS, Node, Sent, Tape, kind_of, live
 from .walk import LOOPS
 
 
-@dataclasses.dataclass(eq=False)
-class _Value:
-    """What is known of a variable.
-
-    Args:
-        buffer: where it is.
-        splits: by its dims.
-        partial: the sums that it is a part of, until a collective adds them up.
-        known: its value, where it says which platform the program is for.
-        is_carried: whether it is what a turn of a loop got from the one before.
-    """
-
-    buffer: int
-    splits: Splits
-    partial: tuple[_Sum, ...] = ()
-    known: int | None = None
-    is_carried: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class _Sum:
-    """A sum of which every rank has a part.
-
-    Args:
-        node: what made it.
-        axes: of the ranks.
-        num_bytes: that a rank has of it.
-        trips: turns of the loop that adds to it. Where it is scattered, every turn scatters its own
-            part, for the compiler lays what a loop carries out as those lie who read it.
-        is_done: whether it was added up already, for another reader.
-    """
-
-    node: Node
-    axes: Axes
-    num_bytes: int
-    trips: int = 1
-    is_done: bool = False
-
-
-def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], platform: str) -> Tape:
+def tape_of(
+    closed: Any,
+    splits: Sequence[Splits],
+    sizes: Mapping[str, int],
+    platform: str,
+    num_kept: int = 0,
+) -> Tape:
     """Reads what one device does.
 
     Args:
@@ -68,6 +35,8 @@ def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], pla
         splits: where each input lies.
         sizes: the sizes of the mesh axes.
         platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+        num_kept: how many of the first results lie where the inputs before them did, whatever the
+            program says, as a state does.
 
     Returns:
         The tape, without what nothing reads.
@@ -84,6 +53,8 @@ def tape_of(closed: Any, splits: Sequence[Splits], sizes: Mapping[str, int], pla
     inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
     outputs = reader.run(closed.jaxpr, closed.consts, inputs)
     outputs = [reader.resolved(value) for value in outputs]
+    for place, variable in enumerate(closed.jaxpr.outvars[:num_kept]):
+        outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
     tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
     return live(tape, range(len(tape.outputs)))
 
@@ -95,10 +66,10 @@ class _Reader:
         self.axes, self.platform = axes, platform
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
-        self.wholes: dict[tuple[int, Splits], _Value] = {}
+        self.wholes: dict[tuple[int, Splits], Value] = {}
 
-    def input(self, aval: Any, splits: Splits) -> _Value:
-        return _Value(self.buffer(aval, splits), splits)
+    def input(self, aval: Any, splits: Splits) -> Value:
+        return Value(self.buffer(aval, splits), splits)
 
     def buffer(self, aval: Any, splits: Splits) -> int:
         self.sizes.append(self.local_bytes(aval, splits))
@@ -112,15 +83,15 @@ class _Reader:
         count = math.prod(-(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True))
         return count * getattr(getattr(aval, "dtype", None), "itemsize", 8)
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[_Value]) -> list[_Value]:
-        known: dict[Any, _Value] = {}
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+        known: dict[Any, Value] = {}
         for variable in jaxpr.constvars:
             known[variable] = self.input(variable.aval, whole(variable.aval.ndim))
         known.update(zip(jaxpr.invars, values, strict=True))
 
-        def read(atom: Any) -> _Value:
+        def read(atom: Any) -> Value:
             if isinstance(atom, Literal):
-                return _Value(-1, whole(getattr(atom.aval, "ndim", 0)))
+                return Value(-1, whole(getattr(atom.aval, "ndim", 0)))
             return known[atom]
 
         for equation in jaxpr.eqns:
@@ -128,10 +99,10 @@ class _Reader:
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def equation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def equation(self, equation: Any, operands: list[Value]) -> list[Value]:
         name = equation.primitive.name
         if name == "platform_index":
-            return [_Value(-1, (), known=self._platform(equation.params["platforms"]))]
+            return [Value(-1, (), known=self._platform(equation.params["platforms"]))]
         if name == "cond":
             return self._cond(equation, operands)
         if name == "scan":
@@ -151,13 +122,13 @@ class _Reader:
             return [self._constrained(equation, operands[0])]
         return self._operation(equation, operands)
 
-    def _behind_barrier(self, operand: _Value) -> _Value:
+    def _behind_barrier(self, operand: Value) -> Value:
         """The same value, which is in memory before and cannot be computed again behind."""
         operand = self.resolved(operand)
         if operand.buffer < 0:
             return operand
         self.sizes.append(0)
-        value = _Value(len(self.sizes) - 1, operand.splits)
+        value = Value(len(self.sizes) - 1, operand.splits)
         self.nodes.append(Node("barrier", "barrier", (operand.buffer,), (value.buffer,)))
         return value
 
@@ -167,7 +138,7 @@ class _Reader:
                 return number
         return 0
 
-    def resolved(self, value: _Value, scatter: Axes = NONE) -> _Value:
+    def resolved(self, value: Value, scatter: Axes = NONE) -> Value:
         """The whole sum where a value is a part of one; over some axes only a shard of it."""
         for one in value.partial:
             if not one.is_done:
@@ -176,10 +147,22 @@ class _Reader:
         value.partial = ()
         return value
 
-    def _add_up(self, one: _Sum, scatter: Axes) -> None:
+    def placed(self, value: Value, splits: Splits, aval: Any) -> Value:
+        """The value where it has to lie in the end; what is split and shall not be is gathered."""
+        lost = frozenset().union(*value.splits) - frozenset().union(*splits)
+        if not lost or value.buffer < 0:
+            return value
+        whole = self.input(aval, splits)
+        sent = Sent("all-gather", tuple(sorted(lost)), self.sizes[whole.buffer])
+        reads, writes = (value.buffer,), (whole.buffer,)
+        self.nodes.append(Node("sharding_constraint", "other", reads, writes, 0.0, (sent,)))
+        return whole
+
+    def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard, rest, size = one.axes & scatter, one.axes - scatter, one.num_bytes
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
-        if shard and self.platform == "cpu":
+        # And of a sum that has to be whole none makes a scatter over some of its axes.
+        if shard and (self.platform == "cpu" or (rest and one.is_whole)):
             shard, rest = NONE, one.axes
         if shard:
             one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
@@ -187,9 +170,9 @@ class _Reader:
         if rest:
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
-    def _operation(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _operation(self, equation: Any, operands: list[Value]) -> list[Value]:
         name = equation.primitive.name
-        if name in ("add", "add_any"):
+        if name in ADDS:
             # Where the other summand lies split over the ranks, each needs its share of the sum.
             split = frozenset().union(
                 *(a for one in operands if not one.partial for a in one.splits)
@@ -197,21 +180,21 @@ class _Reader:
             for one in operands:
                 if any(part.axes & split for part in one.partial):
                     self.resolved(one, scatter=split)
-        handed = _handed(name, operands)
-        if not handed:
+        parts = handed(name, operands)
+        if not parts:
             operands = [self.resolved(one) for one in operands]
         if name == "dot_general":
             operands = self._met(equation, operands)
         found = placed(equation, [one.splits for one in operands])
         if self._is_view(equation) and operands[0].buffer >= 0:
-            return [_Value(operands[0].buffer, found[0][0], handed)]
+            return [Value(operands[0].buffer, found[0][0], parts)]
         node = Node(name, kind_of(name), tuple(one.buffer for one in operands), ())
         results = []
         for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
             value = self.input(variable.aval, splits)
-            value.partial = handed
-            if summed and not handed:
-                value.partial = (_Sum(node, summed, self.sizes[value.buffer]),)
+            value.partial = parts
+            if summed and not parts:
+                value.partial = (Sum(node, summed, self.sizes[value.buffer]),)
             results.append(value)
         node.writes = tuple(value.buffer for value in results)
         node.flops = self._flops(equation, operands, results)
@@ -220,7 +203,7 @@ class _Reader:
         self.nodes.append(node)
         return results
 
-    def _met(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _met(self, equation: Any, operands: list[Value]) -> list[Value]:
         """The operands of a product; where both are split by one axis, one of them is gathered.
 
         Of activations and a kernel these are the activations, as for sequence parallelism.
@@ -255,7 +238,7 @@ class _Reader:
         name = equation.primitive.name
         return name in VIEWS or (name == "transpose" and equation.outvars[0].aval.ndim <= 2)
 
-    def _sent(self, equation: Any, operands: list[_Value], results: list[_Value]) -> list[Sent]:
+    def _sent(self, equation: Any, operands: list[Value], results: list[Value]) -> list[Sent]:
         kind, parameter = COLLECTIVES[equation.primitive.name]
         axes = equation.params[parameter]
         axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
@@ -263,10 +246,14 @@ class _Reader:
         sizes = [self.sizes[one.buffer] for one in sides if one.buffer >= 0]
         return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
 
-    def _constrained(self, equation: Any, operand: _Value) -> _Value:
+    def _constrained(self, equation: Any, operand: Value) -> Value:
         ((splits, _),) = placed(equation, [operand.splits])
         axes = frozenset().union(*splits)
         summed = frozenset().union(*(one.axes for one in operand.partial))
+        if not summed & axes:
+            # What has to be whole behind a loop is added up there, and scattered once.
+            for one in operand.partial:
+                one.trips, one.is_whole = 1, True
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)
         before = frozenset().union(*operand.splits)
@@ -280,7 +267,7 @@ class _Reader:
             },
         )
         if splits == operand.splits or operand.buffer < 0:
-            return _Value(operand.buffer, splits, operand.partial)
+            return Value(operand.buffer, splits, operand.partial)
         value = self.input(equation.outvars[0].aval, splits)
         node = Node("sharding_constraint", "fused", (operand.buffer,), (value.buffer,))
         if gathered or moved:
@@ -291,10 +278,10 @@ class _Reader:
         self.nodes.append(node)
         return value
 
-    def _mapped(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _mapped(self, equation: Any, operands: list[Value]) -> list[Value]:
         params = equation.params
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
-        inner: list[_Value] = []
+        inner: list[Value] = []
         for variable, operand, spec in zip(
             equation.invars, operands, params["in_specs"], strict=True
         ):
@@ -310,7 +297,7 @@ class _Reader:
                 node = Node("shard_map", kind, (operand.buffer,), (value.buffer,))
                 node.sent = (sent,) if lost else ()
                 self.nodes.append(node)
-            inner.append(_Value(value.buffer, tuple(axes - manual for axes in keep)))
+            inner.append(Value(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
         results = self.run(getattr(program, "jaxpr", program), (), inner)
         found = []
@@ -320,10 +307,10 @@ class _Reader:
             self.resolved(value)
             said = of_spec(spec, variable.aval.ndim)
             splits = once([a | s for a, s in zip(value.splits, said, strict=True)])
-            found.append(_Value(value.buffer, splits))
+            found.append(Value(value.buffer, splits))
         return found
 
-    def _cond(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _cond(self, equation: Any, operands: list[Value]) -> list[Value]:
         branches, which = equation.params["branches"], operands[0].known
         if which is None and equation.params.get("branches_platforms") is not None:
             which = self._platform(equation.params["branches_platforms"])
@@ -342,19 +329,20 @@ class _Reader:
 
     def _body(
         self, closed: Any, splits: Sequence[Splits], carry: range = range(0)
-    ) -> tuple[Tape, list[_Value]]:
+    ) -> tuple[Tape, list[Value]]:
         reader = _Reader(self.axes, self.platform)
         inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
         for place in carry:
             inputs[place].is_carried = True
         results = reader.run(closed.jaxpr, closed.consts, inputs)
         for place, value in enumerate(results):
-            if place >= len(carry):
+            own = inputs[carry[place]].buffer if place < len(carry) else -1
+            if not is_added_to(own, value.buffer, reader.nodes):
                 reader.resolved(value)
         places = [one.buffer for one in inputs], [one.buffer for one in results]
         return Tape(reader.nodes, reader.sizes, *places), results
 
-    def _scan(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _scan(self, equation: Any, operands: list[Value]) -> list[Value]:
         consts, carry = scan_counts(equation)
         operands = [self.resolved(one) for one in operands]
         inner = equation.params["jaxpr"]
@@ -375,11 +363,11 @@ class _Reader:
         for value, result in zip(values, results, strict=True):
             axes = frozenset().union(*(one.axes for one in result.partial))
             if axes:
-                sums = (_Sum(self.nodes[-1], axes, self.sizes[value.buffer], length),)
+                sums = (Sum(self.nodes[-1], axes, self.sizes[value.buffer], length),)
                 value.partial = sums
         return values
 
-    def _while(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _while(self, equation: Any, operands: list[Value]) -> list[Value]:
         params = equation.params
         operands = [self.resolved(one) for one in operands][params["cond_nconsts"] :]
         consts = params["body_nconsts"]
@@ -391,13 +379,13 @@ class _Reader:
     def _loop(
         self,
         equation: Any,
-        operands: list[_Value],
+        operands: list[Value],
         bodies: tuple[Tape, ...],
         splits: Sequence[Splits],
         trips: int,
         consts: int,
         carry: int,
-    ) -> list[_Value]:
+    ) -> list[Value]:
         results = [self.input(v.aval, s) for v, s in zip(equation.outvars, splits, strict=True)]
         reads, writes = (tuple(one.buffer for one in side) for side in (operands, results))
         name = equation.primitive.name
@@ -405,7 +393,7 @@ class _Reader:
         self.nodes.append(node)
         return results
 
-    def _flops(self, equation: Any, operands: list[_Value], results: list[_Value]) -> float:
+    def _flops(self, equation: Any, operands: list[Value], results: list[Value]) -> float:
         name = equation.primitive.name
         shapes = [atom.aval.shape for atom in equation.invars]
         local = lambda shape, splits: math.prod(
@@ -436,31 +424,6 @@ def _is_kept_apart(equation: Any) -> bool:
     """Whether what is recomputed is kept apart from the first computation by a barrier."""
     prevents = equation.params.get("prevent_cse", False)
     return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
-
-
-def _handed(name: str, operands: list[_Value]) -> tuple[_Sum, ...]:
-    """The sums that the result of a linear operation is a part of, as its operands are."""
-    partial = [one.partial for one in operands]
-    is_part = [bool(sums) for sums in partial]
-    if name in ("add", "add_any"):
-        # What a loop adds to what it carries is added up behind the loop; what is added to a sum,
-        # before or behind it.
-        return _joined(tuple(sum(partial, ()))) if any(is_part) else ()
-    if name == "mul" and sum(is_part) == 1:
-        return partial[0] or partial[1]
-    if name == "div":
-        return () if is_part[1] else partial[0]
-    return partial[0] if name in LINEAR else ()
-
-
-def _joined(sums: tuple[_Sum, ...]) -> tuple[_Sum, ...]:
-    """Sums that are added: of products one collective adds up all, of others each its own."""
-    alike = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
-    if len(alike) > 1 or sums[0].node.kind != "product":
-        return sums
-    for one in sums[1:]:
-        one.is_done = True
-    return sums[:1]
 
 
 def _either(one: Splits, other: Splits) -> Splits:

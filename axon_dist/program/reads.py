@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from ..core.compat import inner_programs, scan_counts
 from .layer_scan import has_units, is_unit
-from .walk import CALLS, REMATS, called
+from .walk import CALLS, LOOPS, REMATS, called
 
 
 def read_outside_units(jaxpr: Any, names: Sequence[str]) -> Iterator[str]:
@@ -96,3 +96,63 @@ def _count(jaxpr: Any, names: dict[Any, str], counts: Counter[str]) -> None:
 
 def _rows(variables: Sequence[Any], given: Sequence[str | None]) -> dict[Any, str]:
     return {v: name for v, name in zip(variables, given, strict=True) if name}
+
+
+PASSED = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
+)
+"""Operations whose result is the same values as their one operand."""
+
+SLICES = frozenset({"dynamic_slice", "gather"})
+"""Operations with which a loop takes a row of what all turns are handed."""
+
+
+def read_in_loops(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
+    """The inputs that a loop reads in every turn, as a recurrent layer reads its weights.
+
+    What is handed to units that are called in a loop, and what a loop takes rows of, is not among
+    them; nor is what functions with derivatives of their own read.
+
+    Args:
+        jaxpr: whose first inputs have names; units in it may be marked.
+        names: of these inputs.
+
+    Returns:
+        The names.
+    """
+    found: set[str] = set()
+    _in_loops(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), False, found)
+    return frozenset(found)
+
+
+def _in_loops(jaxpr: Any, names: dict[Any, str], is_loop: bool, found: set[str]) -> None:
+    for equation in jaxpr.eqns:
+        given = [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
+        if not any(given):
+            continue
+        kind, inner = equation.primitive.name, called(equation)
+        if kind in PASSED:
+            names[equation.outvars[0]] = given[0] or ""
+        elif kind in LOOPS:
+            for body, kept in _bodies(equation, given):
+                _in_loops(body, _rows(body.invars[: len(kept)], kept), True, found)
+        elif is_unit(equation) and is_loop:
+            continue
+        elif inner is not None and (kind in CALLS | REMATS or is_unit(equation)):
+            rows = _rows(inner.jaxpr.invars, given[-len(inner.jaxpr.invars) :])
+            _in_loops(inner.jaxpr, rows, is_loop, found)
+        elif kind == "cond":
+            for branch in inner_programs(equation):
+                _in_loops(branch, _rows(branch.invars, given[1:]), is_loop, found)
+        elif is_loop and kind not in SLICES:
+            found.update(filter(None, given))
+
+
+def _bodies(equation: Any, given: Sequence[str | None]) -> list[tuple[Any, Sequence[str | None]]]:
+    """The programs that a loop runs in every turn, and what each gets that no turn changes."""
+    params = equation.params
+    if equation.primitive.name == "scan":
+        return [(params["jaxpr"].jaxpr, given[: scan_counts(equation)[0]])]
+    first = params["cond_nconsts"]
+    kept = given[first : first + params["body_nconsts"]]
+    return [(params["cond_jaxpr"].jaxpr, given[:first]), (params["body_jaxpr"].jaxpr, kept)]

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax
 
-from ..core.tree import map_with_path
+from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..parallel import GlobalGather, only_axes
+from ..program import read_in_loops
 from .accumulate import accumulate
 from .objective import (
     Forward,
@@ -33,8 +34,7 @@ def global_gradients(spec: StepSpec) -> GradientFn:
     Returns:
         The function; gradients lie where their moments do.
     """
-    once = spec.strategy.gathers_once
-    forward = global_forward(spec, spec.change_layers, gathered=once)
+    once, splits = spec.strategy.gathers_once, _splits(spec)
 
     def constrain(grads: PyTree) -> PyTree:
         return jax.lax.with_sharding_constraint(grads, spec.owners)
@@ -42,6 +42,8 @@ def global_gradients(spec: StepSpec) -> GradientFn:
     def gradients(
         params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
     ) -> GradientResult:
+        looped = _read_in_loops(spec, batch) if splits else frozenset()
+        forward = global_forward(spec, spec.change_layers, once, looped)
         of_trained = beside(forward, frozen)
         if once:
             params = made_whole(spec, params)
@@ -68,29 +70,54 @@ def made_whole(spec: StepSpec, params: PyTree) -> PyTree:
     return map_with_path(lambda path, p: gather(path).forward(p), spec.view.cast(params))
 
 
-def global_forward(spec: StepSpec, also: Prepare, gathered: bool = False) -> Forward:
+def _splits(spec: StepSpec) -> bool:
+    """Whether weights or their gradients lie split, so that units gather them."""
+    strategy = spec.strategy
+    return bool(strategy.params.split_axes or strategy.opt_state.split_axes)
+
+
+def _read_in_loops(spec: StepSpec, batch: Batch) -> frozenset[Path]:
+    """The weights that a loop of the model reads in every turn, as recurrent layers do."""
+    lead = 0 if spec.num_microbatches == 1 else 1
+    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
+    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
+    run = lambda p, b, x: forward(p, b, x).loss
+    jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, few).jaxpr
+    return read_in_loops(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
+
+
+def global_forward(
+    spec: StepSpec,
+    also: Prepare,
+    gathered: bool = False,
+    looped: frozenset[Path] = frozenset(),
+) -> Forward:
     """The forward pass in global view: units gather their weights, in the compute dtype.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         also: changes the merged model first.
         gathered: whether the parameters given are whole already, and only gradients move.
+        looped: the weights that a loop reads in every turn.
 
     Returns:
         A function (params, buffers, batch) -> `Outcome`.
     """
-    splits = spec.strategy.params.split_axes or spec.strategy.opt_state.split_axes
-    prepare = spec.view.prepare(gather_of(spec, gathered) if splits else None, also)
+    make_gather = gather_of(spec, gathered, looped) if _splits(spec) else None
+    prepare = spec.view.prepare(make_gather, also)
     forward = forward_of(spec.parts, spec.loss_fn, prepare)
     return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
 
-def gather_of(spec: StepSpec, gathered: bool = False) -> Callable[[Path], GlobalGather]:
+def gather_of(
+    spec: StepSpec, gathered: bool = False, looped: frozenset[Path] = frozenset()
+) -> Callable[[Path], GlobalGather]:
     """How weights are gathered in global view: whole over the data axes, gradients to owners.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         gathered: whether trained weights are whole already.
+        looped: the weights that a loop reads in every turn.
     """
     strategy, mesh = spec.strategy, spec.mesh
     gathered_over = set(strategy.data_axes) - set(strategy.resident)
@@ -103,6 +130,6 @@ def gather_of(spec: StepSpec, gathered: bool = False) -> Callable[[Path], Global
         owner = None if is_frozen else strategy.opt_state(path, shape, mesh)
         full = only_axes(own, others)
         lies = full if gathered and not is_frozen else own
-        return GlobalGather(mesh, lies, owner, full, len(shape))
+        return GlobalGather(mesh, lies, owner, full, len(shape), path in looped)
 
     return make

@@ -323,6 +323,16 @@ class TrainStep(MadeOfSpec):
         arguments = self._arguments(batch, 1)
         return self._step.trace(*arguments).jaxpr, jax.tree.leaves(arguments)
 
+    def meeting_programs(self) -> tuple[tuple[Any, list[jax.ShapeDtypeStruct]], ...]:
+        """Traces what follows the steps after which replicas meet; one program a fragment.
+
+        Returns:
+            As of `program`, for a state alone; none where the strategy has no replicas that train
+            on their own.
+        """
+        state = self._form.placed_shapes
+        return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._meetings)
+
     def check(self, batch: Batch) -> None:
         """Traces and lowers the step for a batch, without compiling or storing anything.
 

@@ -43,6 +43,29 @@ def test_a_config_on_a_target(capsys, few):
     assert "a step is" in text
 
 
+def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
+    monkeypatch.setattr(planned, "FEW", 1)
+    large = ["model.width=512", "train.global_batch=1024"]
+    given = [*large, "model.num_layers=2", "precision=float32"]
+    text = out_of(capsys, str(CONFIGS / "fsdp8.yaml"), *given, "--target", "h100:8")
+    own, _, others = text.partition("Faster, and trains to other numbers than this config:")
+    assert "bf16" not in own
+    assert "precision bf16" in others
+    lines = yaml.safe_load(others.split("Lines of a config:\n")[1])
+    assert lines["precision"] == "bf16"
+    assert "precision" not in yaml.safe_load(own.split("Lines of a config:\n")[1])
+
+
+def test_replicas_of_a_config_stay_and_keep_their_options(capsys, few):
+    config = str(CONFIGS / "diloco.yaml")
+    text = out_of(capsys, config, "model.num_layers=2", "--target", "h100:2x4")
+    lines = yaml.safe_load(text.split("Lines of a config:\n")[1])
+    assert lines["mesh"]["nodes"] == 2
+    assert lines["parallel"]["diloco"]["every"] == 20
+    assert lines["parallel"]["diloco"]["compress"] == "int8"
+    assert lines["train"]["nonfinite"] == "skip"
+
+
 def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     config = str(CONFIGS / "fsdp8.yaml")

@@ -13,7 +13,6 @@ from axon_dist import World, build_train_step, compose, ddp, zero
 from axon_dist.parallel import (
     context_parallel,
     diloco,
-    expert_parallel,
     fsdp,
     local_sgd,
     suggest_plan,
@@ -24,10 +23,9 @@ from . import models
 from .models import Case
 from .reference import METRICS, assert_close, assert_metrics
 from .replicas import simulate
-from .test_experts import case_of
 
 NUM_STEPS = 6
-CASES: dict[str, Case] = {**models.CASES, "experts": case_of({}, {})}
+CASES: dict[str, Case] = models.CASES
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.05, momentum=0.9),
     "adam": lambda: optax.adam(1e-2, eps=1e-4),
@@ -43,7 +41,6 @@ WITHIN = {
     "fsdp": lambda model: (fsdp(min_elements=8),),
     "hsdp": lambda model: (fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8),),
     "fsdp x tp": lambda model: (fsdp(min_elements=8), tensor_parallel(suggest_plan(model))),
-    "ddp x ep": lambda model: (ddp(), expert_parallel()),
     "ddp x cp": lambda model: (ddp(), context_parallel()),
 }
 
@@ -87,7 +84,6 @@ FULL = [
     Row("fsdp x tp", "nodes=2,fsdp=2,tp=2", "transformer", 2),
     Row("fsdp x tp", "nodes=2,fsdp=2,tp=2", "transformer", 4, "sgd", "nesterov", 2),
     Row("ddp x cp", "nodes=2,dp=2,cp=2", "transformer", 2),
-    Row("ddp x ep", "nodes=2,dp=2,ep=2", "experts", 2),
 ]
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from axon_dist.config import RunConfig, build_strategy
 from axon_dist.core.errors import ConfigError
-from axon_dist.planner import Arrangement, arrange
+from axon_dist.planner import Apart, Arrangement, arrange
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,14 @@ from axon_dist.planner import Arrangement, arrange
         ({"strategy": "zero2", "dp": 8}, "shard_grad_op", "dp=8"),
         ({"strategy": "fsdp", "pp": 2, "fsdp": 2, "tp": 2}, "pp + tp + full_shard", None),
         ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid_shard", "dp=2,fsdp=4"),
+        ({"dp": 2, "ep": 4}, "ep + ddp", "dp=2,ep=4"),
+        ({"ep": 8}, "ep", "dp=1,ep=8"),
+        ({"replicas": 2, "apart": Apart(), "dp": 4}, "diloco + ddp", "nodes=2,dp=4"),
+        (
+            {"replicas": 2, "apart": Apart("local_sgd", 8, "pods"), "strategy": "fsdp", "fsdp": 2},
+            "local_sgd + full_shard",
+            "pods=2,fsdp=2",
+        ),
     ],
 )
 def test_names_and_meshes(sizes, name, mesh):
@@ -33,6 +41,7 @@ def test_names_and_meshes(sizes, name, mesh):
         Arrangement(strategy="hybrid_shard", dp=2, fsdp=4),
         arrange("full_shard", 4, tp=2, sequence=True),
         arrange("full_shard", 2, pp=2, tp=2, num_microbatches=4),
+        arrange("full_shard", 4, replicas=2, apart=Apart(every=20), num_microbatches=2),
     ],
     ids=lambda arrangement: arrangement.name,
 )
@@ -43,7 +52,8 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
     world = make_world(str(config.mesh))
     strategy = build_strategy(config.parallel, None, world) if arrangement.tp == 1 else None
     if strategy is not None:
-        assert strategy.name == arrangement.strategy
+        assert strategy.name.split(" + ")[-1] == arrangement.strategy
+        assert (strategy.slow is None) == (arrangement.apart is None)
     pipeline = config.parallel.get("pipeline", {})
     count = pipeline.get("num_microbatches", config.train.accumulate)
     assert count == arrangement.num_microbatches
@@ -55,9 +65,24 @@ def test_the_lines_of_a_config_are_read_by_the_config(arrangement, make_world):
         ({"strategy": "zero4"}, "unknown strategy 'zero4'. Did you mean 'zero"),
         ({"schedule": "1f2b"}, "unknown schedule '1f2b'. Did you mean '1f1b'"),
         ({"tp": 0}, "tp=0 must be at least 1; set it so"),
+        ({"ep": 0}, "ep=0 must be at least 1; set it so"),
+        ({"replicas": 2}, "got replicas=2 and apart=None; replicas over slow links need an Apart"),
         ({"strategy": "hybrid_shard", "fsdp": 8}, "dp=1 and fsdp=8; .* or take full_shard"),
     ],
 )
 def test_impossible_arrangements(fields, message):
     with pytest.raises(ConfigError, match=message):
         Arrangement(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("dilocco",), "unknown strategy 'dilocco' over slow links. Did you mean 'diloco'"),
+        (("diloco", 0), "diloco got axis='nodes' and every=0; .* at least 1 step"),
+        (("diloco", 8, "dp"), "axis='dp' and every=8; the axis must be pods or nodes"),
+    ],
+)
+def test_replicas_that_cannot_be(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Apart(*given)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from axon_dist.core.errors import ConfigError
 from axon_dist.hardware import hardware
 from axon_dist.planner import (
+    Apart,
     Arrangement,
     Direction,
     Workload,
@@ -16,6 +17,7 @@ from axon_dist.planner import (
     evaluate,
     guess_shape,
     lint,
+    on_best_schedule,
     recommend,
 )
 
@@ -173,3 +175,53 @@ def test_a_step_has_samples():
 def test_counts_that_are_none(count):
     with pytest.raises(ConfigError, match=r"number of parameters|a number of parameters can be"):
         recommend(count, 4)
+
+
+MIXTURE = dataclasses.replace(guess_shape(1e9), num_experts=8, expert_params=int(8e8))
+
+
+def test_experts_are_split_where_there_are_some():
+    work = Workload(shape=MIXTURE, global_batch=64, precision="bf16")
+    found = list(candidates(work, 16, H100))
+    assert {one.ep for one in found} == {1, 2, 4, 8}
+    assert all(one.num_devices == 16 and (one.ep == 1 or one.pp == 1) for one in found)
+    assert {
+        one.ep for one in candidates(Workload(shape=guess_shape(1e9), global_batch=64), 16, H100)
+    } == {1}
+    split, whole = (evaluate(arrange("ddp", 8 // ep, ep=ep), work, H100) for ep in (8, 1))
+    # A rank has an eighth of the experts, and all of the rest.
+    assert split.memory.params == pytest.approx(4 * (2e8 + 8e8 / 8), rel=1e-6)
+    assert whole.memory.params == pytest.approx(4 * 1e9, rel=1e-6)
+    assert {t.axis for t in split.transfers} == {"ep"}
+    assert {t.kind for t in split.transfers} == {"tokens", "gradients"}
+
+
+def test_replicas_over_slow_links_send_less_the_seldomer_they_meet():
+    work = Workload(shape=guess_shape(1e9), global_batch=64, precision="bf16")
+    found = list(candidates(work, 16, H100, Apart(every=50), 2))
+    assert found
+    assert all(one.num_devices == 16 and one.replicas == 2 and one.pp == 1 for one in found)
+    assert not list(candidates(work, 16, H100, Apart(), 3))
+    slow = dataclasses.replace(H100, network=1e8)
+    plan = lambda every: evaluate(
+        arrange("ddp", 8, replicas=2, apart=Apart(every=every)), work, slow
+    )
+    sent = lambda plan: {t.axis: t.wire_bytes for t in plan.transfers}
+    # Half of the ring's two rounds, 4 bytes a parameter, every 50 steps.
+    assert sent(plan(50))["nodes"] == pytest.approx(4 * 1e9 / 50)
+    assert sent(plan(100))["nodes"] == pytest.approx(4 * 1e9 / 100)
+    assert plan(100).time.total < plan(1).time.total
+    assert plan(100).time.total < evaluate(arrange("ddp", 16), work, slow).time.total
+
+
+def test_the_schedule_is_the_one_with_the_shortest_step():
+    shape = dataclasses.replace(guess_shape(7e9), num_layers=32)
+    work = Workload(shape=shape, global_batch=64, precision="bf16")
+    base = evaluate(arrange("full_shard", 2, pp=4, num_microbatches=8), work, H100)
+    best = on_best_schedule(base, work, H100)
+    assert best.time.total < base.time.total
+    assert best.arrangement == dataclasses.replace(
+        base.arrangement, schedule=best.arrangement.schedule
+    )
+    alone = evaluate(arrange("ddp", 8), work, H100)
+    assert on_best_schedule(alone, work, H100) == alone

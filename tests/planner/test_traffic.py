@@ -1,16 +1,23 @@
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
+from axon_dist import World
 from axon_dist.core.errors import ConfigError
+from axon_dist.inspect import collectives
+from axon_dist.nn.ring import ring_attention
 from axon_dist.planner import (
     Arrangement,
     Workload,
     arrange,
     comm_bytes,
     context_bytes,
+    expert_bytes,
     guess_shape,
     pipeline_bytes,
     sequence_bytes,
@@ -49,13 +56,18 @@ def test_activations_around_the_ring():
     assert tensor_bytes(1, num_layers=1, num_ranks=2, remat=True) == 6
     assert sequence_bytes(1, num_layers=1, num_ranks=2) == 5
     assert pipeline_bytes(10, chunks=2) == 40
-    assert context_bytes(1, num_layers=2, num_ranks=3) == pytest.approx(8)
+    assert expert_bytes(1, num_layers=2, num_ranks=4) == 24  # 4 (c - 1) A, the ring
+    assert expert_bytes(1, 1, 4, per_token=2, capacity=1.0) == 6  # 4 (c - 1)/c k f A, all to all
+    assert expert_bytes(1, 1, 4, per_token=4, capacity=2.0) == expert_bytes(1, 1, 4)
+    assert context_bytes(1, num_layers=2, num_ranks=3) == pytest.approx(2 * 5 * 2 / 3)
+    assert context_bytes(1, 1, 2, query_bytes=4 / 3) == context_bytes(1, 1, 2, query_bytes=8) == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
         (("tensor", 1, 8), {}, r"'tensor' moves activations .* ask tensor_bytes\(\)"),
+        (("expert", 1, 8), {}, r"'expert' moves activations .* ask expert_bytes\(\)"),
         (("fsdq", 1, 8), {}, "unknown strategy 'fsdq'. Did you mean 'fsdp'"),
         (("ddp", 1, 0), {}, "got num_ranks=0; it must be an integer of at least 1"),
         (("ddp", 1, 1.5), {}, r"got num_ranks=1\.5; it must be an integer of at least 1"),
@@ -127,3 +139,27 @@ def test_neighbours_of_an_axis_are_as_far_apart_as_the_axes_within():
 
 def test_one_device_is_silent():
     assert transfers(Arrangement(), WORK) == ()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_ring_attention_sends_what_its_formula_says(kv_heads):
+    world, heads, width = World.emulate(4, "cp=4"), 4, 64
+    shape = lambda heads: jax.ShapeDtypeStruct((1, 32, heads, width), jnp.float32)
+    spec = PartitionSpec(None, "cp")
+    attend = lambda *arrays: ring_attention(*arrays, "cp", True, is_dealt=True)
+    run = jax.shard_map(attend, mesh=world.mesh, in_specs=spec, out_specs=spec)
+    # Two programs: in one the compiler would see that both send the same keys, and send them once.
+    forward = jax.jit(lambda *arrays: jax.vjp(run, *arrays))
+    backward = jax.jit(lambda pull, cotangent: pull(cotangent))
+    given = [shape(heads), shape(kv_heads), shape(kv_heads)]
+    out, pull = jax.eval_shape(forward, *given)
+    programs = forward.lower(*given).compile(), backward.lower(pull, out).compile()
+    sent = sum(
+        size
+        for program in programs
+        for kind, size in collectives(program, world.mesh).by_kind().items()
+        if kind == "collective-permute"
+    )
+    size = lambda heads: 32 * heads * width * 4
+    expected = context_bytes(size(kv_heads), 1, 4, query_bytes=size(heads))
+    assert sent == pytest.approx(expected, rel=0.02)

@@ -131,6 +131,83 @@ def test_a_row_layer_is_added_up_over_its_ranks():
     assert found.flops == 2 * 2 * 64**3 / 2
 
 
+TP = frozenset({"tp"})
+COLUMN, ROW = (NONE, TP), (TP, NONE)
+
+
+def test_a_row_layer_in_a_loop_is_added_up_in_every_turn():
+    """The next turn reads what this one carries; a loop that only adds has one sum, behind it."""
+    up, down = jnp.ones((64, 64)), jnp.ones((64, 64))
+
+    def run(x, up, down):
+        turn = lambda x, _: (x + jnp.tanh(jnp.tanh(x) @ up) @ down, None)
+        return jax.lax.scan(turn, x, None, length=8)[0]
+
+    found = tape(run, X, up, down, splits=[whole(2), COLUMN, ROW], axes={"tp": 2})
+    assert kinds(found) == [("all-reduce", MATRIX, 8)]
+
+
+def test_a_sum_that_one_reader_has_added_up_is_whole_for_the_next():
+    """As in a block: what attention gives is added up for the norm, and stays in the residual."""
+
+    def run(x, up, down):
+        first = x + (x @ up) @ down
+        other = first.reshape(64, 64) * 1.0
+        return jnp.tanh(first), other + (jnp.tanh(first) @ up) @ down
+
+    found = tape(run, X, W, W, splits=[whole(2), COLUMN, ROW], axes={"tp": 2})
+    assert kinds(found) == [("all-reduce", MATRIX, 1)] * 2
+
+
+def placing(shape, spec):
+    types = (AxisType.Auto,) * len(shape)
+    return NamedSharding(AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types), spec)
+
+
+@pytest.mark.parametrize(
+    ("is_pinned", "axes", "expected"),
+    [
+        (False, {"dp": 4}, [("reduce-scatter", 8 * MATRIX, 1)]),
+        (True, {"dp": 4}, [("reduce-scatter", MATRIX, 1)]),
+        (True, {"dp": 4, "fsdp": 2}, [("all-reduce", MATRIX, 1)]),
+    ],
+)
+def test_what_is_whole_behind_a_loop_is_scattered_once(is_pinned, axes, expected):
+    pinned, owner = placing(axes, PartitionSpec()), placing(axes, PartitionSpec("dp"))
+
+    def run(w, xs):
+        loss = lambda w: jnp.sum(jax.lax.scan(lambda c, x: (jnp.tanh(x @ w), None), xs[0], xs)[0])
+        grad = jax.grad(loss)(w)
+        grad = jax.lax.with_sharding_constraint(grad, pinned) if is_pinned else grad
+        return jax.lax.with_sharding_constraint(grad, owner)
+
+    xs = jnp.ones((8, 64, 64))
+    found = tape(run, W, xs, splits=[whole(2), (NONE, frozenset(axes), NONE)], axes=axes)
+    assert kinds(found) == expected
+
+
+def test_a_state_stays_where_it_lies():
+    """What an optimizer has updated in shards is gathered, where every rank has all of it."""
+    place = placing({"dp": 4}, PartitionSpec("dp"))
+    run = lambda w: w - 0.1 * jax.lax.with_sharding_constraint(w, place)
+    program = jax.make_jaxpr(run)(W)
+    sent = lambda kept: kinds(tape_of(program, [whole(2)], {"dp": 4}, "cuda", kept))
+    assert sent(1) == [("all-gather", MATRIX, 1)]
+    assert sent(0) == []
+
+
+def test_a_sum_is_scattered_behind_what_it_is_added_into():
+    """The gradient of positions: a sum over samples, put in the rows of a table."""
+    place = placing({"dp": 4}, PartitionSpec("dp"))
+
+    def run(x):
+        rows = jnp.zeros((64, 64)).at[jnp.arange(64)].add(jnp.sum(x, 0))
+        return jax.lax.with_sharding_constraint(rows, place)
+
+    found = tape(run, jnp.ones((8, 64, 64)), splits=[(DP, NONE, NONE)], axes={"dp": 4})
+    assert kinds(found) == [("reduce-scatter", MATRIX, 1)]
+
+
 def test_branches_for_other_platforms_are_left_away():
     run = lambda x: jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x)
     assert tape(run, X, platform="cpu").flops == 2 * 64**3
