@@ -271,7 +271,9 @@ def test_options_of_a_step(name):
 
 
 @pytest.mark.parametrize(
-    "odd", ["a", -1, 1.5, 2**40, jax.random.key(0), NET, {"up": 3}, [1]], ids=str
+    "odd",
+    ["a", -1, 1.5, 2**40, jax.random.key(0), NET, {"up": 3}, [1]],
+    ids=lambda x: type(x).__name__,
 )
 def test_a_first_state_takes_weights_alone(step, odd):
     refused(lambda: step.init(odd), "init got weights=.*arrays by path")
