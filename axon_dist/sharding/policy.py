@@ -130,8 +130,8 @@ class LargestDim(Policy):
         >>> rule = LargestDim(("fsdp",))
         >>> rule("kernel", (100, 4096), MeshSpec(fsdp=4))
         P(None, 'fsdp')
-        >>> rule("kernel", (4096, 11008), MeshSpec(fsdp=64))
-        P('fsdp')
+        >>> rule.decide("kernel", (4096, 11008), MeshSpec(fsdp=64)).reason
+        'dim 0 of (4096, 11008) split 64 ways'
         >>> rule.decide("scale", (64,), MeshSpec(fsdp=4)).reason
         'stays whole: 64 elements are fewer than min_elements=1024'
 
