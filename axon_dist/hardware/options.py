@@ -50,7 +50,14 @@ SPARSE_CORE: MappingProxyType[str, str | bool] = MappingProxyType(
         # all-reduce of twice the bytes.
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
+        # What the compute units cannot scatter, such as rows of 11008 over 64 chips, becomes an
+        # all-reduce before anything asks whether the sparse core can.
+        "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": "false",
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+        # A gather over two or three closed dims of a torus is another emitter, with a switch of its
+        # own: without it the compute units run it themselves, and stand still meanwhile.
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     }
 )
 """The sparse core of a TPU sends while the others compute."""

@@ -106,9 +106,19 @@ class Replicate(Policy):
         return Decision(PartitionSpec(), self.name, "replicated")
 
 
+TILE = 8
+"""Rows in a tile of TPU memory.
+
+A shard that ends within a tile is padded for a reduce-scatter, which the compute units then run
+themselves instead of running beside it.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class LargestDim(Policy):
     """Splits the largest free dim that divides by the size of the axes; the FSDP and ZeRO rule.
+
+    A dim that is split into whole tiles goes before a larger one that is not.
 
     Args:
         axes: the mesh axes that split it, together.
@@ -120,6 +130,8 @@ class LargestDim(Policy):
         >>> rule = LargestDim(("fsdp",))
         >>> rule("kernel", (100, 4096), MeshSpec(fsdp=4))
         P(None, 'fsdp')
+        >>> rule.decide("kernel", (4096, 11008), MeshSpec(fsdp=64)).reason
+        'dim 0 of (4096, 11008) split 64 ways'
         >>> rule.decide("scale", (64,), MeshSpec(fsdp=4)).reason
         'stays whole: 64 elements are fewer than min_elements=1024'
 
@@ -152,7 +164,7 @@ class LargestDim(Policy):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides for the largest free dim that divides, the first of equals."""
+        """Decides for the largest free dim that divides, best into whole tiles, first of equals."""
         count = math.prod(mesh.shape[axis] for axis in self.axes)
         elements = math.prod(shape)
         if elements < self.min_elements:
@@ -167,7 +179,7 @@ class LargestDim(Policy):
         if not divisible:
             why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
             return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
-        dim = max(divisible, key=lambda d: (shape[d], -d))
+        dim = max(divisible, key=lambda d: (shape[d] // count % TILE == 0, shape[d], -d))
         entry = self.axes[0] if len(self.axes) == 1 else self.axes
         spec = PartitionSpec(*(None,) * dim, entry)
         return Decision(spec, self.name, f"dim {dim} of {shape} split {count} ways")

@@ -109,6 +109,13 @@ def test_options_are_per_chip_and_not_shared():
     assert sparse not in target_options("v5e:16x16")
 
 
+@pytest.mark.parametrize("form", ["", "2d_", "3d_"])
+def test_gathers_over_any_number_of_dims_of_a_torus_leave_the_compute_units(form):
+    name = f"xla_tpu_enable_sparse_core_collective_offload_{form}all_gather"
+    assert target_options("v5p:4x4x4")[name] == "true"
+    assert name not in target_options("v5e:16x16")
+
+
 def test_gathers_are_fused_only_where_that_is_right():
     """Anywhere but on v5e libtpu refuses it, since it has computed wrong numbers there."""
     of = lambda row: [name for name, _ in row.options if "async_collective_fusion" in name]
