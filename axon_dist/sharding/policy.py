@@ -106,8 +106,8 @@ class Replicate(Policy):
         return Decision(PartitionSpec(), self.name, "replicated")
 
 
-TILE = 8
-"""Rows in a tile of TPU memory.
+TILE, LARGE = 8, 2**20
+"""Rows in a tile of TPU memory, and the elements from which on a leaf is cut between tiles.
 
 A shard that ends within a tile is padded for a reduce-scatter, which the compute units then run
 themselves instead of running beside it.
@@ -118,7 +118,7 @@ themselves instead of running beside it.
 class LargestDim(Policy):
     """Splits the largest free dim that divides by the size of the axes; the FSDP and ZeRO rule.
 
-    A dim that is split into whole tiles goes before a larger one that is not.
+    Of large leaves a dim that is split into whole tiles goes before a larger one that is not.
 
     Args:
         axes: the mesh axes that split it, together.
@@ -164,7 +164,7 @@ class LargestDim(Policy):
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:
-        """Decides for the largest free dim that divides, best into whole tiles, first of equals."""
+        """Decides for the largest free dim that divides, the first of equals."""
         count = math.prod(mesh.shape[axis] for axis in self.axes)
         elements = math.prod(shape)
         if elements < self.min_elements:
@@ -179,7 +179,8 @@ class LargestDim(Policy):
         if not divisible:
             why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
             return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
-        dim = max(divisible, key=lambda d: (shape[d] // count % TILE == 0, shape[d], -d))
+        tiled = lambda d: elements >= LARGE and shape[d] // count % TILE == 0
+        dim = max(divisible, key=lambda d: (tiled(d), shape[d], -d))
         entry = self.axes[0] if len(self.axes) == 1 else self.axes
         spec = PartitionSpec(*(None,) * dim, entry)
         return Decision(spec, self.name, f"dim {dim} of {shape} split {count} ways")
