@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import ConfigError, DTypeError
-from ..core.told import FLOATS
+from ..core.told import NUMBERS
 from ..core.typing import Array, Shape
 from .plan import check_capacity
 
@@ -38,7 +38,7 @@ class GradientBucket:
     def __init__(self, capacity: int, dtype: Any = jnp.float32):
         check_capacity(capacity)
         self.capacity: int = capacity
-        FLOATS.check("GradientBucket", "dtype", dtype)
+        NUMBERS.check("GradientBucket", "dtype", dtype)
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._gradients: list[Array] = []
 

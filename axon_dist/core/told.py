@@ -99,6 +99,14 @@ def is_float(value: Any) -> bool:
         return False
 
 
+def is_numeric(value: Any) -> bool:
+    """Whether a value is a dtype of numbers, or names one that JAX has."""
+    try:
+        return jnp.issubdtype(jnp.dtype(value), jnp.number)
+    except TypeError:
+        return False
+
+
 def is_module(value: Any) -> bool:
     """Whether a value is a module, or a function that makes one; a wrapper of one is neither."""
     return isinstance(value, nnx.Module) or (callable(value) and not hasattr(value, "strategy"))
@@ -131,6 +139,7 @@ TEXTS = Kind(
     ),
 )
 PATH = Kind("a path, as a text", lambda x: isinstance(x, (str, os.PathLike)))
+NUMBERS = Kind("a dtype of numbers, such as 'float32'", is_numeric)
 FLOATS = Kind("a floating-point dtype, such as 'bfloat16'", is_float)
 MODULE = Kind(
     "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))",

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 from axon_dist.core.told import FUNCTION, Kind
-from axon_dist.step import TrainState
 
 from .cadence import LoopOptions
 
@@ -15,7 +14,9 @@ BATCHES = Kind(
     'an iterable of batches, such as a loader or a list of {"x": ..., "y": ...}',
     lambda x: isinstance(x, Iterable) and not isinstance(x, (str, bytes, Mapping, type)),
 )
-STATE = Kind("a TrainState, such as step.init()", lambda x: isinstance(x, TrainState)).or_none()
+STATE = Kind(
+    "a TrainState, such as step.init()", lambda x: hasattr(x, "step") and hasattr(x, "params")
+).or_none()
 _FUNCTION = FUNCTION.or_none()
 KINDS: MappingProxyType[str, Kind] = MappingProxyType(
     {

@@ -322,7 +322,7 @@ ONE_BY_ONE = {
     "dims of None": lambda: axon_dist.all_to_all(STACKED, GROUP, None, None),
     "dim of a half": lambda: axon_dist.all_gather(STACKED, GROUP, dim=0.5),
     "bucket of texts": lambda: axon_dist.GradientBucket(4, "abc"),
-    "bucket of integers": lambda: axon_dist.GradientBucket(4, jnp.int32),
+    "bucket of flags": lambda: axon_dist.GradientBucket(4, bool),
     "endless ranks": lambda: WORLD.new_group(itertools.count()),
     "ranks without end": lambda: WORLD.new_group(range(10**12)),
     "one device twice": lambda: World.init("dp=-1", [jax.devices()[0]] * 2),

@@ -193,8 +193,12 @@ def wide():
     return lora(Net(nnx.Rngs(0), (4 * WIDTH,) * 4), RANK, "blocks", rngs=nnx.Rngs(1))
 
 
-def test_a_frozen_base_moves_4p_and_holds_2p_over_n(make_world):
-    """Two gathers in bfloat16 and no reduction; two bytes per parameter, and no moments."""
+def test_a_frozen_base_is_gathered_twice_and_holds_2p_over_n(make_world):
+    """Two gathers of the base and no reduction; two bytes per parameter, and no moments.
+
+    The dtype of the gathers is bfloat16 on a GPU, which is tested for h100; XLA:CPU widens in front
+    of them.
+    """
     world = make_world("fsdp=8")
     build = functools.partial(
         build_train_step, wide, optax.adam(1e-2), loss_fn, fsdp(**SMALL), world
@@ -206,9 +210,9 @@ def test_a_frozen_base_moves_4p_and_holds_2p_over_n(make_world):
     blocks = size(lambda keys: keys[0] == "blocks" and "lora" not in keys)
     outside = size(lambda keys: keys[0] != "blocks")
     adapters = size(lambda keys: "lora" in keys)
-    # What is outside the units is gathered once, and adapters are float32.
-    gathered = 4 * blocks + 2 * outside + 8 * adapters
-    assert ledger.total_wire_bytes("all-gather") == pytest.approx(gathered * 7 / 8, rel=0.02)
+    # What is outside the units is gathered once.
+    gathered = 4 * (2 * blocks + outside + 2 * adapters)
+    assert ledger.total_wire_bytes("all-gather") == pytest.approx(gathered * 7 / 8, rel=0.005)
     # XLA:CPU spells a reduce-scatter as an all-reduce, of twice the bytes.
     reduced = ledger.total_wire_bytes("all-reduce") / 2 + ledger.total_wire_bytes("reduce-scatter")
     assert reduced == pytest.approx(4 * adapters * 7 / 8, rel=0.05)
@@ -217,9 +221,10 @@ def test_a_frozen_base_moves_4p_and_holds_2p_over_n(make_world):
     assert own(state.frozen) == pytest.approx(2 * (blocks + outside) / 8, rel=0.01)
     assert own((state.params, state.opt_state)) == pytest.approx(12 * adapters / 8, rel=0.01)
     full = build()
-    assert collectives(full.lower(BATCHES[0]).compile(), world.mesh).total_wire_bytes() > (
-        2.9 * ledger.total_wire_bytes()
-    )
+    whole = collectives(full.lower(BATCHES[0]).compile(), world.mesh).total_wire_bytes()
+    # What is spared is the reduction of the base.
+    spared = 8 * (blocks + outside) * 7 / 8
+    assert whole - ledger.total_wire_bytes() == pytest.approx(spared, rel=0.01)
 
 
 def test_a_frozen_bfloat16_base_under_fsdp_equals_one_device(make_world):
