@@ -131,7 +131,11 @@ MUTATIONS = (
     ),
     # Shards: which dim, how many, whose rows.
     row(
-        "sharding/policy.py", "key=lambda d: (shape[d], -d)", "key=lambda d: (-shape[d], -d)",
+        "sharding/policy.py", "(tiled(d), shape[d], -d)", "(tiled(d), -shape[d], -d)",
+        "sharding/test_policy.py",
+    ),
+    row(
+        "sharding/policy.py", "// count % TILE == 0", "% TILE == 0",
         "sharding/test_policy.py",
     ),
     row(
