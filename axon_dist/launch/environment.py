@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from ..core.errors import LaunchError, did_you_mean
-from .spec import DEFAULT_HOST, DEFAULT_PORT, LaunchSpec, parse_count, parse_port
+from .spec import DEFAULT_HOST, DEFAULT_PORT, LaunchSpec, parse_count, parse_host, parse_port
 
 Environment = Mapping[str, str]
 
@@ -106,10 +106,7 @@ def _torchrun(env: Environment) -> LaunchSpec | None:
 
 
 def _master(env: Environment) -> str:
-    host = env.get("MASTER_ADDR", DEFAULT_HOST).strip()
-    if not host:
-        raise LaunchError("MASTER_ADDR is empty; set the host name or address of the process 0")
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return parse_host(env.get("MASTER_ADDR", DEFAULT_HOST), "MASTER_ADDR")
 
 
 def _port(env: Environment) -> int:
@@ -173,7 +170,7 @@ def _sagemaker(env: Environment) -> LaunchSpec | None:
         )
     port = parse_port(env.get("MASTER_PORT", str(DEFAULT_PORT)), "MASTER_PORT")
     return LaunchSpec(
-        coordinator_address=f"{hosts[0]}:{port}",
+        coordinator_address=f"{parse_host(hosts[0], 'SM_HOSTS')}:{port}",
         num_processes=len(hosts),
         process_id=hosts.index(current),
         source="sagemaker",

@@ -20,7 +20,7 @@ from .child import Child, start_child
 from .emulation import MOST_DEVICES
 from .memory import MEMORY, host_folder
 from .roll_call import TOKEN
-from .spec import DEFAULT_PORT, parse_port
+from .spec import DEFAULT_PORT, parse_host, parse_port
 from .watchdog import EXIT_PEER_LOST
 
 USER_ERROR = 2
@@ -116,11 +116,7 @@ class LaunchPlan:
                 "elastic; processes rejoin a run that has shrunk, after more than 0 seconds: give "
                 "--elastic --rejoin-after 600, or neither"
             )
-        if not self.master_addr or not self.master_addr.isprintable() or " " in self.master_addr:
-            raise LaunchError(
-                f"the master address is {self.master_addr!r:.80}; give the name or the address of "
-                "a host, such as localhost"
-            )
+        parse_host(self.master_addr, "the master address")
         if self.nnodes > 1:
             self._check_hosts()
         if self.elastic and not self.max_restarts:

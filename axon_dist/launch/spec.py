@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import re
 import socket
 
@@ -80,8 +81,9 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host:
-        raise LaunchError(f"the coordinator address {address!r} is not host:port; give both")
-    return host.strip("[]"), parse_port(port, "the coordinator's port")
+        raise LaunchError(f"the coordinator address {address!r:.80} is not host:port; give both")
+    named = parse_host(host, "the coordinator's host")
+    return named.strip("[]"), parse_port(port, "the coordinator's port")
 
 
 def bind_address(address: str) -> tuple[str, int]:
@@ -106,6 +108,39 @@ def bind_address(address: str) -> tuple[str, int]:
                 probe.bind((where[0], 0))
                 return str(where[0]), port
     return "", port
+
+
+def parse_host(text: str, name: str) -> str:
+    """Reads the name or the address of a host, as it stands before `:port`.
+
+    Args:
+        text: such as `node0`, `10.0.0.1`, `::1` or `[::1]`.
+        name: where it was said.
+
+    Returns:
+        The same; an IPv6 address within brackets.
+
+    Raises:
+        LaunchError: for a URL, a host with its port, or what no host is called.
+
+    Example:
+        >>> parse_host("::1", "MASTER_ADDR")
+        '[::1]'
+    """
+    host = text.strip()
+    if re.fullmatch(r"[\w.-]{1,253}", host):
+        return host
+    address = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        # A link's name may follow, fe80::1%eth0.
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        what = f"{host!r:.80}" if host else "empty"
+        raise LaunchError(
+            f"{name} is {what}; give the name or the address of a host alone, such as localhost "
+            "or 10.0.0.1, without a scheme, a port or a path"
+        ) from None
+    return f"[{address}]"
 
 
 def parse_port(text: str, name: str) -> int:

@@ -129,7 +129,11 @@ def test_one_process_of_a_cluster_is_alone(env):
         ({"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
         ({"MASTER_PORT": "70000"}, r"MASTER_PORT is 70000; .* 1\.\.65535"),
         (SLURM | {"MASTER_PORT": "abc"}, r"MASTER_PORT is 'abc', which is not an integer"),
-        (TORCH | {"MASTER_ADDR": " "}, r"MASTER_ADDR is empty; set the host"),
+        (TORCH | {"MASTER_ADDR": " "}, r"MASTER_ADDR is empty; give the name or the address of"),
+        (TORCH | {"MASTER_ADDR": "http://x"}, r"MASTER_ADDR is 'http://x'; .* without a scheme"),
+        (TORCH | {"MASTER_ADDR": "node0:29500"}, r"MASTER_ADDR is 'node0:29500'; .* a port or"),
+        (TORCH | {"MASTER_ADDR": "a b"}, r"MASTER_ADDR is 'a b'"),
+        (TORCH | {"MASTER_ADDR": "x" * 254}, r"MASTER_ADDR is 'xxx"),
         (TORCH | {"LOCAL_RANK": "-1"}, r"LOCAL_RANK=-1 must be at least 0"),
         (
             TORCH | {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"},
