@@ -14,7 +14,12 @@ from ..nn import ActivationCheckpointing
 
 
 def check_arguments(
-    optimizer: Any, loss_fn: Any, world: Any, remat: Any = None, strategy: Any = None
+    optimizer: Any,
+    loss_fn: Any,
+    world: Any,
+    remat: Any = None,
+    strategy: Any = None,
+    model: Any = None,
 ) -> None:
     """Checks the kinds of the arguments that are no plain values.
 
@@ -23,7 +28,8 @@ def check_arguments(
         loss_fn: must be callable.
         world: must be a `World`.
         remat: must be an `ActivationCheckpointing` or None.
-        strategy: a wrapper must be over a group of this world.
+        strategy: a wrapper must be over a group of this world, and of this model.
+        model: the model, or a function that makes it.
 
     Raises:
         ConfigError: naming what was got and what to give instead.
@@ -73,6 +79,14 @@ def check_arguments(
             f"the {type(strategy).__name__} is over a group of a mesh {_axes(group.mesh)}, and the "
             f"step is for a world of {_axes(world.mesh)}, or of other devices; give it "
             f"world.group({', '.join(map(repr, group.axes))}) of this world"
+        )
+    wrapped = getattr(strategy, "module", None)
+    both = isinstance(wrapped, nnx.Module) and isinstance(model, nnx.Module)
+    if both and wrapped is not model:
+        raise ConfigError(
+            f"the {type(strategy).__name__} is around another {type(wrapped).__name__} than the "
+            f"{type(model).__name__} that the step is for; build the step for its .module, or give "
+            "its .strategy"
         )
 
 

@@ -134,7 +134,7 @@ def build_train_step(
         >>> int(state.step)
         1
     """
-    check_arguments(optimizer, loss_fn, world, remat, strategy)
+    check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     parts, source = take_apart(model, trainable)
     chosen = strategy_for(parts, as_strategy(strategy), precision, remat)
     if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:

@@ -256,6 +256,11 @@ OPTIONS = {
         r"DistributedDataParallel is over a group of a mesh dp=4, and the step is for a world of "
         r"dp=8.*give it world.group\('dp'\)",
     ),
+    "a wrapper of another model": (
+        {"strategy": axon_dist.DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), GROUP)},
+        r"DistributedDataParallel is around another Linear than the .* build the step for its "
+        r".module, or give its .strategy",
+    ),
     "a mesh as world": ({"world": WORLD.mesh}, "world is a Mesh"),
     "a group as world": ({"world": GROUP}, "world is a ProcessGroup"),
     "batch of none": ({"batch": {"x": None}}, "."),
