@@ -8,6 +8,7 @@ Differentiate from outside the `shard_map`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.errors import DivisibilityError, GroupError
+from ..core.errors import ConfigError, DivisibilityError, GroupError
 from ..core.reduction import all_sum, gathered
 from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
@@ -28,6 +29,8 @@ from .remat import summed
 Initializer: TypeAlias = Callable[..., Array]
 """(key, shape, dtype) -> array, as in `jax.nn.initializers`."""
 
+ADDRESSES = 2**47
+"""Bytes that a process of a 64-bit machine can address."""
 
 KERNEL_INIT: Initializer = nnx.initializers.lecun_normal()
 BIAS_INIT: Initializer = nnx.initializers.zeros_init()
@@ -271,6 +274,12 @@ def born(
     dim: int | None,
 ) -> Array:
     """Fills a whole array and keeps each rank's shard of it, split along `dim`."""
+    held = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if held >= ADDRESSES:  # Whoever asks XLA for such an array ends in an abort.
+        raise ConfigError(
+            f"a weight of shape {shape} in {jnp.dtype(dtype)} has {held:.1e} bytes, and a process "
+            f"can address {ADDRESSES:.1e}; check the features"
+        )
     if group is None:
         return init(rngs.params(), shape, dtype)
     spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, group.axes[0])

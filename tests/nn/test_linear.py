@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.core.errors import DivisibilityError, GroupError
+from axon_dist.core.errors import ConfigError, DivisibilityError, GroupError
 from axon_dist.inspect import collectives
 from axon_dist.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear, constrain
 from axon_dist.parallel import ByPlan, plan_of
@@ -150,3 +150,11 @@ def test_errors_name_sizes_and_remedies(make_world):
         RowParallelLinear(10, 8, group=world.group("tp"), rngs=nnx.Rngs(0))
     with pytest.raises(GroupError, match=r"needs a group by one mesh axis, such as world.group"):
         ColumnParallelLinear(8, 8, group=world.group("dp", "tp"), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_a_weight_beyond_all_addresses_is_refused_where_xla_would_abort(kind):
+    with pytest.raises(
+        ConfigError, match=r"\(1000000000, 1000000000\) in float32 has 4.0e\+18 byt"
+    ):
+        kind(10**9, 10**9, rngs=nnx.Rngs(0))
