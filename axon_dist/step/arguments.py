@@ -28,7 +28,7 @@ def check_arguments(
         loss_fn: must be callable.
         world: must be a `World`.
         remat: must be an `ActivationCheckpointing` or None.
-        strategy: a wrapper must be over a group of this world, and of this model.
+        strategy: a wrapper must be over a group of this world, and around such a model.
         model: the model, or a function that makes it.
 
     Raises:
@@ -82,12 +82,19 @@ def check_arguments(
         )
     wrapped = getattr(strategy, "module", None)
     both = isinstance(wrapped, nnx.Module) and isinstance(model, nnx.Module)
-    if both and wrapped is not model:
+    # Made anew it is as good: a strategy depends on names and shapes alone.
+    if both and wrapped is not model and _weights(wrapped) != _weights(model):
         raise ConfigError(
             f"the {type(strategy).__name__} is around another {type(wrapped).__name__} than the "
-            f"{type(model).__name__} that the step is for; build the step for its .module, or give "
-            "its .strategy"
+            f"{type(model).__name__} that the step is for, with other weights; build the step for "
+            "its .module, or give its .strategy"
         )
+
+
+def _weights(model: nnx.Module) -> dict[Any, Any]:
+    """The shape of every weight by its path."""
+    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {path: getattr(variable.get_value(), "shape", None) for path, variable in found}
 
 
 def _axes(mesh: Mesh) -> str:
