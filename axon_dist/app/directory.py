@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes
 
 from ..config.load import read_yaml
 from ..config.schema import RunConfig
+from .lock import locked
 
 AUTO = "auto"
 """Where to resume from: the newest good checkpoint of the run itself, if there is one."""
@@ -201,6 +203,37 @@ def _holds_a_run(path: str | Path) -> ConfigError:
         f"run_dir: {str(path)!r} holds a run already; name another, remove it, or go on with it: "
         "--resume auto"
     )
+
+
+def take_folders(
+    config: RunConfig,
+    directory: RunDirectory,
+    stack: contextlib.ExitStack,
+    tell: Callable[[str], None],
+) -> None:
+    """Keeps other runs out of the folders that this one writes to, for as long as a stack is open.
+
+    Args:
+        config: a run as YAML describes it.
+        directory: of the run.
+        stack: gives the folders up as it closes.
+        tell: takes a sentence where the file system has no locks.
+
+    Raises:
+        ConfigError: when another run is at work in one of them, or it cannot be written.
+    """
+    stack.enter_context(locked(directory.path, "run_dir", tell))
+    if config.checkpoint.dir is None:
+        return
+    folder = as_path(config.checkpoint.dir, "checkpoint.dir")
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.dir: cannot write to {str(folder)!r}: {error.strerror}; name another"
+        ) from error
+    if folder.resolve() != directory.path.resolve():
+        stack.enter_context(locked(folder, "checkpoint.dir", tell))
 
 
 def check_writable(folder: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
-from axon_dist.core.files import as_path, kind_at
+from axon_dist.core.files import kind_at
 from axon_dist.core.told import told
 from axon_dist.loop import (
     FINISHED,
@@ -34,8 +34,7 @@ from axon_dist.step import PortableForm, TrainState
 from ..config import CONFIG, Run, RunConfig, build_run
 from .ahead import compiling_ahead
 from .copies import check_copies, open_copies
-from .directory import RunDirectory, check_writable, create_directory
-from .lock import locked
+from .directory import RunDirectory, create_directory, take_folders
 from .out_of_memory import explained
 from .program import read_program
 from .report import opening_lines, summarize, summary_table
@@ -94,7 +93,7 @@ def train(
     for line in [*opening_lines(run), f"run directory: {directory.path}"]:
         tell(line)
     with contextlib.ExitStack() as stack:
-        on_main(lambda: _take(config, directory, stack, tell))
+        on_main(lambda: take_folders(config, directory, stack, tell))
         form = PortableForm(run.step)
         copies = open_copies(run, form, os.environ, tell)
         state = find_start(run, form, directory, resume, tell, copies)
@@ -156,31 +155,6 @@ def _with_weights(run: Run, resume: str | None) -> Run:
     if resume is None and run.config.weights is not None:
         run.config.weights.check(run.step)
     return run
-
-
-def _take(
-    config: RunConfig,
-    directory: RunDirectory,
-    stack: contextlib.ExitStack,
-    tell: Callable[[str], None],
-) -> None:
-    """Keeps other runs out of the folders that this one writes to, for as long as a stack is open.
-
-    Raises:
-        ConfigError: when another run is at work in one of them, or it cannot be written.
-    """
-    stack.enter_context(locked(directory.path, "run_dir", tell))
-    if config.checkpoint.dir is None:
-        return
-    folder = as_path(config.checkpoint.dir, "checkpoint.dir")
-    try:
-        check_writable(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"checkpoint.dir: cannot write to {str(folder)!r}: {error.strerror}; name another"
-        ) from error
-    if folder.resolve() != directory.path.resolve():
-        stack.enter_context(locked(folder, "checkpoint.dir", tell))
 
 
 def _go_on(
