@@ -14,7 +14,7 @@ from axon_dist.mesh import World, build_mesh
 
 from ..config.build import Run, abstract_batch, step_for
 
-_CACHE = "jax_compilation_cache_dir"
+_CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def compiling_ahead(
 def _can_shrink(run: Run, env: Mapping[str, str]) -> bool:
     """Whether a run on fewer processes would have another mesh, whose program can be kept."""
     shrinks = -1 in run.config.mesh.shape.values() and run.config.devices.emulate is None
-    has_cache = bool(getattr(jax.config, _CACHE))
+    has_cache = all(getattr(jax.config, name) for name in _CACHE)
     return shrinks and has_cache and bool(env.get(ELASTIC)) and run.world.num_processes > 1
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib
-from jax._src import clusters, core, distributed, source_info_util, xla_bridge
+from jax._src import (
+    clusters,
+    compilation_cache,
+    core,
+    distributed,
+    source_info_util,
+    xla_bridge,
+)
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
@@ -48,6 +55,24 @@ def rendezvous_flags() -> tuple[str, ...]:
     """
     major, minor = (int(part) for part in jaxlib.__version__.split(".")[:2])
     return _RENDEZVOUS_FLAGS if (0, 10) <= (major, minor) <= (0, 12) else ()
+
+
+def runs_cached_collectives_in_order() -> bool:
+    """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
+
+    Every `ppermute` has the channel 1, so that devices tell two of them apart by their order alone.
+    Of programs that jaxlib 0.12 has loaded from the cache, it starts both at once: most runs of a
+    ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of participating
+    threads") or hang. Those of 0.10.2 and 0.11.2 do not, nor does any program just compiled.
+    """
+    major, minor = (int(part) for part in jaxlib.__version__.split(".")[:2])
+    return (major, minor) < (0, 12)
+
+
+def turn_cache_off() -> None:
+    """Compiles without JAX's compilation cache from here on, also where it was in use before."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
 
 
 def gpu_pipelining(*kinds: str, on: bool = True) -> dict[str, str | bool]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
-from ..core.compat import backend_started, rendezvous_flags
+from ..core.compat import (
+    backend_started,
+    rendezvous_flags,
+    runs_cached_collectives_in_order,
+    turn_cache_off,
+)
 from ..core.errors import LaunchError, MeshError
 from .spec import LaunchSpec, parse_count
 
@@ -95,3 +103,26 @@ def prepare_emulation(num_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
     if not getattr(jax.config, "jax_platforms"):  # noqa: B009
         jax.config.update("jax_platforms", "cpu")
+
+
+def keep_collectives_in_order(devices: Sequence[Any]) -> None:
+    """Turns JAX's compilation cache off for CPU devices whose collectives it would mix up.
+
+    Args:
+        devices: of a world; those of other platforms, or one alone, may use the cache.
+
+    Warns:
+        UserWarning: where a cache was to be used.
+    """
+    is_at_risk = len(devices) > 1 and devices[0].platform == "cpu"
+    if not is_at_risk or runs_cached_collectives_in_order():
+        return
+    if getattr(jax.config, "jax_enable_compilation_cache"):  # noqa: B009
+        turn_cache_off()
+        if folder := getattr(jax.config, "jax_compilation_cache_dir"):  # noqa: B009
+            warnings.warn(
+                f"the compilation cache {str(folder)!r:.200} is not used: XLA:CPU of jaxlib "
+                f"{jaxlib.__version__} runs the collectives of programs that it loads out of "
+                f"order, which {len(devices)} CPU devices would abort or hang at",
+                stacklevel=4,
+            )

@@ -18,7 +18,12 @@ from jax.sharding import AxisType, Mesh
 from ..core.choice import Choice
 from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
 from ..launch.distributed import Timeouts, initialize
-from ..launch.emulation import prepare_emulation, share_of, stated_share
+from ..launch.emulation import (
+    keep_collectives_in_order,
+    prepare_emulation,
+    share_of,
+    stated_share,
+)
 from ..launch.environment import from_env
 from .group import ProcessGroup
 from .links import by_links
@@ -92,6 +97,7 @@ class World:
         if not chosen:
             raise MeshError("got an empty list of devices; a world needs at least one")
         spec = MeshSpec(axes).resolve(len(chosen))
+        keep_collectives_in_order(chosen)
         return cls(build_mesh(spec, chosen), _backend_of(chosen))
 
     @classmethod

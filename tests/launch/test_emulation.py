@@ -1,7 +1,13 @@
+import os
+import subprocess
+import sys
+
+import jax
 import pytest
 
 from axon_dist.core.errors import LaunchError, MeshError
-from axon_dist.launch.emulation import share_of, stated_share
+from axon_dist.launch import emulation
+from axon_dist.launch.emulation import keep_collectives_in_order, share_of, stated_share
 from axon_dist.launch.spec import LaunchSpec
 
 FOUR = LaunchSpec(num_processes=4, process_id=3)
@@ -29,3 +35,55 @@ def test_devices_that_cannot_be_shared(spec, stated, words):
 def test_no_device():
     with pytest.raises(MeshError, match=r"cannot emulate 0 devices"):
         share_of(0, LaunchSpec())
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_cache_that_mixes_collectives_up_is_turned_off(in_order, monkeypatch):
+    turned = []
+    monkeypatch.setattr(emulation, "runs_cached_collectives_in_order", lambda: in_order)
+    monkeypatch.setattr(emulation, "turn_cache_off", lambda: turned.append(True))
+    jax.config.update("jax_enable_compilation_cache", True)
+    keep_collectives_in_order(jax.devices()[:1])
+    assert not turned
+    if in_order:
+        keep_collectives_in_order(jax.devices())
+        assert not turned
+    else:
+        with pytest.warns(UserWarning, match=r"cache .* is not used: XLA:CPU of jaxlib .* 8 CPU"):
+            keep_collectives_in_order(jax.devices())
+        assert turned
+
+
+RING = """
+import sys
+import jax, numpy as np, optax
+from flax import nnx
+from axon_dist import World, build_train_step
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.parallel import context_parallel
+
+world = World.emulate(8, "cp=8")
+model = Transformer(TransformerConfig.preset("tiny", max_length=2048), rngs=nnx.Rngs(0))
+step = build_train_step(model, optax.sgd(0.1), next_token_loss, context_parallel("ring"), world)
+tokens = np.random.default_rng(0).integers(0, 256, (1, 2049)).astype(np.int32)
+state, metrics = step(step.init(), {"tokens": tokens})
+print(float(metrics["loss"]), float(step(state, {"tokens": tokens})[1]["loss"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_ring_runs_again_where_there_is_a_cache(tmp_path):
+    """It aborted or hung in most second runs with jaxlib 0.12, whose cache it had filled."""
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    env |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", RING], capture_output=True, text=True, env=env, timeout=300
+        )
+        for _ in range(3)
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs[-1].stderr
+    assert runs[0].stdout == runs[1].stdout == runs[2].stdout
