@@ -154,14 +154,19 @@ class View:
 
         return adapt
 
+    @property
+    def _cheap(self) -> RematPolicy | None:
+        """What units keep that are not to be recomputed."""
+        if not self.moves_activations:
+            return remake_in_backward
+        # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
+        return regather_in_backward if self.frees_weights else None
+
     def with_layer_scan(self, forward: Forward) -> Forward:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
-        cheap = regather_in_backward if self.moves_activations else remake_in_backward
-        regather = cheap if self.frees_weights else None
-        remat = self.remat.remat if self.remat else regather
+        remat = self.remat.remat if self.remat else self._cheap
         group = self.remat.group_size if self.remat else 1
         prefetch = self.sends_pieces or not self.moves_activations
         return scan_over_layers(forward, group, remat, prefetch=prefetch)

@@ -170,3 +170,10 @@ def test_memory_grows_by_shards_and_activations_not_by_gathered_blocks(world):
     few, many = (memory(compiled(world, n)).peak for n in (4, 12))
     shards, activations = 8 * BLOCK_BYTES / 8, 8 * 2 * 4 * (32 + 2 * 64) * 4
     assert many - few < 3 * shards + 2 * activations < 8 * BLOCK_BYTES
+
+
+def test_where_weights_stay_whole_a_block_keeps_no_second_copy_of_them(world):
+    """A block more costs its whole weights once, its shards and little of its activations."""
+    program = lambda n: compiled(world, n, sharding_strategy="shard_grad_op")
+    few, many = (memory(program(n)).temporaries for n in (4, 12))
+    assert 8 * BLOCK_BYTES < many - few < 1.5 * 8 * BLOCK_BYTES
