@@ -3,9 +3,10 @@
     python -m benchmarks.step [--rows ddp shard_grad_op full_shard "full_shard remat"] [--rounds 5]
 
 By hand weights are gathered once and stay whole until the backward pass has used them, as
-shard_grad_op does; full_shard gathers them again there, and the program by hand does so where its
-blocks are rematerialised. Prints CPU-seconds per step (the least of the rounds, the figure to trust
-on a shared machine), the median wall time, their ratios, and the collectives of both programs.
+shard_grad_op does. full_shard frees them and gathers them again there, so it stands beside a second
+program by hand that does so too: each block under a `jax.checkpoint` that keeps everything but
+gathered weights. Prints CPU-seconds per step (the least of the rounds, the figure to trust on a
+shared machine), the median wall time, what they are to each program by hand, and the collectives.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, ddp, fsdp
-from axon_dist.inspect import collectives
+from axon_dist.inspect import Ledger, collectives
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 
-from .timing import alternate
+from .timing import Timing, alternate
 
-OURS, HAND = "axon_dist", "by hand"
+OURS, HAND, HAND_AGAIN = "axon_dist", "by hand", "by hand, gathered again"
 SMALL = 1024
 """Leaves with fewer elements stay whole in both programs."""
 
@@ -39,11 +39,33 @@ SMALL = 1024
 class Recomputed(nnx.Module):
     """A block whose forward pass is run again in the backward pass."""
 
-    def __init__(self, block: nnx.Module):
+    def __init__(self, block: nnx.Module, mesh: jax.sharding.Mesh):
         self.block = block
 
     def __call__(self, *args: Any) -> Any:
         return nnx.remat(type(self.block).__call__)(self.block, *args)
+
+
+class Regathered(nnx.Module):
+    """A block that frees its whole weights, and keeps all else for its backward pass."""
+
+    def __init__(self, block: nnx.Module, mesh: jax.sharding.Mesh):
+        self.block = block
+        self.whole = NamedSharding(mesh, PartitionSpec())
+
+    def __call__(self, *args: Any) -> Any:
+        graphdef, shards = nnx.split(self.block)
+
+        def run(shards: Any, *args: Any) -> Any:
+            weights = jax.lax.with_sharding_constraint(shards, self.whole)
+            return nnx.merge(graphdef, weights, copy=True)(*args)
+
+        return jax.checkpoint(run, policy=keep_all_but_gathered)(shards, *args)
+
+
+def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What `Regathered` keeps: nothing else in a block has a sharding of its own."""
+    return primitive.name != "sharding_constraint"
 
 
 def whole(leaf: jax.Array, size: int) -> PartitionSpec:
@@ -60,6 +82,13 @@ def split(leaf: jax.Array, size: int) -> PartitionSpec:
     return PartitionSpec(*[None] * longest, "fsdp")
 
 
+Change: TypeAlias = Callable[[nnx.Module, jax.sharding.Mesh], nnx.Module]
+"""What stands in place of a block."""
+
+AS_IT_IS: MappingProxyType[str, Change] = MappingProxyType({HAND: lambda block, mesh: block})
+"""The model unchanged: the compiler gathers a weight once."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A strategy, and what an expert writes in its place.
@@ -68,35 +97,47 @@ class Row:
         axis: of the mesh, over all devices.
         strategy: ours.
         spec: a leaf and the number of devices -> where it lies, by hand.
-        options: of `build_train_step`; with any, blocks are `Recomputed` by hand.
+        by_hand: the programs beside ours, and what each has in place of a block.
+        options: of `build_train_step`.
     """
 
     axis: str
     strategy: Callable[[], Any]
     spec: Callable[[jax.Array, int], PartitionSpec]
+    by_hand: MappingProxyType[str, Change] = AS_IT_IS
     options: MappingProxyType[str, Any] = MappingProxyType({})
 
 
-SHARD_GRAD_OP = Row("fsdp", lambda: fsdp("shard_grad_op", min_elements=SMALL), split)
-FULL_SHARD = Row("fsdp", lambda: fsdp(min_elements=SMALL), split)
-REMAT = MappingProxyType({"remat": ActivationCheckpointing()})
+FULL_SHARD = Row(
+    "fsdp",
+    lambda: fsdp(min_elements=SMALL),
+    split,
+    MappingProxyType({**AS_IT_IS, HAND_AGAIN: Regathered}),
+)
 ROWS = MappingProxyType(
     {
         "ddp": Row("dp", ddp, whole),
-        "shard_grad_op": SHARD_GRAD_OP,
+        "shard_grad_op": Row("fsdp", lambda: fsdp("shard_grad_op", min_elements=SMALL), split),
         "full_shard": FULL_SHARD,
-        "full_shard remat": dataclasses.replace(FULL_SHARD, options=REMAT),
+        "full_shard remat": dataclasses.replace(
+            FULL_SHARD,
+            by_hand=MappingProxyType({HAND: Recomputed}),
+            options=MappingProxyType({"remat": ActivationCheckpointing()}),
+        ),
     }
 )
 """What is measured, by name."""
 
 
 def by_hand(
-    model: Transformer, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, row: Row
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    row: Row,
+    change: Change,
 ):
     """What an expert writes without a library: one jitted function over sharded arrays."""
-    if row.options:
-        model.blocks = nnx.List([Recomputed(block) for block in model.blocks])
+    model.blocks = nnx.List([change(block, mesh) for block in model.blocks])
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
     place = lambda leaf: NamedSharding(mesh, row.spec(leaf, mesh.size))
@@ -105,52 +146,70 @@ def by_hand(
         loss = next_token_loss(nnx.merge(graphdef, params, copy=True), batch)
         return loss.total / loss.weight
 
-    def step(params, opt_state, batch):
+    def step(state, batch):
+        params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return (optax.apply_updates(params, updates), opt_state), loss
 
     params = jax.tree.map(lambda x: jax.device_put(x, place(x), may_alias=False), params)
     places = jax.tree.map(place, params)
     opt_places = jax.tree.map(place, jax.eval_shape(optimizer.init, params))
     opt_state = jax.jit(optimizer.init, out_shardings=opt_places)(params)
-    out = (places, opt_places, NamedSharding(mesh, PartitionSpec()))
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
-    return jitted, params, opt_state
+    out = ((places, opt_places), NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(step, donate_argnums=0, out_shardings=out), (params, opt_state)
 
 
-def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, str]:
-    """Times both programs of a row side by side."""
-    row = ROWS[name]
-    world = World.emulate(devices, f"{row.axis}={devices}")
-    model = Transformer(TransformerConfig.preset("quickstart"), rngs=nnx.Rngs(0))
-    optimizer = optax.adamw(1e-3)
-    tokens = np.random.default_rng(0).integers(0, 256, (16, 129)).astype(np.int32)
+@dataclasses.dataclass
+class Program:
+    """A compiled step with its state.
 
-    step = build_train_step(
-        model, optimizer, next_token_loss, row.strategy(), world, **dict(row.options)
-    )
-    placed = step.place({"tokens": tokens})
-    ours = {"state": step.init()}
-    jitted, params, opt_state = by_hand(model, optimizer, world.mesh, row)
-    hand = {"state": (params, opt_state)}
+    Args:
+        step: (state, batch) -> (state, loss).
+        state: where it stands; each call moves it on.
+        batch: placed.
+        ledger: the collectives of the compiled program.
+    """
 
-    def run_ours():
-        ours["state"], metrics = step(ours["state"], placed)
-        return metrics["loss"]
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]
+    state: Any
+    batch: Any
+    ledger: Ledger
 
-    def run_by_hand():
-        params, opt_state, loss = jitted(*hand["state"], placed.arrays)
-        hand["state"] = (params, opt_state)
+    def __call__(self) -> jax.Array:
+        self.state, loss = self.step(self.state, self.batch)
         return loss
 
-    ledgers = {
-        OURS: collectives(step.lower({"tokens": tokens}).compile(), world.mesh),
-        HAND: collectives(jitted.lower(*hand["state"], placed.arrays).compile(), world.mesh),
-    }
-    timings = alternate({OURS: run_ours, HAND: run_by_hand}, rounds, calls)
-    losses = {OURS: float(jnp.asarray(run_ours())), HAND: float(jnp.asarray(run_by_hand()))}
 
+def programs_of(row: Row, devices: int) -> dict[str, Program]:
+    """Ours and those by hand, each with a state of its own."""
+    world = World.emulate(devices, f"{row.axis}={devices}")
+    model = lambda: Transformer(TransformerConfig.preset("quickstart"), rngs=nnx.Rngs(0))
+    optimizer = optax.adamw(1e-3)
+    batch = {"tokens": np.random.default_rng(0).integers(0, 256, (16, 129)).astype(np.int32)}
+
+    step = build_train_step(
+        model(), optimizer, next_token_loss, row.strategy(), world, **dict(row.options)
+    )
+    placed = step.place(batch)
+
+    def run(state, batch):
+        state, metrics = step(state, batch)
+        return state, metrics["loss"]
+
+    ledger = collectives(step.lower(batch).compile(), world.mesh)
+    programs = {OURS: Program(run, step.init(), placed, ledger)}
+    for name, change in row.by_hand.items():
+        jitted, state = by_hand(model(), optimizer, world.mesh, row, change)
+        ledger = collectives(jitted.lower(state, placed.arrays).compile(), world.mesh)
+        programs[name] = Program(jitted, state, placed.arrays, ledger)
+    return programs
+
+
+def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, list[str]]:
+    """Times the programs of a row side by side."""
+    programs = programs_of(ROWS[name], devices)
+    timings = alternate(dict(programs), rounds, calls)
     table = Table(title=f"step of {name}, {devices} emulated devices")
     table.add_column("program")
     for column in (
@@ -161,22 +220,26 @@ def measure(name: str, devices: int, rounds: int, calls: int) -> tuple[Table, st
         "loss",
     ):
         table.add_column(column, justify="right")
-    for program, timing in timings.items():
+    for label, program in programs.items():
         table.add_row(
-            program,
-            f"{timing.best_cpu:.3f}",
-            f"{timing.median_wall:.3f}",
-            f"{ledgers[program].num_executions()}",
-            f"{ledgers[program].total_wire_bytes() / 1e6:.3f}",
-            f"{losses[program]:.5f}",
+            label,
+            f"{timings[label].best_cpu:.3f}",
+            f"{timings[label].median_wall:.3f}",
+            f"{program.ledger.num_executions()}",
+            f"{program.ledger.total_wire_bytes() / 1e6:.3f}",
+            f"{float(program()):.5f}",
         )
-    same = ledgers[OURS].by_kind() == ledgers[HAND].by_kind()
-    text = (
-        f"ratio: CPU-seconds {timings[OURS].best_cpu / timings[HAND].best_cpu:.3f}, "
-        f"median wall {timings[OURS].median_wall / timings[HAND].median_wall:.3f}; "
-        f"collectives identical: {same}"
+    return table, [against(label, programs, timings) for label in ROWS[name].by_hand]
+
+
+def against(label: str, programs: dict[str, Program], timings: dict[str, Timing]) -> str:
+    """What our step takes of what one by hand does."""
+    ours, hand = timings[OURS], timings[label]
+    same = programs[OURS].ledger.by_kind() == programs[label].ledger.by_kind()
+    return (
+        f"to {label}: CPU-seconds {ours.best_cpu / hand.best_cpu:.3f}, "
+        f"median wall {ours.median_wall / hand.median_wall:.3f}; collectives identical: {same}"
     )
-    return table, text
 
 
 def main() -> None:
@@ -190,9 +253,9 @@ def main() -> None:
     World.emulate(args.devices)
     console = Console()
     for name in args.rows:
-        table, ratio = measure(name, args.devices, args.rounds, args.calls)
+        table, ratios = measure(name, args.devices, args.rounds, args.calls)
         console.print(table)
-        console.print(ratio)
+        console.print("\n".join(ratios))
 
 
 if __name__ == "__main__":
