@@ -48,7 +48,8 @@ class Experts(nnx.Module):
     """`sum over chosen e of g_e expert_e(x)`, plus the shared expert, of every token by itself.
 
     The experts are stacked: `up` and `gate` are `[E, D, F]`, `down` is `[E, F, D]`. All tokens of
-    all samples go through `mix_experts`, a function of arrays, which a strategy may replace.
+    all samples go through `mix_experts`, a function of arrays, and all that is found out about all
+    samples together through `sum_samples`; a strategy may replace both.
 
     Args:
         config: sizes and numerics, `config.experts` among them.
@@ -126,6 +127,17 @@ class Experts(nnx.Module):
             hidden = ACTIVATIONS[self.activation](hidden)
         return product(hidden, kernels["down"])
 
+    def sum_samples(self, x: Array) -> tuple[Array, int]:
+        """Adds up over the samples of a batch.
+
+        Args:
+            x: `[B, ...]`.
+
+        Returns:
+            The sums `[...]`, in the dtype of `x`, and how many samples there are.
+        """
+        return jnp.sum(x, axis=0, dtype=x.dtype), x.shape[0]
+
     def _choose(self, scores: Array) -> tuple[Array, Array]:
         """The gates and the numbers of the chosen experts, `[B, T, k]`."""
         ranked = jax.lax.stop_gradient(scores)
@@ -144,19 +156,25 @@ class Experts(nnx.Module):
         # Counted in whole numbers: a sum of fractions depends on who adds up what, and its
         # difference from the mean may change its sign.
         counts = jnp.sum(is_chosen, axis=1, dtype=jnp.int32)
-        share = counts / (chosen.shape[1] * experts.per_token)
-        of_batch = jnp.sum(counts, axis=0) / chosen.size
+        each = chosen.shape[1] * experts.per_token
+        total, samples = self.sum_samples(counts)
+        of_batch = total / (samples * each)
         probability = jnp.mean(scores, axis=1)
         if experts.balance_per == "batch":
-            balance = count * jnp.sum(of_batch * jnp.mean(probability, axis=0))
+            balance = count * jnp.sum(of_batch * self._mean(probability))
         else:
-            balance = count * jnp.mean(jnp.sum(share * probability, axis=-1))
-        router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+            balance = count * self._mean(jnp.sum(counts / each * probability, axis=-1))
+        router_z = self._mean(jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1))
         found = Findings(balance, router_z, dropped, count * jnp.max(of_batch))
         self.report.set_value(jnp.stack(found))
         if experts.bias_rate:
             moved = experts.bias_rate * jnp.sign(1 / count - of_batch)
             self.bias.set_value(self.bias[...] + moved)
+
+    def _mean(self, x: Array) -> Array:
+        """The mean over the samples, of `[B, ...]`."""
+        total, samples = self.sum_samples(x)
+        return total / samples
 
 
 def _kernels(rngs: nnx.Rngs, dtype: Any, shape: tuple[int, ...], std: float) -> nnx.Param:

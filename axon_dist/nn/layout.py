@@ -73,7 +73,7 @@ class Layout:
     def mapped(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
     ) -> Any:
-        """`shard_map` of a function over every axis that is not manual yet.
+        """`shard_map` of a function over every axis that is not manual yet, if there is one.
 
         Args:
             function: runs on one rank; may name every axis of the mesh.
@@ -86,6 +86,8 @@ class Layout:
             The mapped function, on arrays as they are where it is called.
         """
         manual = manual_axes()
+        if set(manual) >= set(self.mesh.axis_names):
+            return function
         mesh: Any = jax.sharding.get_abstract_mesh() if manual else self.mesh
         fixed = lambda spec: PartitionSpec(*(None if e is FREE else e for e in spec))
         left = lambda tree: jax.tree.map(

@@ -13,7 +13,10 @@ from .expert import EXPERTS as EXPERTS
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
+from .expert import keep_samples_apart as keep_samples_apart
 from .expert import map_experts as map_experts
+from .expert import sum_over_ranks as sum_over_ranks
+from .expert import sums_samples as sums_samples
 from .fsdp import FSDP as FSDP
 from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy

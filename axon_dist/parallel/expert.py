@@ -9,11 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.choice import Choice as Named
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.per_sample import per_sample
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.routing import Choice, in_order, in_slots, slots_for
 from ..core.tree import leaves_with_paths
@@ -29,6 +31,9 @@ EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
 
 MIX = "mix_experts"
 """The method of a module that sends tokens through experts, `Experts.mix_experts` or alike."""
+
+SUM = "sum_samples"
+"""The method of a module that adds up what it finds out about the samples, likewise."""
 
 
 class ExpertForm(Named):
@@ -237,6 +242,67 @@ def _wrap(model: nnx.Module, split: SplitExperts) -> None:
             wrap_calls(module, {MIX: split})
 
 
+def sum_over_ranks(model: nnx.Module, axes: Axes) -> None:
+    """Has modules with experts find out about the samples of all ranks, in place.
+
+    Args:
+        model: merged in a region where the axes are manual.
+        axes: the mesh axes that split the samples.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        if sums_samples(module):
+            wrap_calls(module, {SUM: SumOverRanks(axes)})
+
+
+def sums_samples(module: Any) -> bool:
+    """Whether a module adds up over the samples of a batch by a method that can be replaced."""
+    return has_experts(module) and hasattr(module, SUM)
+
+
+@dataclasses.dataclass(frozen=True)
+class SumOverRanks:
+    """Runs in place of a module's `sum_samples`, where each rank has some of the samples.
+
+    Args:
+        axes: the mesh axes that split them, manual ones.
+    """
+
+    axes: Axes
+
+    def __call__(self, add: Any, module: Any, x: Array) -> tuple[Array, int]:
+        """As `Experts.sum_samples`."""
+        total, samples = add(module, x)
+        return all_sum(total, self.axes), samples * num_ranks(self.axes)
+
+
+def keep_samples_apart(model: nnx.Module) -> None:
+    """Promises of a model's experts, in place, that what becomes of a sample is of it alone.
+
+    They sort the tokens of all samples to work on those of one expert together, and put each
+    result back.
+
+    Args:
+        model: to be traced, to find out what it makes of its samples.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        if sums_samples(module):
+            wrap_calls(module, {MIX: Apart()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Runs a module's `mix_experts` as a function of samples one by one."""
+
+    def __call__(self, mix: Any, module: Any, *arrays: Any) -> tuple[Array, Array]:
+        """As `Experts.mix_experts`."""
+        return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
+
+
+def num_ranks(axes: Iterable[str]) -> int:
+    """How many ranks some manual axes have together."""
+    return math.prod(jax.lax.axis_size(axis) for axis in axes)
+
+
 def has_experts(module: Any) -> bool:
     """Whether a module sends tokens through experts by a method that can be replaced."""
     return all(hasattr(module, name) for name in (MIX, "feed", "hidden_dims"))
@@ -268,7 +334,8 @@ class SplitExperts:
         kernels: dict[str, Array],
     ) -> tuple[Array, Array]:
         """As `Experts.mix_experts`."""
-        if set(manual_axes()) >= set(self.layout.mesh.axis_names):
+        manual = manual_axes()
+        if self.axis is None and set(manual) >= set(self.layout.mesh.axis_names):
             return mix(module, tokens, gates, chosen, kernels)
         lead = self.layout.spec(tokens.shape)
         spec = PartitionSpec(*(e if isinstance(e, (str, tuple)) else None for e in lead))
@@ -290,7 +357,10 @@ class SplitExperts:
 
         run = self.layout.mapped(local, (spec, spec, spec, places), (spec, PartitionSpec()))
         mixed, dropped = run(tokens, gates, chosen, kernels)
-        return mixed, dropped / chosen.size
+        if self.capacity is None:
+            # Known to be none, which no rank has to ask the others about.
+            return mixed, jnp.zeros((), jnp.float32)
+        return mixed, dropped / (chosen.size * num_ranks(a for a in split if a in manual))
 
     def _features(self, module: Any, kernels: dict[str, Array]) -> Axes:
         """The axes that split hidden features, where they divide."""

@@ -139,13 +139,6 @@ def _slow_residents(placed: Placed) -> Found:
     return {"slow": strategy.slow.axis, "axis": strategy.resident[0]}
 
 
-def _stage_residents(placed: Placed) -> Found:
-    strategy = placed.strategy
-    if strategy.pipeline is None or not strategy.resident:
-        return None
-    return {"name": strategy.name, "axis": strategy.resident[0]}
-
-
 def _stage_vocabulary(placed: Placed) -> Found:
     plan = placed.strategy.pipeline
     if plan is None or not plan.schedule.splits_vocabulary:
@@ -272,15 +265,6 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         "parameters along axis {axis!r} whose gradients the compiler reduces; leave "
         "expert_parallel out, and split them by fsdp(), or leave out what makes replicas",
         _slow_residents,
-    ),
-    Requirement.row(
-        "stages hold their experts whole",
-        StrategyConflictError,
-        "strategy {name!r} is a pipeline, whose ranks compute each from its own samples, and has "
-        "parameters along axis {axis!r} to which the samples of other ranks travel; leave "
-        "expert_parallel out beside a pipeline, and split them by fsdp or tensor_parallel, or "
-        "leave the pipeline out",
-        _stage_residents,
     ),
     Requirement.row(
         "a vocabulary is split over stages alone",

@@ -60,13 +60,13 @@ class Gradients(NamedTuple):
 def pull_back(program: StageProgram, at: Operands) -> tuple[Wire, Any]:
     """Runs a stage, and returns its output and the function from its gradient to all others."""
 
-    def run(weights: Any, rest: Rest, floats: list) -> tuple[list, list]:
+    def run(weights: Any, rest: Rest, floats: list) -> tuple[list, tuple[Any, Any]]:
         wire = Wire(floats, at.wire.others)
-        here = at._replace(weights=weights, rest=rest, wire=wire)
-        return tuple(here.run(program))  # type: ignore
+        made = at._replace(weights=weights, rest=rest, wire=wire).run(program)
+        return made.floats, (made.others, made.left)
 
     floats, pull, others = jax.vjp(run, at.weights, at.rest, at.wire.floats, has_aux=True)
-    return Wire(floats, others), lambda cotangents: Gradients(*pull(cotangents))
+    return Wire(floats, *others), lambda cotangents: Gradients(*pull(cotangents))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

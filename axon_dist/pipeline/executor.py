@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -48,6 +48,8 @@ class Executor:
         keeps: whether forward passes keep residuals; else backward passes recompute.
         frozen_weights: as `weights`, and None at the places of trained ones; [] where all are.
         frozen_rest: as `rest`; likewise.
+        learned: by number, the first values of the buffers that stages change, each its own: those
+            of a microbatch are what the one before has left, and in the order of the table.
         parted: the numbers of the rest of which every rank has its part of the vocabulary, where
             that is an action of its own; `last` of the stages then computes the loss of all ranks.
     """
@@ -62,6 +64,7 @@ class Executor:
     keeps: bool = False
     frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
+    learned: Mapping[int, Array] = dataclasses.field(default_factory=dict)
     parted: Collection[int] = ()
 
     def run(self) -> Sums:
@@ -74,7 +77,10 @@ class Executor:
         # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
         # is kept per tick and memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
-        return state.sums
+        homes = {i: stage for program in self.stages for i, stage in program.learns.items()}
+        is_home = lambda i: rank == self.schedule.placement[homes[i]]
+        found = {i: _from_rank(x[-1], is_home(i), self.axis) for i, x in state.learned.items()}
+        return state.sums._replace(learned=found)
 
     @cached_property
     def slots(self) -> SlotPlan:
@@ -132,7 +138,13 @@ class Executor:
                 rest={i: zeros(self.rest[i], wide=True) for i in self._used},
                 loss=zeros(self._loss_shape, wide=True),
             ),
+            learned={i: self._history(first) for i, first in self.learned.items()},
         )
+
+    def _history(self, first: Array) -> Array:
+        """Room for the values of a buffer over all microbatches, and the first of them."""
+        empty = jnp.zeros((self.schedule.num_microbatches + 1, *first.shape), first.dtype)
+        return empty.at[0].set(first)
 
     @property
     def _used(self) -> list[int]:
@@ -203,32 +215,47 @@ class Executor:
         ]
         return jax.lax.switch(index, [lambda x: as_it_lies(idle(x)), *branches], operand)
 
-    def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
-        stage = tick["stage"]
+    @cached_property
+    def _leaves_last(self) -> bool:
+        """Whether the last stage's forward pass is left to its backward pass.
 
-        def run(i: int, program: StageProgram, operand: Any) -> tuple[Wire, Wire, list]:
-            inputs, stash = operand
-            data = self.data(tick["microbatch"])
+        That mostly follows at once, and needs the output for the loss: run in its place, too, it
+        would be computed twice for nothing. It must not change what the stage learns, from one
+        microbatch to the next.
+        """
+        if self.keeps or self.schedule.splits_vocabulary:
+            return False
+        last = self.schedule.num_stages - 1
+        return not self.learned or self.schedule.in_order(last, (Phase.B, Phase.I))
+
+    def _forward(self, tick: Tick, state: State) -> tuple[State, Wire]:
+        stage, last = tick["stage"], self.schedule.num_stages - 1
+
+        def run(i: int, program: StageProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
+            inputs, stash, learned = operand
+            data = self._data(tick, learned)
             before = lambda: program.first(self._all_rest, data)
             x = _when(program, stage, 0, before, lambda: get(inputs, tick["inputs"]))
             rest = self._pick(program.middle_uses)
             at = Operands(self._rows(program), rest, data, stage, x, self._frozen(program))
             if not self.keeps:
-                return x, at.run(program) if self.schedule.num_stages > 1 else x, stash
+                if self._leaves_last and last == 0:
+                    return x, x, stash, learned
+                y = at.run(program)
+                return x, y.sent, stash, self._learned(program, tick, y, learned)
             y, kept = self._parts[i].forward(at)
-            values = self._stash.pack(i, [*jax.tree.leaves(y), *kept])
-            return x, y, put(stash, tick["stash"], values)
+            values = self._stash.pack(i, [*jax.tree.leaves(y.sent), *kept])
+            learned = self._learned(program, tick, y, learned)
+            return x, y.sent, put(stash, tick["stash"], values), learned
 
-        idle = lambda operand: (zeros(self._wire), zeros(self._wire), operand[1])
-        # The last stage's forward is run by its backward, which follows at once and needs its
-        # output for the loss: run here, too, it would be computed twice for nothing.
-        splits = self.schedule.splits_vocabulary
-        is_last = stage == self.schedule.num_stages - 1
-        is_left = is_last & (stage > 0) & (not self.keeps) & (not splits)
-        active, operand = tick["active"] & ~is_left, (state.inputs, state.stash)
-        x, y, stash = self._choose(tick, active, run, idle, operand)
-        if splits:
-            kept = put(state.outputs, tick["outputs"], y, active & is_last)
+        idle = lambda operand: (zeros(self._wire), zeros(self._wire), *operand[1:])
+        is_left = (stage == last) & (stage > 0) & self._leaves_last
+        active = tick["active"] & ~is_left
+        operand = (state.inputs, state.stash, state.learned)
+        x, y, stash, learned = self._choose(tick, active, run, idle, operand)
+        state = state._replace(learned=learned)
+        if self.schedule.splits_vocabulary:
+            kept = put(state.outputs, tick["outputs"], y, active & (stage == last))
             state = state._replace(outputs=kept)
         if self.keeps:
             return state._replace(stash=stash), y
@@ -255,9 +282,9 @@ class Executor:
         return state._replace(sums=sums, gradients=gradients), result
 
     def _backward(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
-        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, Sums]:
-            state, sums = operand
-            at = self._operands(program, tick, state)
+        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, Sums, dict]:
+            state, sums, learned = operand
+            at = self._operands(program, tick, state, learned)
             if self.keeps:
                 y, kept = self._kept(i, tick, state)
                 seed, sums = self._seed(program, tick, y, state, sums)
@@ -267,49 +294,87 @@ class Executor:
                 y, pull = pull_back(program, at)
                 seed, sums = self._seed(program, tick, y, state, sums)
                 weights, rest, inputs = pull(seed)
+                learned = self._learned(program, tick, y, learned, in_backward=True)
             sums = self._add(program, sums, weights, rest)
-            return inputs, self._before(program, tick, inputs, sums)
+            return inputs, self._before(program, tick, inputs, sums), learned
 
-        idle = lambda operand: (zeros(self._wire.floats), operand[1])
+        idle = lambda operand: (zeros(self._wire.floats), *operand[1:])
         # A branch gets what it changes as an operand of its own: XLA writes such a buffer in place
         # and copies one that stands among others that are only read.
-        operand = (state._replace(sums=None), state.sums)
-        result, sums = self._choose(tick, tick["active"], run, idle, operand)
-        return state._replace(sums=sums), result
+        operand = (state._replace(sums=None, learned={}), state.sums, state.learned)
+        result, sums, learned = self._choose(tick, tick["active"], run, idle, operand)
+        return state._replace(sums=sums, learned=learned), result
 
     def _input_gradient(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
-        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, list, Sums]:
-            state, buffers, sums = operand
-            at = self._operands(program, tick, state)
-            y, kept = self._kept(i, tick, state) if self.keeps else self._parts[i].forward(at)
+        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, list, Sums, dict]:
+            state, buffers, sums, learned = operand
+            at = self._operands(program, tick, state, learned)
+            if self.keeps:
+                y, kept = self._kept(i, tick, state)
+            else:
+                y, kept = self._parts[i].forward(at)
+                learned = self._learned(program, tick, y, learned, in_backward=True)
             seed, sums = self._seed(program, tick, y, state, sums)
             result, held = self._parts[i].input_gradient(at, kept, seed)
             buffers = put(buffers, tick["held"], self._held.pack(i, held))
-            return result, buffers, self._before(program, tick, result, sums)
+            return result, buffers, self._before(program, tick, result, sums), learned
 
-        idle = lambda operand: (zeros(self._wire.floats), operand[1], operand[2])
-        operand = (state._replace(sums=None, held=None), state.held, state.sums)
-        result, held, sums = self._choose(tick, tick["active"], run, idle, operand)
-        return state._replace(sums=sums, held=held), result
+        idle = lambda operand: (zeros(self._wire.floats), *operand[1:])
+        read = state._replace(sums=None, held=None, learned={})
+        operand = (read, state.held, state.sums, state.learned)
+        result, held, sums, learned = self._choose(tick, tick["active"], run, idle, operand)
+        return state._replace(sums=sums, held=held, learned=learned), result
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
         def run(i: int, program: StageProgram, operand: Any) -> Sums:
             state, sums = operand
             held = self._held.unpack(i, get(state.held, tick["held"]))
-            grads = self._parts[i].weight_gradient(self._operands(program, tick, state), held)
+            at = self._operands(program, tick, state, state.learned)
+            grads = self._parts[i].weight_gradient(at, held)
             return self._add(program, sums, *grads)
 
         operand = (state._replace(sums=None), state.sums)
         sums = self._choose(tick, tick["active"], run, lambda operand: operand[1], operand)
         return state._replace(sums=sums), None
 
-    def _operands(self, program: StageProgram, tick: Tick, state: State) -> Operands:
+    def _operands(
+        self, program: StageProgram, tick: Tick, state: State, learned: Mapping[int, Array]
+    ) -> Operands:
         """What a backward pass starts from; the input is a placeholder where it was kept."""
         rest = self._pick(program.middle_uses)
-        data = self.data(tick["microbatch"])
+        data = self._data(tick, learned)
         wire = zeros(self._wire) if self.keeps else get(state.inputs, tick["inputs"])
         frozen = self._frozen(program)
         return Operands(self._rows(program), rest, data, tick["stage"], wire, frozen)
+
+    def _data(self, tick: Tick, learned: Mapping[int, Array]) -> Data:
+        """What the middle of a stage knows of a microbatch."""
+        data = self.data(tick["microbatch"])
+        buffers = list(data.buffers)
+        for i, history in learned.items():
+            buffers[i] = get(history, tick["microbatch"])
+        return data._replace(buffers=buffers)
+
+    def _learned(
+        self,
+        program: StageProgram,
+        tick: Tick,
+        output: Wire,
+        learned: Mapping[int, Array],
+        in_backward: bool = False,
+    ) -> dict[int, Array]:
+        """The values of buffers over time, with those that a stage has left for what comes next.
+
+        A backward pass that runs the stage again has nothing to add, unless it is the first to run
+        it at all.
+        """
+        new, last = dict(learned), self.schedule.num_stages - 1
+        for (i, home), value in zip(program.learns.items(), output.left, strict=True):
+            if in_backward and not (self._leaves_last and home == last):
+                continue
+            when = None if program.stages == (home,) else tick["stage"] == home
+            new[i] = put(new[i], tick["microbatch"] + 1, value, when)
+        return new
 
     def _kept(self, i: int, tick: Tick, state: State) -> tuple[Wire, list[Array]]:
         """The output of a stage and the residuals that its forward pass kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,23 @@ class LossTrace:
         trained = depends_on(self.jaxpr, [*self.params.values(), *made])
         return frozenset(depends_on(self.jaxpr, self.batch) - trained)
 
+    @property
+    def changing(self) -> list[int]:
+        """The numbers of the buffers that the loss changes."""
+        return [i for i, v in enumerate(self.new_buffers) if v is not self.buffers[i]]
+
+    def made_of(self, buffer: int) -> tuple[Any, list[Any]]:
+        """The program that makes a buffer's next value, and the inputs that it reads."""
+        part, inputs = needed_for(self.jaxpr, [len(self.loss) + buffer])
+        return part, [self.jaxpr.invars[number] for number in inputs]
+
+    @cached_property
+    def learned(self) -> dict[int, Any]:
+        """The next values of the buffers that follow from more than buffers, by number."""
+        own = set(self.buffers)
+        found = [i for i in self.changing if not own.issuperset(self.made_of(i)[1])]
+        return {i: self.new_buffers[i] for i in found}
+
     def known(self, rest: dict[Keys, Any], buffers: Sequence[Any], batch: Sequence[Any]) -> dict:
         """The values of the inputs, without the parameters of blocks."""
         known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
@@ -109,28 +126,30 @@ def trace_loss(
 
 
 def buffers_over_time(
-    trace: LossTrace, buffers: PyTree, num_microbatches: int
+    trace: LossTrace, buffers: PyTree, num_microbatches: int, learned: Collection[int] = ()
 ) -> tuple[Callable[[Array], list[Any]], PyTree]:
     """What the buffers are before each microbatch, and after the last.
 
     A schedule runs microbatches of a stage in any order and each several times, so that a buffer
     must be known without running the model. The counts of random streams are: their part of the
-    program is cut out and run ahead.
+    program is cut out and run ahead. What a stage alone changes and reads, it keeps itself.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
         buffers: before the first microbatch.
         num_microbatches: how many.
+        learned: the numbers of the buffers that stages keep, which stay here as they are.
 
     Returns:
         A function from the index of a microbatch to the leaves of the buffers before it, and the
         buffers after the last.
 
     Raises:
-        UnsupportedError: when a buffer depends on the batch or the parameters, as BatchNorm's do.
+        UnsupportedError: when another buffer depends on the batch or the parameters, as those of a
+            BatchNorm behind the last block do.
     """
     leaves = jax.tree.leaves(buffers)
-    changing = [i for i, v in enumerate(trace.new_buffers) if v is not trace.buffers[i]]
+    changing = [i for i in trace.changing if i not in learned]
     advance = _advance(trace, buffers, changing)
 
     def body(now: list[Any], _: None) -> tuple[list[Any], list[Any]]:
@@ -150,16 +169,16 @@ def buffers_over_time(
 def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable:
     """The part of the program that makes the next buffers, if nothing else goes into it."""
     paths = [path for path, _ in leaves_with_paths(buffers)]
-    allowed = set(trace.buffers)
     pieces = {}
     for index in changing:
-        part, inputs = needed_for(trace.jaxpr, [len(trace.loss) + index])
-        needed = [trace.jaxpr.invars[number] for number in inputs]
-        if not allowed.issuperset(needed):
+        part, needed = trace.made_of(index)
+        if not set(trace.buffers).issuperset(needed):
             raise UnsupportedError(
                 f"the buffer {paths[index]!r} depends on the batch, as the statistics of BatchNorm "
-                "do. The stages of a pipeline run microbatches out of order, so that only "
-                "counters may change. Use a normalisation without statistics, such as "
+                "do, and is not one stage's alone. Stages keep what their own blocks change; of "
+                "the rest of a model, and of layers stacked in one module, only counters may "
+                "change, for microbatches run out of order. Let each block have its own, in an "
+                "nnx.List (scan_layers=False); or use a normalisation without statistics, such as "
                 "nnx.LayerNorm or nnx.RMSNorm, or freeze them with use_running_average=True"
             )
         pieces[index] = part, [trace.buffers.index(v) for v in needed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.typing import Array
@@ -15,10 +15,17 @@ class Wire(NamedTuple):
     Args:
         floats: activations, which have gradients.
         others: counts and flags, which have none.
+        left: what a stage leaves in its own buffers for the next microbatch; it is not passed on.
     """
 
     floats: list[Any]
     others: list[Any]
+    left: Sequence[Any] = ()
+
+    @property
+    def sent(self) -> Wire:
+        """What is passed on."""
+        return Wire(self.floats, self.others)
 
 
 class Data(NamedTuple):
@@ -74,11 +81,13 @@ class StageProgram:
         chunk: which of its rank's chunks each is.
         rows: the rows of parameters they use.
         first: (rest, data) -> the input of stage 0.
-        middle: (weights by row, rest, data, stage, input) -> output.
+        middle: (weights by row, rest, data, stage, input) -> output; `left` is by `learns`.
         last: (rest, data, output of the last stage) -> loss.
         first_uses: the rest parameters that `first` reads.
         middle_uses: those that `middle` reads.
         last_uses: those that `last` reads.
+        learns: the numbers of the buffers that `middle` leaves, in their order, and the stage that
+            each is of.
     """
 
     stages: tuple[int, ...]
@@ -90,3 +99,4 @@ class StageProgram:
     first_uses: tuple[int, ...]
     middle_uses: tuple[int, ...]
     last_uses: tuple[int, ...]
+    learns: Mapping[int, int] = dataclasses.field(default_factory=dict)

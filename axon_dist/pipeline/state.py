@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +19,14 @@ class Sums(NamedTuple):
         rows: gradients of the rows of block parameters.
         rest: gradients of the other parameters, by number.
         loss: sums of losses, of weights, and of weight x metric.
+        learned: the buffers that stages have changed, by number; the last microbatch's, and empty
+            before it is through.
     """
 
     rows: list[list[Array]]
     rest: dict[int, Array]
     loss: Loss
+    learned: Mapping[int, Array] = {}
 
 
 class State(NamedTuple):
@@ -36,6 +39,8 @@ class State(NamedTuple):
         held: what input gradients leave for weight gradients.
         outputs: outputs of the last stage, where the vocabulary is an action of its own.
         sums: `Sums`, what has been added up; None where an action only reads the buffers.
+        learned: by number, what each buffer that stages change is before each microbatch and behind
+            the last, as far as the stages of this rank have got; zeros where others change it.
     """
 
     inputs: Wire
@@ -44,6 +49,7 @@ class State(NamedTuple):
     held: list[Array]
     outputs: Wire
     sums: Any
+    learned: dict[int, Array]
 
 
 def empty(shapes: PyTree, num_slots: int) -> PyTree:

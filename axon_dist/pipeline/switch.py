@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -69,6 +70,7 @@ class SwitchStages:
             first_uses=(),
             middle_uses=self._uses(self._pieces[stage]),
             last_uses=self._uses(self._pieces[-1]),
+            learns=dict.fromkeys(self._learned_at(stage), stage),
         )
 
     @property
@@ -115,9 +117,29 @@ class SwitchStages:
     @cached_property
     def _pieces(self) -> list[Piece]:
         """The program of every stage, and of what comes after the last block."""
-        ends = [*self._crossing[1:], self.trace.loss]
+        new = self.trace.new_buffers
+        left = [[new[i] for i in self._learned_at(stage)] for stage in range(self._num_stages)]
+        ends = [*map(operator.add, self._crossing[1:], left), self.trace.loss]
         pairs = zip(self._crossing, ends, strict=True)
         return [self.trace.cut(end, known=start) for start, end in pairs]
+
+    def _learned_at(self, stage: int) -> list[int]:
+        """The numbers of the buffers that a stage alone changes, and that no other reads."""
+        return [i for i, home in self._learned.items() if home == stage]
+
+    @cached_property
+    def _learned(self) -> dict[int, int]:
+        """The numbers of the buffers that stages learn of the microbatch, and of their stages."""
+        made = {i: self._levels.get(v, -1) for i, v in self.trace.learned.items()}
+        readers = {i: self._readers_of(self.trace.buffers[i]) for i in made}
+        return {
+            i: at for i, at in made.items() if at in range(self._num_stages) if readers[i] <= {at}
+        }
+
+    def _readers_of(self, variable: Any) -> set[int]:
+        """The stages whose equations read an input, S for the loss and -1 for all."""
+        reading = [e for e in self.trace.jaxpr.eqns if variable in variables(e.invars)]
+        return {max(self._levels.get(v, -1) for v in equation.outvars) for equation in reading}
 
     @cached_property
     def _packings(self) -> tuple[Packing, Packing]:
@@ -148,7 +170,8 @@ class SwitchStages:
             own = [next(rows) for _ in self._rows_of(home)]
             for keys, value in self.storage.block_weights(home, own).items():
                 known[self.trace.params[keys]] = value
-        return self._pack(stage + 1, self._pieces[stage].run(known))
+        results, count = self._pieces[stage].run(known), len(self._crossing[stage + 1])
+        return self._pack(stage + 1, results[:count])._replace(left=results[count:])
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
         known = self._known(rest, data) | self._unpack(self._num_stages, wire)

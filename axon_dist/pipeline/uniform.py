@@ -47,6 +47,8 @@ class UniformStages:
         """The stages of a trace, or None where its blocks are not such a chain."""
         if not isinstance(storage, RowStorage) or storage.stages.depths is not None:
             return None
+        if trace.learned:
+            return None
         chains = find_chains(trace.jaxpr)
         if len(chains) != 1 or list(chains[0].calls) != trace.calls:
             return None

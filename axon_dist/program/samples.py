@@ -40,7 +40,7 @@ from .sample_values import (
 from .walk import equations
 
 RANKS = "samples_of_all_ranks"
-"""The mesh axis over which an analysed program may average what all ranks know then."""
+"""The mesh axis over which an analysed program may add up what all ranks know then."""
 
 
 def follow_samples(
@@ -330,13 +330,13 @@ class Walk:
         return results
 
     def average(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
-        """A sum over all ranks, which they all know then."""
+        """A sum over all ranks, which they all know then: of a total, as if by their samples."""
         axes = pair[0].params["axes"]
         results = []
         for value in operands:
-            known = value.is_constant or (value.kind is Kind.TOTAL and value.degree == -1)
-            if axes == (RANKS,) and known:
-                results.append(Value(Kind.CONSTANT))
+            if axes == (RANKS,) and value.kind in (Kind.CONSTANT, Kind.TOTAL):
+                degree = value.degree + (value.kind is Kind.TOTAL)
+                results.append(Value(Kind.CONSTANT, degree))
             else:
                 results.append(coupled(value.why or "is summed over ranks", value.where or at))
         return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -129,6 +129,18 @@ class Schedule:
     def num_devices(self) -> int:
         """Devices along the pipeline, one row each."""
         return len(self.rows)
+
+    def in_order(self, stage: int, phases: Collection[Phase]) -> bool:
+        """Whether a stage takes its microbatches in their order, in actions of some phases.
+
+        Example:
+            >>> from axon_dist.schedule import gpipe
+            >>> gpipe(2, 4).in_order(1, [Phase.B])
+            True
+        """
+        row = self.rows[self.placement[stage]]
+        own = [a for cell in row for a in cell if a.stage == stage and a.phase in phases]
+        return own == sorted(own, key=lambda action: action.microbatch)
 
     @property
     def num_ticks(self) -> int:

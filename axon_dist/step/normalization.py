@@ -1,4 +1,4 @@
-"""BatchNorm inside a manual region: statistics of the global batch, or of each rank alone."""
+"""Statistics of samples inside a manual region: of the global batch, or of each rank alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from flax import nnx
 
 from ..core.typing import Path
+from ..parallel import sum_over_ranks, sums_samples
 
 
 def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Makes every BatchNorm of a model average its statistics over mesh axes, in place.
+    """Makes what a model finds out about its samples that of the samples of all ranks, in place.
 
-    Equals BatchNorm on the whole batch on one device; PyTorch calls it SyncBatchNorm.
+    Equals BatchNorm on the whole batch on one device, which PyTorch calls SyncBatchNorm, and a
+    mixture of experts that counts the tokens of the whole batch.
 
     Args:
         model: a model merged inside `shard_map`.
@@ -21,11 +23,13 @@ def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
     """
     for module in _batch_norms(model):
         module.axis_name = axes  # type: ignore[assignment]
+    sum_over_ranks(model, axes)
 
 
 def has_statistics(model: nnx.Module) -> bool:
-    """Whether a model has a BatchNorm, of arrays or shapes."""
-    return next(_batch_norms(model), None) is not None
+    """Whether a model has what `synchronise_statistics` changes; of arrays or shapes."""
+    counts = any(sums_samples(module) for _, module in nnx.iter_modules(model))
+    return counts or next(_batch_norms(model), None) is not None
 
 
 def own_statistics(model: nnx.Module) -> list[Path]:

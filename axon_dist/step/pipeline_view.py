@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire
@@ -18,6 +19,7 @@ from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
 from ..pipeline import (
     Data,
     Executor,
+    Keys,
     LossTrace,
     ModelStorage,
     Stacks,
@@ -31,9 +33,11 @@ from ..pipeline import (
     with_parted_loss,
 )
 from ..pipeline import Sums as PipelineSums
+from ..pipeline.layout import flatten, nest
 from ..program.randomness import Rows, with_rank, without_rank
-from ..sharding import axes_of
+from ..sharding import axes_of, spec_axes, specs
 from .local_view import sample_rows
+from .normalization import synchronise_statistics
 from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
 from .staged_loss import nested_metrics, traced
@@ -65,7 +69,7 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
             batch = jax.tree.map(lambda x: x[None], batch)
         params, frozen = plan.view.cast((params, frozen))
         whole, parted = PartitionSpec(), plan.parted(buffers, batch)
-        lie = PartitionSpec(plan.pipeline.axis), plan.given_rest(parted)
+        lie = plan.row_specs, plan.given_rest(parted)
         per_sample = PartitionSpec(None, spec.strategy.batch_axes)
         mapped = jax.shard_map(
             lambda p, f, b, x, s: plan.run(p, f, b, x, s, plan.samples(batch), parted),
@@ -158,6 +162,41 @@ class StagedPlan:
             fp8=fp8_of(self.strategy, self.spec.parts),
         )
 
+    @cached_property
+    def row_specs(self) -> list[list[PartitionSpec]]:
+        """Where rows lie in the manual region: by stages, and experts as their tokens find them."""
+        return self.rows.rows_of(self._stored_specs)
+
+    @cached_property
+    def _stored_specs(self) -> PyTree:
+        stored = jax.eval_shape(self.rows.from_model, self.rows.shapes)
+        found = specs(self.spec.storage.strategy.params, stored, self.mesh)
+        axes = (self.pipeline.axis, *self.strategy.resident)
+        return jax.tree.map(lambda spec: only_axes(spec, axes), found)
+
+    @cached_property
+    def _own_shapes(self) -> PyTree:
+        """The shapes of the model's parameters where a rank computes: of its own experts alone."""
+        stored = flatten(self._stored_specs)
+
+        def own(keys: Keys, leaf: Any) -> Any:
+            number = self.rows.block_of(keys)
+            slot = None if number is None else self.rows.slot_of(number, keys)
+            if slot is None:
+                return leaf
+            lies = PartitionSpec(*stored[slot][1:])
+            shape = NamedSharding(self.mesh, lies).shard_shape(leaf.shape)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        return nest({keys: own(keys, leaf) for keys, leaf in flatten(self.rows.shapes).items()})
+
+    def _added_over(self, row: PartitionSpec) -> tuple[str, ...]:
+        """The batch axes over which a row's gradients are added up: not those it lies split over.
+
+        The samples of all ranks along these have come to it.
+        """
+        return tuple(axis for axis in self.strategy.batch_axes if axis not in spec_axes(row))
+
     def parted(self, buffers: PyTree, batch: Batch) -> Parted:
         """What lies in parts of the vocabulary: nothing, unless the schedule has actions for it."""
         if not self.pipeline.schedule.splits_vocabulary:
@@ -187,8 +226,10 @@ class StagedPlan:
         There the addends of all ranks leave side by side, and the compiler sums them outside.
         """
         if not self.is_whole_mesh:
-            addends = PartitionSpec(self.pipeline.axis, self.strategy.batch_axes)
-            return addends, addends
+            axis, beside = self.pipeline.axis, self._added_over
+            of_row = lambda row: PartitionSpec(axis, beside(row) or None, *row[1:])
+            addends = PartitionSpec(axis, self.strategy.batch_axes)
+            return jax.tree.map(of_row, self.row_specs), addends
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
         rest = enumerate(self.rows.rest_of(kept))
         place = lambda i, spec: None if spec is None else self._by_tokens(parted.get(i), spec)
@@ -213,17 +254,19 @@ class StagedPlan:
         if samples:
             drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
         trace = self.trace(drawing, batch)
-        buffers_at, changed = buffers_over_time(trace, drawing, self.pipeline.num_microbatches)
-        leaves = jax.tree.leaves(batch)
+        programs, count = self.programs(trace), self.pipeline.num_microbatches
+        learned = {i for program in programs for i in program.learns}
+        buffers_at, changed = buffers_over_time(trace, drawing, count, learned)
+        leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
             at = lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
             return Data(buffers_at(microbatch), [at(leaf) for leaf in leaves])
 
-        weight = mean_weight(trace, data, self.pipeline.num_microbatches, self.strategy.batch_axes)
+        weight = mean_weight(trace, data, count, self.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
-            stages=self.programs(trace),
+            stages=programs,
             axis=self.pipeline.axis,
             weights=_own_entry(params[0]),
             rest=params[1],
@@ -232,8 +275,11 @@ class StagedPlan:
             keeps=self.pipeline.keeps_residuals,
             frozen_weights=_own_entry(frozen[0]),
             frozen_rest=frozen[1],
+            learned={i: first[i] for i in learned},
             parted=parted,
         ).run()
+        after = [sums.learned.get(i, x) for i, x in enumerate(jax.tree.leaves(changed))]
+        changed = jax.tree.unflatten(jax.tree.structure(changed), after)
         unit = jnp.ones(()) if weight is None else weight
         return (
             *self._reduce(sums, parted),
@@ -243,11 +289,18 @@ class StagedPlan:
         )
 
     def trace(self, buffers: PyTree, batch: Batch, spelling: Any = None) -> LossTrace:
-        """The loss of one microbatch of this rank; `spelling` in place of the mesh's."""
+        """The loss of one microbatch of this rank; of all ranks with another `spelling`."""
         remat = self.strategy.remat
         spec, policy = self.spec, None if remat is None else remat.remat
-        prepare = self.view.prepare(None, spec.change_layers, policy)
-        params = jax.eval_shape(self.view.cast, self.rows.shapes)
+
+        def also(model: nnx.Module) -> None:
+            spec.change_layers(model)
+            if spelling is None and self.strategy.batch_axes:
+                synchronise_statistics(model, self.strategy.batch_axes)
+
+        prepare = self.view.prepare(None, also, policy)
+        shapes = self._own_shapes if spelling is None else self.rows.shapes
+        params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
@@ -282,13 +335,18 @@ class StagedPlan:
         if not self.is_whole_mesh:
             beside = lambda *dims: lambda x: jnp.expand_dims(x, dims)
             return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
-        reduce_row = lambda x, spec: reduce_by(x, only_axes(spec, batch_axes), batch_axes, wire)
+        reduce_row = lambda x, spec, axes: reduce_by(x, only_axes(spec, axes), axes, wire)
         reduce_rest = lambda x, spec: reduce_by(x, spec, self.axes, wire)
+        reduce_part = lambda x, spec: reduce_row(x, spec, batch_axes)
         of_rest = [
-            jax.tree.map(reduce_row if i in parted else reduce_rest, x, spec)
+            jax.tree.map(reduce_part if i in parted else reduce_rest, x, spec)
             for i, (x, spec) in enumerate(zip(rest, rest_specs, strict=True))
         ]
-        return jax.tree.map(reduce_row, rows, row_specs), of_rest
+        each = lambda x, spec, row: x if x is None else reduce_row(x, spec, self._added_over(row))
+        triples = (
+            zip(*lists, strict=True) for lists in zip(rows, row_specs, self.row_specs, strict=True)
+        )
+        return [[each(*triple) for triple in row] for row in triples], of_rest
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """The sums of addends that left the manual region side by side; others are sums already."""

@@ -13,7 +13,7 @@ from flax import nnx
 from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
 from ..core.tree import leaves_with_paths
-from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts
+from ..parallel import STRATEGY_RULES, Placed, check_sums
 from ..program import linen_modules
 from ..sharding import optimizer_shardings, shardings
 from .determinism import deterministic_options
@@ -46,14 +46,6 @@ def _residents(spec: StepSpec) -> Found:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
     return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
-
-
-def _stage_experts(spec: StepSpec) -> Found:
-    if spec.strategy.pipeline is None:
-        return None
-    modules = nnx.iter_modules(spec.parts.abstract)
-    found = next(("/".join(map(str, keys)) for keys, m in modules if has_experts(m)), None)
-    return None if found is None else {"path": found}
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -113,14 +105,6 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
         _microbatches,
-    ),
-    Requirement.row(
-        "stages have no experts",
-        UnsupportedError,
-        "{path} chooses experts, and what it tells the loss and its bias is of all samples, which "
-        "the stages of a pipeline see a microbatch at a time and out of order; leave the pipeline "
-        "out, and split the model by expert_parallel, fsdp or tensor_parallel",
-        _stage_experts,
     ),
     Requirement(
         "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)

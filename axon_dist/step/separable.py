@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from ..parallel import Reduction, Strategy
 from ..program import moves_with
 from ..program.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
 from ..program.samples import RANKS, follow_samples
+from .normalization import has_statistics, synchronise_statistics
 from .objective import Prepare, evaluate
 from .parts import ModelParts
 
@@ -297,8 +298,8 @@ def sample_use(
 ) -> SampleUse:
     """What a loss function makes of the samples of its batch, read from its program.
 
-    BatchNorm counts as one that averages its statistics over all parts, as the views that split
-    the batch have it do.
+    BatchNorm counts as one that averages its statistics over all parts, and experts as ones that
+    count the tokens of all, as the views that split the batch have them do.
 
     Args:
         parts: the model's structure, and the shapes of its parameters and buffers.
@@ -370,13 +371,11 @@ def _forward(
     """
     names: list[str] = []
     plain: list[bool] = []
-    norms = list(_batch_norms(parts.abstract))
 
     def prepare(model: nnx.Module) -> None:
         if adapt is not None:
             adapt(model)
-        for module in _batch_norms(model):
-            module.axis_name = (RANKS,)  # type: ignore[assignment]
+        synchronise_statistics(model, (RANKS,))
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
         outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
@@ -387,13 +386,9 @@ def _forward(
         scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
         return [*scalars, *jax.tree.leaves(outcome.buffers)]
 
-    if not norms:
+    if not has_statistics(parts.abstract):
         return run, names, plain
     whole = PartitionSpec()
     mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
     run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     return run, names, plain
-
-
-def _batch_norms(model: nnx.Module) -> Iterable[nnx.BatchNorm]:
-    return [m for _, m in nnx.iter_modules(model) if isinstance(m, nnx.BatchNorm)]

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import World
 from ..nn import Layout
-from ..parallel import Reduction, Strategy
+from ..parallel import Reduction, Strategy, keep_samples_apart
 from ..sharding import shardings
 from .compiling import compiler_options
 from .dealt import DealtUpdate
@@ -120,6 +120,8 @@ class StepSpec:
     @cached_property
     def separator(self) -> Separator:
         """Knows, for a shape of batches, whether ranks may compute the loss on their own."""
+        # In global view the compiler has experts count the tokens of all ranks.
+        apart = None if self.strategy.pipeline is None else keep_samples_apart
         return Separator(
             self.parts,
             self.loss_fn,
@@ -127,7 +129,7 @@ class StepSpec:
             self.mesh,
             self.num_microbatches,
             self.options.separable,
-            lambda: self.view.prepare(None),
+            lambda: self.view.prepare(None, apart),
         )
 
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
