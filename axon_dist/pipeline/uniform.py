@@ -19,6 +19,7 @@ from .layout import Keys
 from .loss_trace import LossTrace
 from .packing import like, plain
 from .stage import Data, Loss, Rest, StageProgram, Wire
+from .state import zeros
 from .storage import ModelStorage, RowStorage
 
 
@@ -29,8 +30,11 @@ class UniformStages:
     The sequential program it equals:
 
         x = prologue(rest, batch)
-        for block in blocks: x = unit(block, own(number), shared, x)
-        loss = epilogue(rest, batch, x)
+        for block in blocks: x, found[number], left[number] = unit(block, own(number), shared, x)
+        loss = epilogue(rest, batch, x, found)
+
+    What blocks find out for the loss, as experts about their balance, goes along with x; what they
+    leave in buffers of their own is that of the next microbatch.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
@@ -47,8 +51,6 @@ class UniformStages:
         """The stages of a trace, or None where its blocks are not such a chain."""
         if not isinstance(storage, RowStorage) or storage.stages.depths is not None:
             return None
-        if trace.learned:
-            return None
         chains = find_chains(trace.jaxpr)
         if len(chains) != 1 or list(chains[0].calls) != trace.calls:
             return None
@@ -58,16 +60,17 @@ class UniformStages:
     @property
     def is_chain(self) -> bool:
         """Whether blocks have the parameters of their row, and only the last result is read."""
-        made = made_by(self._calls[:-1])
-        # The loss may read the last block's result and nothing from between two blocks: that lies
-        # on another rank by then.
-        after = self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
+        made = made_by(self._calls)
+        # The loss may read the last block's result, and of each block what no other reads: what
+        # lies between two blocks is on another rank by then.
+        between = {call.outvars[r] for call in self._calls[:-1] for r in self.chain.carried}
         free = [piece for pieces in self._own.values() for piece in pieces]
-        pieces = [after, self._prologue, self._shared, *free]
+        before = [self._prologue, self._shared, *free]
         block_params = {self.trace.params[k] for k in self.trace.params if k not in self._rest}
-        separate = all(made.isdisjoint(p.needs | p.made) for p in pieces)
-        owned = all(block_params.isdisjoint(p.needs) for p in pieces)
-        return separate and owned and self._weights is not None
+        separate = all(made.isdisjoint(p.needs | p.made) for p in before)
+        separate = separate and between.isdisjoint(self._epilogue.needs)
+        owned = all(block_params.isdisjoint(p.needs) for p in (*before, self._epilogue))
+        return separate and owned and self._weights is not None and self._learned is not None
 
     def programs(self) -> list[StageProgram]:
         """One program per chunk."""
@@ -83,6 +86,9 @@ class UniformStages:
                 first_uses=self._uses([self._prologue]),
                 middle_uses=self._uses([self._shared, *itertools.chain(*self._own.values())]),
                 last_uses=self._uses([self._epilogue]),
+                learns={
+                    i: home for i, home in self._homes.items() if home in stages.stages_of(chunk)
+                },
             )
             for chunk in range(stages.num_chunks)
         ]
@@ -130,7 +136,33 @@ class UniformStages:
 
     @cached_property
     def _epilogue(self) -> Piece:
-        return self.trace.cut(self.trace.loss, known=self._calls[-1].outvars)
+        return self.trace.cut(self.trace.loss, known=made_by(self._calls))
+
+    @cached_property
+    def _found(self) -> list[int]:
+        """The results of blocks that the loss reads of each, and no other block."""
+        read = lambda r: any(call.outvars[r] in self._epilogue.needs for call in self._calls)
+        count = len(self._calls[0].outvars)
+        return [r for r in range(count) if r not in self.chain.carried and read(r)]
+
+    @cached_property
+    def _learned(self) -> dict[int, tuple[int, int]] | None:
+        """Of buffers that blocks change, block and result; None where one is no block's own."""
+        made = {v: (n, r) for n, call in enumerate(self._calls) for r, v in enumerate(call.outvars)}
+        found = {}
+        for i, new in self.trace.learned.items():
+            old = self.trace.buffers[i]
+            readers = [e for e in self.trace.jaxpr.eqns if old in variables(e.invars)]
+            if new not in made or readers not in ([], [self._calls[made[new][0]]]):
+                return None
+            found[i] = made[new]
+        return found
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        """The stage of every buffer that blocks change."""
+        learned = (self._learned or {}).items()
+        return {i: self.storage.stages.stage_of(number) for i, (number, _) in learned}
 
     @cached_property
     def _carried(self) -> list[int]:
@@ -144,7 +176,8 @@ class UniformStages:
 
     @cached_property
     def _dtypes(self) -> list[Any]:
-        return [self._calls[0].invars[i].aval.dtype for i in self._carried]
+        passed = [self._calls[0].invars[i] for i in self._carried]
+        return [v.aval.dtype for v in (*passed, *(self._calls[0].outvars[r] for r in self._found))]
 
     @property
     def _is_float(self) -> list[bool]:
@@ -168,7 +201,10 @@ class UniformStages:
         return [like(value, dtype) for value, dtype in zip(values, self._dtypes, strict=True)]
 
     def _first(self, rest: Rest, data: Data) -> Wire:
-        return self._wire(self._prologue.run(self._known(rest, data)))
+        count = len(self._calls)
+        forms = [self._calls[0].outvars[r].aval for r in self._found]
+        none = [jnp.zeros((count, *form.shape), form.dtype) for form in forms]
+        return self._wire([*self._prologue.run(self._known(rest, data)), *none])
 
     def _middle(self, chunk: int, weights: Any, rest: Rest, data: Data, stage: Array, wire: Wire):
         known = self._known(rest, data)
@@ -178,6 +214,7 @@ class UniformStages:
         sizes = jnp.asarray([len(stages.blocks_of(s)) for s in range(stages.num_stages)])
         starts = jnp.asarray(stages.boundaries)
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
+        left = []
         for row, leaves in enumerate(weights):
             run = lambda wire, row=row, leaves=leaves: self._block(
                 leaves, shared, known, starts[stage] + row, wire
@@ -185,14 +222,24 @@ class UniformStages:
             # No branch for rows that every stage fills: a conditional would keep XLA from fusing
             # and from overlapping across it.
             if row < always:
-                wire = run(wire)
+                wire, own = run(wire)
             else:
-                branches = [lambda wire, do=do: as_it_lies(do(wire)) for do in (run, lambda x: x)]
-                wire = jax.lax.cond(row < sizes[stage], *branches, wire)
-        return wire
+                none = zeros(jax.eval_shape(run, wire)[1])
+                branches = [run, lambda wire, none=none: (wire, none)]
+                laid = [lambda wire, do=do: as_it_lies(do(wire)) for do in branches]
+                wire, own = jax.lax.cond(row < sizes[stage], *laid, wire)
+            left.append(own)
+        own_stages = stages.stages_of(chunk)
+        of_chunk = [at for i, at in (self._learned or {}).items() if self._homes[i] in own_stages]
+        row_of = lambda number: number - stages.boundaries[stages.stage_of(number)]
+        return wire._replace(left=[left[row_of(number)][r] for number, r in of_chunk])
 
-    def _block(self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire) -> Wire:
-        carried, common = iter(self._unwire(wire)), iter(shared)
+    def _block(
+        self, leaves: Any, shared: list, known: dict, number: Array, wire: Wire
+    ) -> tuple[Wire, dict[int, Any]]:
+        """What a block passes on, and the results that it leaves, by their positions."""
+        values, common = self._unwire(wire), iter(shared)
+        carried, found = iter(values), values[len(self._carried) :]
         operands: list[Any] = []
         weights = self._weights or {}
         for position, role in enumerate(self.chain.roles):
@@ -210,11 +257,16 @@ class UniformStages:
         # The first call stands for all: `find_chains` has shown that they are equal. It stays a
         # call, which is differentiated and lowered once however many blocks there are.
         results = eval_equation(self._calls[0], operands)
-        return self._wire([results[role] for role in self.chain.carried])
+        beside = zip(found, self._found, strict=True)
+        found = [x.at[number].set(results[r]) for x, r in beside]
+        left = {r: results[r] for _, r in (self._learned or {}).values()}
+        return self._wire([*(results[role] for role in self.chain.carried), *found]), left
 
     def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
         known = self._known(rest, data)
-        outputs = self._calls[-1].outvars
-        known.update(zip([outputs[r] for r in self.chain.carried], self._unwire(wire), strict=True))
+        values, outputs = self._unwire(wire), self._calls[-1].outvars
+        known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
+        for r, found in zip(self._found, values[len(self._carried) :], strict=True):
+            known.update((call.outvars[r], found[n]) for n, call in enumerate(self._calls))
         total, weight, *metrics = self._epilogue.run(known)
         return Loss(total, weight, metrics)

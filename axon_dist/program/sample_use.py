@@ -15,9 +15,10 @@ class Use(enum.Enum):
 
     MEAN is a mean over samples, or the same for all batches. SUM is a sum over them. WEIGHTED is a
     sum divided by a sum: of a loss, its own weight; of a metric, the weight of the loss. SCALED is
-    a sum over the samples times another power of their number. CONSTANT, of a buffer, is the same
-    for all batches. MIXED adds terms that grow differently with the number of samples, and
-    COUPLED is what the parts of a batch cannot give on their own.
+    a sum over the samples times another power of their number. CONSTANT, of a buffer or a metric,
+    is the same for all parts of a batch, as what is added up over all ranks is. MIXED adds terms
+    that grow differently with the number of samples, and COUPLED is what the parts of a batch
+    cannot give on their own.
     """
 
     MEAN = "mean"
@@ -161,6 +162,8 @@ def _loss(loss: Value, weight: Value) -> OutputUse:
 def _metric(value: Value, own: Value, weight: Value) -> OutputUse:
     if value.kind is Kind.RATIO and not value.degree and value.over == weight.number:
         return OutputUse(Use.WEIGHTED)
+    if value.kind is own.kind is Kind.CONSTANT and not value.degree and not own.degree:
+        return OutputUse(Use.CONSTANT)
     return _loss(value, own)
 
 
