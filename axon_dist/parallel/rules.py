@@ -276,10 +276,10 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
         _stage_vocabulary,
     ),
     Requirement.row(
-        "stages keep no statistics",
+        "stages keep the statistics of all ranks",
         StrategyConflictError,
-        "a pipeline got broadcast_buffers=False; its stages keep no statistics, so leave "
-        "broadcast_buffers at True",
+        "a pipeline got broadcast_buffers=False, and a stage keeps the statistics of the samples "
+        "of all its ranks; leave broadcast_buffers at True",
         _stage_statistics,
     ),
     Requirement.row(

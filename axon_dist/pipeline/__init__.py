@@ -10,6 +10,7 @@ from .layout import Keys as Keys
 from .layout import Stages as Stages
 from .loss_trace import LossTrace as LossTrace
 from .loss_trace import buffers_over_time as buffers_over_time
+from .loss_trace import check_order as check_order
 from .loss_trace import trace_loss as trace_loss
 from .policy import Staged as Staged
 from .products import with_joined_rows as with_joined_rows

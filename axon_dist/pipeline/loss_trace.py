@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
 from ..program import Piece, cut, depends_on, is_unit, made_by, needed_for
+from ..schedule import Phase, Schedule
 from .layout import Keys, flatten
 
 
@@ -164,6 +165,32 @@ def buffers_over_time(
         return found
 
     return at, jax.tree.unflatten(jax.tree.structure(buffers), last)
+
+
+def check_order(
+    trace: LossTrace, buffers: PyTree, schedule: Schedule, learned: Mapping[int, int]
+) -> None:
+    """Raises where a stage would not find in a buffer what the microbatch before has left.
+
+    Args:
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
+        buffers: arrays or shapes.
+        schedule: the table.
+        learned: the buffers that stages keep, and the stage of each.
+
+    Raises:
+        UnsupportedError: naming the buffer and the stage.
+    """
+    _, used = needed_for(trace.jaxpr, range(len(trace.jaxpr.outvars)))
+    read = {trace.jaxpr.invars[number] for number in used}
+    named = zip(leaves_with_paths(buffers), trace.buffers, strict=True)
+    for i, ((path, _), variable) in enumerate(named):
+        if i in learned and variable in read and not schedule.in_order(learned[i], [Phase.F]):
+            raise UnsupportedError(
+                f"the buffer {path!r} of stage {learned[i]} follows from one microbatch to the "
+                f"next, and schedule {schedule.name!r} runs the forward passes of this stage in "
+                "another order than theirs. Use a table that keeps to it, as all named ones do"
+            )
 
 
 def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable:

@@ -70,9 +70,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
-    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once, and
-    # so do tokens that travel to experts.
-    together = split["pp"] == 1 or split["cp"] == split["ep"] == 1
+    # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once.
+    together = split["pp"] == 1 or split["cp"] == 1
     inside = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
     return together and inside and work.shape.divides(**split)
 

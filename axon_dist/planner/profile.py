@@ -98,8 +98,7 @@ class Profile:
         # What tensor and context parallelism send is counted by what blocks hand on: where that is
         # not known they would seem to cost nothing.
         known = self.stream_bytes > 0 or tp == cp == 1
-        experts = self.num_experts % ep == 0 and (pp == 1 or ep == 1)
-        return blocks and known and experts and (cp == 1 or self.has_attention)
+        return blocks and known and self.num_experts % ep == 0 and (cp == 1 or self.has_attention)
 
     @property
     def words(self) -> str:

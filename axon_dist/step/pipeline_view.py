@@ -27,6 +27,7 @@ from ..pipeline import (
     SwitchStages,
     UniformStages,
     buffers_over_time,
+    check_order,
     mean_weight,
     parted_by_tokens,
     with_joined_rows,
@@ -255,7 +256,8 @@ class StagedPlan:
             drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
         trace = self.trace(drawing, batch)
         programs, count = self.programs(trace), self.pipeline.num_microbatches
-        learned = {i for program in programs for i in program.learns}
+        learned = {i: stage for one in programs for i, stage in one.learns.items()}
+        check_order(trace, drawing, self.pipeline.schedule, learned)
         buffers_at, changed = buffers_over_time(trace, drawing, count, learned)
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 

@@ -12,10 +12,11 @@ from flax import nnx
 
 from ..core.errors import StrategyConflictError, UnsupportedError
 from ..core.requirement import Requirement, check_all
-from ..core.tree import leaves_with_paths
-from ..parallel import STRATEGY_RULES, Placed, check_sums
+from ..core.tree import joined, leaves_with_paths
+from ..core.typing import Path, PyTree
+from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts
 from ..program import linen_modules
-from ..sharding import optimizer_shardings, shardings
+from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
 from .determinism import deterministic_options
 from .evaluation import check_eval_kwargs
 from .normalization import own_statistics
@@ -46,6 +47,29 @@ def _residents(spec: StepSpec) -> Found:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
     return {"axis": strategy.resident[0], "asked": " and ".join(asked) or per}
+
+
+def _stage_experts(spec: StepSpec) -> Found:
+    strategy, storage = spec.strategy, spec.storage
+    if storage.rows is None or not strategy.resident:
+        return None
+    axis = strategy.resident[0]
+
+    def along(policy: Policy, tree: PyTree) -> list[Path]:
+        split = lambda path, leaf: axis in spec_axes(policy(path, leaf.shape, spec.mesh))
+        return [path for path, leaf in leaves_with_paths(tree) if split(path, leaf)]
+
+    held, where = along(strategy.params, spec.parts.weights), "in blocks that are not all alike"
+    modules = nnx.iter_modules(spec.parts.abstract)
+    mixing = {"/".join(map(str, keys)) for keys, module in modules if has_experts(module)}
+    if others := [path for path in held if path.rpartition("/")[0] not in mixing]:
+        held, where = others, "in a module without the methods mix_experts and feed"
+    elif not storage.is_by_vectors:
+        rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
+        stored = joined(spec.stored_shapes, spec.stored_frozen)
+        held = [path for path in along(storage.strategy.params, stored) if path not in rows]
+        where = "outside its blocks"
+    return {"path": held[0], "axis": axis, "where": where} if held else None
 
 
 def _statistics(spec: StepSpec) -> Found:
@@ -115,6 +139,15 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         lambda spec: check_eval_kwargs(spec.parts.abstract, spec.options.eval_kwargs),
     ),
     Requirement("the model can be cut into stages", lambda spec: spec.storage),
+    Requirement.row(
+        "stages have experts in equal blocks",
+        UnsupportedError,
+        "the pipeline has {path!r} {where}, and experts that tokens travel to along {axis!r} must "
+        "be those of modules with these methods, as models.Experts, in blocks with parameters of "
+        "equal shapes. Leave expert_parallel out, and split the batch by ddp or fsdp beside the "
+        "pipeline; or leave the pipeline out",
+        _stage_experts,
+    ),
     Requirement.row(
         "stages recompute their blocks",
         StrategyConflictError,

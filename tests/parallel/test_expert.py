@@ -16,7 +16,14 @@ from axon_dist.core.errors import (
 )
 from axon_dist.inspect import collectives
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
-from axon_dist.parallel import expert_parallel, fsdp, local_sgd, pipelined, suggest_plan
+from axon_dist.parallel import (
+    StageChain,
+    expert_parallel,
+    fsdp,
+    local_sgd,
+    pipelined,
+    suggest_plan,
+)
 from tests.contracts.models import Case
 from tests.contracts.reference import METRICS, assert_close, assert_metrics, train
 
@@ -131,20 +138,29 @@ def test_the_form_that_moves_fewer_bytes_is_chosen(capacity):
 
 
 REFUSED = {
-    "pipeline": (
-        lambda: built(compose(pipelined(2, 2), expert_parallel()), "pp=2,ep=2", decoder(2)),
-        StrategyConflictError,
-        "is a pipeline, whose ranks compute each from its own samples.* axis 'ep'",
+    "somebody's experts in stages": (
+        lambda: built(
+            compose(pipelined(2, 2, classes="Somebodys"), expert_parallel(experts=[("w_", -3)])),
+            "pp=2,ep=2",
+            lambda: StageChain([Somebodys(nnx.Rngs(i)) for i in range(2)]),
+            square,
+        ),
+        UnsupportedError,
+        "'stages/0/w_in' in a module without the methods mix_experts and feed.*along 'ep'.*ddp or",
+    ),
+    "experts outside of the stages": (
+        lambda: built(
+            compose(pipelined(2, 2, classes="SelfAttention"), expert_parallel()),
+            "pp=2,ep=2",
+            decoder(2),
+        ),
+        UnsupportedError,
+        "'blocks/0/mlp/down' outside its blocks.*leave the pipeline out",
     ),
     "slow links": (
         lambda: built(compose(local_sgd("dp", every=2), expert_parallel())),
         StrategyConflictError,
         "replicas over axis 'dp'.* along axis 'ep'.*leave expert_parallel out",
-    ),
-    "experts in stages": (
-        lambda: built(pipelined(4, 2), "pp=4", decoder(4)),
-        UnsupportedError,
-        "blocks/0/mlp chooses experts.*leave the pipeline out",
     ),
     "once per step": (
         lambda: built(

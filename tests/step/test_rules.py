@@ -116,6 +116,12 @@ def mixture():
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
+def half_a_mixture():
+    model = mixture()
+    model.blocks[0].mlp = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    return model
+
+
 def raising():
     return optax.GradientTransformation(lambda params: params["nothing"], lambda *a: a)
 
@@ -173,10 +179,6 @@ EXAMPLES = {
         lambda: build(compose(local_sgd(every=2), expert_parallel()), "nodes=2,ep=4"),
         "along axis 'ep' whose gradients the compiler reduces",
     ),
-    "stages hold their experts whole": (
-        lambda: build(compose(pipelined(2, 4), expert_parallel()), "pp=2,ep=4"),
-        "is a pipeline, whose ranks compute each from its own samples",
-    ),
     "the pipeline fits its axis": (lambda: build(pipelined(4, 4), PP), "4 devices.* 2 along"),
     "stages recompute block by block": (
         lambda: build(compose(*WIDE, remat(interval=2)), PP),
@@ -200,9 +202,9 @@ EXAMPLES = {
         lambda: build(pipelined(2, 4, split_vocabulary=True), "pp=2,tp=4"),
         "leaves axis 'tp' to the compiler",
     ),
-    "stages keep no statistics": (
+    "stages keep the statistics of all ranks": (
         lambda: build(compose(pipelined(2, 4), ddp(broadcast_buffers=False)), PP),
-        "broadcast_buffers=False",
+        "broadcast_buffers=False, and a stage keeps the statistics of the samples of all",
     ),
     "a pipeline reduces once": (
         lambda: build(compose(pipelined(2, 4), ddp(bucket_capacity=9)), PP),
@@ -212,9 +214,13 @@ EXAMPLES = {
         lambda: build(compose(*WIDE), PP, accumulate=2),
         "accumulate=2, and the pipeline runs 4",
     ),
-    "stages have no experts": (
-        lambda: build(pipelined(2, 4), PP, mixture, loss_fn=next_token_loss),
-        "blocks/0/mlp chooses experts",
+    "stages have experts in equal blocks": (
+        lambda: build(
+            compose(pipelined(2, 4), expert_parallel()),
+            *("pp=2,ep=4", half_a_mixture),
+            loss_fn=next_token_loss,
+        ),
+        "'blocks/1/mlp/down' in blocks that are not all alike.* along 'ep' .*by ddp or fsdp beside",
     ),
     "parameters that samples travel to are the compiler's to reduce": (
         lambda: build(
