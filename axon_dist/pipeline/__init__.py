@@ -17,6 +17,8 @@ from .products import with_joined_rows as with_joined_rows
 from .stacks import OfBlocks as OfBlocks
 from .stacks import Stacks as Stacks
 from .stacks import UnstackedOptimizer as UnstackedOptimizer
+from .stacks import buffers_together as buffers_together
+from .stacks import has_apart as has_apart
 from .stage import Data as Data
 from .stage import Loss as Loss
 from .stage import StageProgram as StageProgram

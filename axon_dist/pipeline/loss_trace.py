@@ -203,9 +203,8 @@ def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable
             raise UnsupportedError(
                 f"the buffer {paths[index]!r} depends on the batch, as the statistics of BatchNorm "
                 "do, and is not one stage's alone. Stages keep what their own blocks change; of "
-                "the rest of a model, and of layers stacked in one module, only counters may "
-                "change, for microbatches run out of order. Let each block have its own, in an "
-                "nnx.List (scan_layers=False); or use a normalisation without statistics, such as "
+                "the rest of a model only counters may change, for microbatches run out of order. "
+                "Let each block have its own; or use a normalisation without statistics, such as "
                 "nnx.LayerNorm or nnx.RMSNorm, or freeze them with use_running_average=True"
             )
         pieces[index] = part, [trace.buffers.index(v) for v in needed]

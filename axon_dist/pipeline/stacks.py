@@ -23,6 +23,33 @@ from ..sharding import Decision, HasShape, Policy, axes_of
 from .layout import Keys, flatten, is_like, keys_of, nest
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A buffer of a stack, of which each block has a row, as what each block has.
+
+    Args:
+        rows: one for each block.
+    """
+
+    rows: list[Any]
+
+
+def has_apart(buffers: PyTree) -> bool:
+    """Whether some of these have been taken apart."""
+    return any(isinstance(leaf, Apart) for leaf in jax.tree.leaves(buffers, is_leaf=_is_apart))
+
+
+def buffers_together(apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+    """The inverse of `Stacks.buffers_apart`."""
+    one = lambda leaf: stack(leaf.rows) if isinstance(leaf, Apart) else leaf
+    return jax.tree.map(one, apart, is_leaf=_is_apart)
+
+
+def _is_apart(leaf: Any) -> bool:
+    return isinstance(leaf, Apart)
+
+
 @dataclasses.dataclass(frozen=True)
 class Stacks:
     """Modules of a model whose leaves have a row for each of many blocks.
@@ -91,6 +118,20 @@ class Stacks:
             return stack(leaves) if stacked else leaves[0]
 
         return nest({keys: one(keys, leaves) for keys, leaves in found.items()})
+
+    def buffers_apart(self, buffers: PyTree) -> PyTree:
+        """A model's buffers, with the numbers that each block of a stack has as `Apart`.
+
+        What random streams have, such as keys and counts, stays as it is.
+        """
+
+        def one(path: Any, leaf: Any) -> Any:
+            depth = self.depth_of(tuple(getattr(entry, "key", None) for entry in path))
+            form = leaf.shape if isinstance(leaf, Stacked) else leaf
+            is_float = jnp.issubdtype(form.dtype, jnp.floating)
+            return Apart(_rows(leaf, depth)) if is_float and _is_stacked(leaf, depth) else leaf
+
+        return jax.tree_util.tree_map_with_path(one, buffers)
 
     def in_model(self, keys: Keys) -> Keys:
         """The keys of the leaf or module of the model that holds that of a block."""

@@ -216,12 +216,15 @@ def expert_bytes(
     num_ranks: int,
     per_token: int = 1,
     capacity: float | None = None,
+    *,
+    remat: bool = False,
 ) -> float:
     """Bytes that each rank sends for expert parallelism, per microbatch: the form that sends fewer.
 
     A ring, which brings all tokens to every rank and sums the results back, sends `4 (c-1) A` a
     layer in both passes; slots that are exchanged all to all, `4 (c-1)/c k f A`. Without a capacity
-    there is a slot for every token at each of at least c experts, which is no fewer.
+    there is a slot for every token at each of at least c experts, which is no fewer. Layers that
+    are recomputed, as in stages of a pipeline, send half as much again.
 
     Args:
         token_bytes: A, the bytes of the tokens of a rank.
@@ -229,6 +232,7 @@ def expert_bytes(
         num_ranks: c.
         per_token: k, the experts of a token.
         capacity: f, how many times its even share of the tokens an expert takes; None for all.
+        remat: whether layers are recomputed.
 
     Example:
         >>> expert_bytes(1.0, 1, 4), expert_bytes(1.0, 1, 4, per_token=2, capacity=1.25)
@@ -239,7 +243,7 @@ def expert_bytes(
     _check_sizes(token_bytes=token_bytes)
     _check_counts(num_layers=num_layers, num_ranks=num_ranks, per_token=per_token)
     slots = num_ranks if capacity is None else min(num_ranks, per_token * capacity)
-    return 4 * around(num_ranks) * slots * token_bytes * num_layers
+    return (6 if remat else 4) * around(num_ranks) * slots * token_bytes * num_layers
 
 
 def around(num_ranks: int) -> float:

@@ -123,14 +123,15 @@ def _experts(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
     tokens = work.residual_bytes(microbatch_size(plan, work)) / plan.cp
     if plan.ep == 1 or not tokens:
         return
+    layers, again = -(-work.shape.num_layers // plan.pp), plan.pp > 1
     # Without a capacity slots for all are no fewer than the tokens of all.
-    wire = expert_bytes(tokens, work.shape.num_layers, plan.ep) * plan.num_microbatches
-    calls = 4 * work.shape.num_layers * plan.num_microbatches
+    wire = expert_bytes(tokens, layers, plan.ep, remat=again) * plan.num_microbatches
+    calls = (6 if again else 4) * layers * plan.num_microbatches
     yield Transfer("ep", "tokens", wire, calls, plan.ep, plan.tp, False)
     # What is no expert has its gradients summed over these ranks, too.
     others = (work.shape.num_params - work.shape.expert_params) / plan.model_ranks
     reduced = 2 * around(plan.ep) * others * work.policy.reduce_dtype.itemsize / plan.shards[1]
-    calls = 2 * work.shape.num_layers
+    calls = 2 * layers
     yield Transfer("ep", "gradients", reduced, calls, plan.ep, plan.tp, True)
 
 

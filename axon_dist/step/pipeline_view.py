@@ -27,6 +27,7 @@ from ..pipeline import (
     SwitchStages,
     UniformStages,
     buffers_over_time,
+    buffers_together,
     check_order,
     mean_weight,
     parted_by_tokens,
@@ -254,6 +255,7 @@ class StagedPlan:
         drawing = buffers
         if samples:
             drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
+        drawing = self.stacks.buffers_apart(drawing)
         trace = self.trace(drawing, batch)
         programs, count = self.programs(trace), self.pipeline.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
@@ -282,6 +284,7 @@ class StagedPlan:
         ).run()
         after = [sums.learned.get(i, x) for i, x in enumerate(jax.tree.leaves(changed))]
         changed = jax.tree.unflatten(jax.tree.structure(changed), after)
+        changed = buffers_together(changed)
         unit = jnp.ones(()) if weight is None else weight
         return (
             *self._reduce(sums, parted),

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..pipeline import Calls, Keys, LossTrace, Stacks, trace_loss
+from ..pipeline import Calls, Keys, LossTrace, Stacks, buffers_together, has_apart, trace_loss
 from ..program import mark_units
 from ..program.rows import Stacked, by_rows, whole
 from .objective import Outcome, evaluate, weighed_metrics
@@ -34,7 +34,7 @@ def traced(
         spelled: changes the function that is traced.
         stacks: the modules of the model that hold many blocks.
         params: shapes, the blocks of stacks by themselves.
-        buffers: arrays or shapes.
+        buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
         batch: likewise.
 
     Returns:
@@ -51,8 +51,15 @@ def traced(
     if stacks.depths:
         # A loop over stacked blocks, as the model has it, hides which of them a call reads.
         layers = by_rows(spelling)
-        together = lambda params: stacks.together(params, Stacked)
-        spelling = lambda params, *rest: jax.tree.map(whole, layers(together(params), *rest))
+
+        def of_rows(params: PyTree, apart: PyTree, batch: Batch) -> Any:
+            given = stacks.together(params, Stacked), buffers_together(apart, Stacked)
+            *results, after = layers(*given, batch)
+            # As they came: where each block has its own, by themselves.
+            own = stacks.buffers_apart(after) if has_apart(apart) else after
+            return jax.tree.map(whole, (*results, own))
+
+        spelling = of_rows
     return trace_loss(spelling, params, buffers, batch)
 
 

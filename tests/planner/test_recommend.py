@@ -184,7 +184,8 @@ def test_experts_are_split_where_there_are_some():
     work = Workload(shape=MIXTURE, global_batch=64, precision="bf16")
     found = list(candidates(work, 16, H100))
     assert {one.ep for one in found} == {1, 2, 4, 8}
-    assert all(one.num_devices == 16 and (one.ep == 1 or one.pp == 1) for one in found)
+    assert all(one.num_devices == 16 for one in found)
+    assert any(one.ep > 1 and one.pp > 1 for one in found)
     assert {
         one.ep for one in candidates(Workload(shape=guess_shape(1e9), global_batch=64), 16, H100)
     } == {1}

@@ -57,6 +57,7 @@ def test_activations_around_the_ring():
     assert sequence_bytes(1, num_layers=1, num_ranks=2) == 5
     assert pipeline_bytes(10, chunks=2) == 40
     assert expert_bytes(1, num_layers=2, num_ranks=4) == 24  # 4 (c - 1) A, the ring
+    assert expert_bytes(1, num_layers=2, num_ranks=4, remat=True) == 36
     assert expert_bytes(1, 1, 4, per_token=2, capacity=1.0) == 6  # 4 (c - 1)/c k f A, all to all
     assert expert_bytes(1, 1, 4, per_token=4, capacity=2.0) == expert_bytes(1, 1, 4)
     assert context_bytes(1, num_layers=2, num_ranks=3) == pytest.approx(2 * 5 * 2 / 3)

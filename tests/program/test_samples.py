@@ -459,7 +459,7 @@ def test_metrics_each_have_a_use_of_their_own():
         "mean": Use.MEAN,
         "count": Use.SUM,
         "largest": Use.COUPLED,
-        "norm": Use.MEAN,
+        "norm": Use.CONSTANT,
     }
     assert use.coupled.startswith("the metric 'largest' takes `reduce_max` over the samples (test_")
 
