@@ -86,6 +86,20 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("pp=2,fsdp=2", "compose(pipelined(2, 4), fsdp(min_elements=8))", 4),
     Layout("pp=2,tp=2", "compose(pipelined(2, 2), tensor_parallel(PLAN))", 2),
     Layout("pp=2,dp=2,tp=2", "compose(pipelined(2, 2), ddp(), tensor_parallel(PLAN))", 2),
+    Layout("ep=4", "expert_parallel('ring')"),
+    Layout("dp=2,ep=2", "compose(ddp(), expert_parallel('all_to_all'))"),
+    Layout("fsdp=2,ep=2", "compose(fsdp(min_elements=8), expert_parallel())"),
+    Layout("pp=2,ep=2", "compose(pipelined(2, 4, 'gpipe'), expert_parallel('ring'))", 4),
+    Layout("pp=2,ep=2", "compose(pipelined(2, 4, '1f1b'), expert_parallel('all_to_all'))", 4),
+    Layout("pp=2,dp=2,ep=2", "compose(pipelined(2, 2), ddp(), expert_parallel())", 2),
+    Layout(
+        "pp=2,fsdp=2,ep=2",
+        "compose(pipelined(2, 4, 'zero_bubble_v'), fsdp(min_elements=8), expert_parallel())",
+        4,
+    ),
+    Layout(
+        "pp=2,ep=2,tp=2", "compose(pipelined(2, 2), expert_parallel(), tensor_parallel(PLAN))", 2
+    ),
     Layout("nodes=2", "diloco(every=1)", 0, 2, 1),
     Layout("nodes=2,dp=2", "compose(diloco(every=2), ddp())", 0, 2, 2),
     Layout("nodes=2,fsdp=2", "compose(diloco(every=2), fsdp(min_elements=8))", 0, 2, 2),
@@ -192,6 +206,18 @@ def Net():
     return nnx.bridge.ToNNX(Inner(), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 8)))
 """
 
+_EXPERTS = """
+from axon_dist.models import ExpertConfig, Transformer, TransformerConfig
+
+
+def Net():
+    config = TransformerConfig(
+        vocab_size=16, width=16, num_layers=4, num_heads=2, max_length=8, {more}
+        experts=ExpertConfig(count=4, width=16, per_token=2, shared=1, bias_rate=0.01),
+    )
+    return Transformer(config, rngs=nnx.Rngs(0, dropout=1))
+"""
+
 _CONVOLUTION = """
 class Net(nnx.Module):
     def __init__(self):
@@ -240,6 +266,12 @@ MODELS: MappingProxyType[str, Model] = MappingProxyType(
                 "x = self.norm(jnp.tanh(x))",
             )
         ),
+        "batch norms of blocks": Model(
+            _blocks(
+                f"self.norm = nnx.BatchNorm(32, rngs=rngs)\n        {_UP_DOWN}",
+                "self.down(self.norm(jnp.tanh(self.up(x))))",
+            )
+        ),
         "running mean": Model(
             _blocks(
                 _UP_DOWN,
@@ -266,6 +298,8 @@ MODELS: MappingProxyType[str, Model] = MappingProxyType(
             _ATTENTION.format(count=4, more="pass", leave="self.embed.attend(x)"), tokens=True
         ),
         "stacked": Model(_STACKED),
+        "experts": Model(_EXPERTS.format(more="dropout=0.1,"), tokens=True),
+        "experts, stacked": Model(_EXPERTS.format(more="scan_layers=True,"), tokens=True),
         "bridged": Model(_BRIDGED),
         "convolutions": Model(_CONVOLUTION),
     }
@@ -455,7 +489,9 @@ from axon_dist import (
     ActivationCheckpointing, Reduction, Weighted, World, build_train_step, compose, ddp, diloco,
     fsdp, zero,
 )
-from axon_dist.parallel import context_parallel, pipelined, suggest_plan, tensor_parallel
+from axon_dist.parallel import (
+    context_parallel, expert_parallel, pipelined, suggest_plan, tensor_parallel,
+)
 
 {model}
 

@@ -78,7 +78,8 @@ def expert_parallel(
 
     Returns:
         The strategy; it splits the batch over the axis. Compose it with `ddp` or `fsdp` over other
-        axes, with `tensor_parallel` and `context_parallel`.
+        axes, with `tensor_parallel`, `context_parallel` and `pipelined`, whose stages send tokens
+        among their own ranks.
 
     Raises:
         ConfigError: for an unknown form, a capacity that is not above 0, or a pattern that is none.
