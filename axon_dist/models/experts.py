@@ -160,21 +160,19 @@ class Experts(nnx.Module):
         total, samples = self.sum_samples(counts)
         of_batch = total / (samples * each)
         probability = jnp.mean(scores, axis=1)
-        if experts.balance_per == "batch":
-            balance = count * jnp.sum(of_batch * self._mean(probability))
-        else:
-            balance = count * self._mean(jnp.sum(counts / each * probability, axis=-1))
-        router_z = self._mean(jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1))
-        found = Findings(balance, router_z, dropped, count * jnp.max(of_batch))
+        is_of_batch = experts.balance_per == "batch"
+        of_sample = jnp.sum(counts / each * probability, axis=-1, keepdims=True)
+        router_z = jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2, axis=1, keepdims=True)
+        # Together: ranks that have some of the samples each have to ask the others.
+        asked = [probability if is_of_batch else of_sample, router_z]
+        total, samples = self.sum_samples(jnp.concatenate(asked, axis=-1))
+        own, mean_z = (total / samples)[:-1], (total / samples)[-1]
+        balance = count * jnp.sum(of_batch * own if is_of_batch else own)
+        found = Findings(balance, mean_z, dropped, count * jnp.max(of_batch))
         self.report.set_value(jnp.stack(found))
         if experts.bias_rate:
             moved = experts.bias_rate * jnp.sign(1 / count - of_batch)
             self.bias.set_value(self.bias[...] + moved)
-
-    def _mean(self, x: Array) -> Array:
-        """The mean over the samples, of `[B, ...]`."""
-        total, samples = self.sum_samples(x)
-        return total / samples
 
 
 def _kernels(rngs: nnx.Rngs, dtype: Any, shape: tuple[int, ...], std: float) -> nnx.Param:

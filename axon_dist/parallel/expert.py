@@ -336,8 +336,6 @@ class SplitExperts:
     ) -> tuple[Array, Array]:
         """As `Experts.mix_experts`."""
         manual = manual_axes()
-        if self.axis is None and set(manual) >= set(self.layout.mesh.axis_names):
-            return mix(module, tokens, gates, chosen, kernels)
         lead = self.layout.spec(tokens.shape)
         spec = PartitionSpec(*(e if isinstance(e, (str, tuple)) else None for e in lead))
         split = tuple(axis for dim in range(len(spec)) for axis in axes_of(spec, dim))
