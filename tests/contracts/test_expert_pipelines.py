@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, zero
+from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.models import ExpertConfig, next_token_loss
@@ -23,6 +24,7 @@ from axon_dist.parallel import (
 )
 from axon_dist.planner import expert_bytes
 from axon_dist.schedule import SCHEDULES, Schedule
+from axon_dist.step import PortableForm
 
 from .models import (
     SAMPLES,
@@ -242,7 +244,8 @@ def test_without_a_bias_any_order_will_do():
     assert_close(state.buffers, want.buffers, 1e-5, "buffer")
 
 
-@pytest.mark.parametrize("form", [pytest.param("ring", marks=pytest.mark.full), "all_to_all"])
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["ring", "all_to_all"])
 def test_what_has_no_place_is_left_out_as_without_a_pipeline(form):
     case, experts = MODELS["one each"], expert_parallel(form, capacity=0.75)
     found = []
@@ -285,3 +288,21 @@ def test_tokens_travel_thrice_where_stages_are_run_again(form, capacity):
     tokens = SAMPLES // 2 // 2 * 8 * 128 * 4
     want = expert_bytes(tokens, 1, 2, per_token=1, capacity=capacity, remat=True)
     assert sent == pytest.approx(want, rel=0.05)
+
+
+@pytest.mark.full
+def test_a_checkpoint_goes_on_without_the_pipeline_and_is_evaluated(tmp_path):
+    case, experts = MODELS["mixture"], expert_parallel()
+    staged = built(case, compose(pipelined(2, 4), experts), "pp=2,ep=2")
+    state, _ = staged(staged.init(), case.batch(0))
+    save_checkpoint(tmp_path / "c", PortableForm(staged).of(state))
+    whole = built(case, experts, "ep=4", accumulate=4)
+    form = PortableForm(whole)
+    restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+    for name, value in whole.evaluate(restored, case.batch(1)).items():
+        assert float(staged.evaluate(state, case.batch(1))[name]) == pytest.approx(float(value))
+    state, want = staged(state, case.batch(1))
+    restored, metrics = whole(restored, case.batch(1))
+    assert_metrics(metrics, {k: float(v) for k, v in want.items()}, "the step after")
+    assert_close(restored.params, staged.storage.to_model(state.params), 1e-5, "parameter")
+    assert_close(restored.buffers, state.buffers, 1e-5, "buffer")

@@ -161,3 +161,70 @@ def test_buffers_have_as_many_slots_as_values_live_at_once():
     few, more = (make(table).slots for table in many)
     assert few.inputs.num_slots == more.inputs.num_slots == 2
     assert few.gradients.num_slots == more.gradients.num_slots
+
+
+LEARNING = {
+    "1f1b": (build_schedule("1f1b", 2, COUNT), False),
+    "kept": (build_schedule("1f1b", 2, COUNT), True),
+    "split": (build_schedule("zero_bubble_h1", 2, COUNT), False),
+    "alone": (build_schedule("1f1b", 1, COUNT), False),
+    "backwards in another order": (
+        Schedule.from_csv("0F0,0F1,0F2,0F3,,0B3,0B2,0B1,0B0\n,1F0,1F1,1F2,1F3+1B3,1B2,1B1,1B0,\n"),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
+    """Each stage has a number that its output depends on, and that moves with what comes in."""
+    table, keeps = LEARNING[name]
+    size = table.num_stages
+    kernels, batch = array(4, size, WIDTH, WIDTH), array(3, COUNT, SAMPLES, WIDTH)
+
+    def remembers(weights, rest, data, stage, wire):
+        (x,), own = wire.floats, jnp.stack(data.buffers)[stage]
+        y = x + jnp.tanh(x @ weights[0][0]) * (1 + own)
+        return Wire([y], [], [0.5 * own + jnp.mean(y)] * size)
+
+    enter = lambda rest, data: Wire([data.batch[0]], [])
+    leave = lambda rest, data, wire: Loss(jnp.sum(wire.floats[0] ** 2), jnp.float32(1), [])
+    learns = {stage: stage for stage in range(size)}
+    program = StageProgram(
+        tuple(range(size)), 0, range(1), enter, remembers, leave, (), (), (), learns
+    )
+
+    def total(kernels, numbers, x):
+        wire, left = Wire([x], []), []
+        for stage in range(size):
+            wire = remembers([[kernels[stage]]], {}, Data(numbers, []), stage, wire)
+            left.append(wire.left[stage])
+        return leave({}, None, wire).total, left
+
+    numbers, grads = [jnp.float32(stage) for stage in range(size)], 0
+    for x in batch:
+        grad, numbers = jax.grad(total, has_aux=True)(kernels, numbers, x)
+        grads = grads + grad
+
+    def on_a_rank(rows):
+        sums = Executor(
+            schedule=table,
+            stages=[program],
+            axis="pp",
+            weights=[[rows[0]]],
+            rest=[],
+            data=lambda index: Data(
+                [jnp.float32(s) for s in range(size)], [jnp.stack(batch)[index]]
+            ),
+            keeps=keeps,
+            learned={stage: jnp.float32(stage) for stage in range(size)},
+        ).run()
+        return sums.rows[0][0][None], sums.learned
+
+    mesh, spec = World.emulate(size, f"pp={size}").mesh, PartitionSpec("pp")
+    run = jax.shard_map(
+        on_a_rank, mesh=mesh, in_specs=spec, out_specs=(spec, PartitionSpec()), check_vma=False
+    )
+    found, learned = jax.jit(run)(kernels)
+    np.testing.assert_allclose(found, grads, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose([learned[i] for i in range(size)], numbers, rtol=1e-5)

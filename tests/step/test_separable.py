@@ -13,6 +13,7 @@ from flax import nnx
 from axon_dist import Weighted, World, build_train_step, ddp, per_sample
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.models import (
+    ExpertConfig,
     ResNet,
     ResNetConfig,
     Transformer,
@@ -22,11 +23,12 @@ from axon_dist.models import (
     classification_loss,
     next_token_loss,
 )
+from axon_dist.parallel import keep_samples_apart
 from axon_dist.program.sample_use import Use
 from axon_dist.step.parts import take_apart
 from axon_dist.step.separable import sample_use
 
-from ..contracts.models import CASES
+from ..contracts.models import CASES, token_batch, transformer
 from ..contracts.reference import assert_close, train
 
 IMAGES = {"x": np.zeros((4, 16, 16, 3), np.uint8), "y": np.zeros(4, np.int32)}
@@ -41,6 +43,19 @@ def found(make, loss_fn, batch):
 def test_the_models_of_the_contracts_are_separable(name):
     case = CASES[name]
     assert found(case.make, case.loss_fn, case.batch(0)).coupled == ""
+
+
+def test_experts_are_separable_where_they_count_the_tokens_of_all_ranks():
+    config = ExpertConfig(count=4, z_loss=0.1, bias_rate=0.1)
+    make = lambda: transformer(experts=config, vocab_size=32)
+    apart = sample_use(
+        take_apart(make)[0], next_token_loss, token_batch(0), (2, 6), keep_samples_apart
+    )
+    assert apart.coupled == ""
+    assert apart.loss.kind is Use.WEIGHTED
+    assert {use.kind for use in apart.metrics.values()} == {Use.CONSTANT}
+    # Nobody has promised that sorting tokens by experts leaves samples apart.
+    assert "routing.py" in found(make, next_token_loss, token_batch(0)).coupled
 
 
 def test_image_models_are_separable():
