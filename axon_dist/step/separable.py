@@ -64,7 +64,8 @@ class Separator:
         num_microbatches: how many microbatches the batch is cut into.
         separable: True where the user promises that the parts give the loss; False where the
             ranks shall not compute it on their own; None to read it from the program.
-        adapt: gives what changes the merged model, such as its dtypes, before it runs.
+        adapt: gives what changes the merged model, such as its dtypes, before it runs; told whether
+            experts may be promised to keep samples apart.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Separator:
         mesh: Mesh,
         num_microbatches: int,
         separable: bool | None = None,
-        adapt: Callable[[], Prepare] | None = None,
+        adapt: Callable[[bool], Prepare] | None = None,
     ):
         self._parts, self._loss_fn, self._strategy = parts, loss_fn, strategy
         self._microbatches, self._promise = num_microbatches, separable
@@ -120,8 +121,7 @@ class Separator:
         lead = 0 if self._microbatches == 1 else 1
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
         samples = max(jax.tree.leaves(shapes)[0].shape[0], 2)
-        adapt = None if self._adapt is None else self._adapt()
-        return self._obstacle(self._use(shapes, (samples, 2 * samples), adapt, 2))
+        return self._obstacle(self._use(shapes, (samples, 2 * samples), 2))
 
     @property
     def _ranks(self) -> int:
@@ -133,23 +133,28 @@ class Separator:
         ranks = self._ranks if per_rank else 1
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
-        small = samples // ranks
-        # Programs for one sample squeeze and broadcast other dims than those for more.
-        sizes = max(small, 2), max(small, 2) * (ranks if ranks > 1 else self._microbatches)
-        adapt = None if self._adapt is None else self._adapt()
-        use = self._use(batch, sizes, adapt, ranks)
+        use = self._use(batch, self._sizes_of(samples, ranks), ranks)
         why = self._obstacle(use) if ranks > 1 else ""
         if why and asked:
             raise UnsupportedError(self._refusal(why, asked))
         if why:
             per_rank, ranks = False, 1
+            if self._microbatches > 1 and has_statistics(self._parts.abstract):
+                use = self._use(batch, self._sizes_of(samples, 1), 1)
         self._check_mixed(use, ranks)
         return Separation(in_parts(self._loss_fn, use, self._microbatches, ranks), per_rank, why)
 
-    def _use(
-        self, batch: Batch, sizes: tuple[int, int], adapt: Prepare | None, ranks: int
-    ) -> SampleUse:
+    def _sizes_of(self, samples: int, ranks: int) -> tuple[int, int]:
+        """The numbers of samples of a part and of a whole to look at, `samples` in a microbatch."""
+        # Programs for one sample squeeze and broadcast other dims than those for more.
+        small = max(samples // ranks, 2)
+        return small, small * (ranks if ranks > 1 else self._microbatches)
+
+    def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, which a microbatch must have enough of."""
+        # Ranks that are no stages leave experts to the compiler, in global view.
+        apart = ranks == 1 or self._strategy.pipeline is not None
+        adapt = None if self._adapt is None else self._adapt(apart)
         try:
             use = sample_use(self._parts, self._loss_fn, batch, sizes, adapt)
         except AxonDistError:

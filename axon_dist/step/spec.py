@@ -120,8 +120,7 @@ class StepSpec:
     @cached_property
     def separator(self) -> Separator:
         """Knows, for a shape of batches, whether ranks may compute the loss on their own."""
-        # In global view the compiler has experts count the tokens of all ranks.
-        apart = None if self.strategy.pipeline is None else keep_samples_apart
+        promise = {True: keep_samples_apart, False: None}
         return Separator(
             self.parts,
             self.loss_fn,
@@ -129,7 +128,7 @@ class StepSpec:
             self.mesh,
             self.num_microbatches,
             self.options.separable,
-            lambda: self.view.prepare(None, apart),
+            lambda apart: self.view.prepare(None, promise[apart]),
         )
 
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
