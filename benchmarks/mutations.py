@@ -180,6 +180,20 @@ MUTATIONS = (
         "pipeline/loss_trace.py", "advance(now), [now[i]", "advance(now), [advance(now)[i]",
         "pipeline/test_loss_trace.py::test_buffers_before_every_microbatch_and_after_the_last",
     ),
+    # What stages keep from microbatch to microbatch, and what ranks ask each other about experts.
+    row(
+        "pipeline/executor.py", 'put(new[i], tick["microbatch"] + 1, value',
+        'put(new[i], tick["microbatch"], value',
+        "pipeline/test_executor.py::test_stages_keep_what_a_microbatch_has_left_for_the_next",
+    ),
+    row(
+        "parallel/expert.py", "return all_sum(total, self.axes), samples", "return total, samples",
+        "contracts/test_expert_pipelines.py::test_equals_one_device",
+    ),
+    row(
+        "step/pipeline_view.py", "batch_axes if axis not in spec_axes(row))", "batch_axes)",
+        "contracts/test_expert_pipelines.py::test_equals_one_device",
+    ),
     # Schedules: what must come first, how long a slot is taken, how far ahead forwards run.
     row(
         "schedule/validate.py", "user.tick <= made.tick", "user.tick < made.tick",
