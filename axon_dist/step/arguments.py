@@ -80,7 +80,7 @@ def check_arguments(
             f"step is for a world of {_axes(world.mesh)}, or of other devices; give it "
             f"world.group({', '.join(map(repr, group.axes))}) of this world"
         )
-    wrapped = getattr(strategy, "module", None)
+    wrapped: Any = getattr(strategy, "module", None)
     both = isinstance(wrapped, nnx.Module) and isinstance(model, nnx.Module)
     # Made anew it is as good: a strategy depends on names and shapes alone.
     if both and wrapped is not model and _weights(wrapped) != _weights(model):
@@ -91,9 +91,9 @@ def check_arguments(
         )
 
 
-def _weights(model: nnx.Module) -> dict[Any, Any]:
+def _weights(model: Any) -> dict[Any, Any]:
     """The shape of every weight by its path."""
-    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    found: Any = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {path: getattr(variable.get_value(), "shape", None) for path, variable in found}
 
 
