@@ -268,9 +268,14 @@ class _Reader:
         )
         if splits == operand.splits or operand.buffer < 0:
             return Value(operand.buffer, splits, operand.partial)
+        # Equal constraints on one value are one transfer, as for queries, keys and values.
+        key = operand.buffer, splits
+        if key in self.wholes:
+            return self.wholes[key]
         value = self.input(equation.outvars[0].aval, splits)
         node = Node("sharding_constraint", "fused", (operand.buffer,), (value.buffer,))
         if gathered or moved:
+            self.wholes[key] = value
             node.kind = "other"
             kind = "all-gather" if gathered else "all-to-all"
             over = tuple(sorted(gathered or moved))
