@@ -55,6 +55,7 @@ def tape_of(
     outputs = [reader.resolved(value) for value in outputs]
     for place, variable in enumerate(closed.jaxpr.outvars[:num_kept]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
+    reader.finish()
     tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
     return live(tape, range(len(tape.outputs)))
 
@@ -67,6 +68,7 @@ class _Reader:
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
         self.wholes: dict[tuple[int, Splits], Value] = {}
+        self.joint: list[tuple[Sum, Axes, Axes]] = []
 
     def input(self, aval: Any, splits: Splits) -> Value:
         return Value(self.buffer(aval, splits), splits)
@@ -159,13 +161,35 @@ class _Reader:
         return whole
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
-        shard, rest, size = one.axes & scatter, one.axes - scatter, one.num_bytes
+        shard, rest = one.axes & scatter, one.axes - scatter
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
         # And of a sum that has to be whole none makes a scatter over some of its axes.
         if shard and (self.platform == "cpu" or (rest and one.is_whole)):
             shard, rest = NONE, one.axes
+        if shard and rest and one.node.kind != "product":
+            self.joint.append((one, shard, rest))
+            return
+        self._send_sum(one, shard, rest)
+
+    def finish(self) -> None:
+        """Adds up what is summed over all axes at once, if the compiler does not take them apart.
+
+        XLA takes an all-reduce of which a rank keeps a shard apart into a scatter and an all-reduce
+        of the shards only where the program has all-reduces over the same ranks as the latter
+        already (AllReduceSplitter); a product has them, for its sums are one axis after another.
+        """
+        found = {s.axes for node in self.nodes for s in node.sent if s.kind == "all-reduce"}
+        for one, shard, rest in self.joint:
+            is_apart = tuple(sorted(rest)) in found
+            self._send_sum(one, *((shard, rest) if is_apart else (NONE, shard | rest)))
+        self.joint.clear()
+
+    def _send_sum(self, one: Sum, shard: Axes, rest: Axes) -> None:
+        size = one.num_bytes
         if shard:
             one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
+            if one.is_base:
+                one.node.sent += (Sent("all-gather", tuple(sorted(shard)), size),)
             size //= self.ways(shard)
         if rest:
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
@@ -344,6 +368,7 @@ class _Reader:
             own = inputs[carry[place]].buffer if place < len(carry) else -1
             if not is_added_to(own, value.buffer, reader.nodes):
                 reader.resolved(value)
+        reader.finish()
         places = [one.buffer for one in inputs], [one.buffer for one in results]
         return Tape(reader.nodes, reader.sizes, *places), results
 
