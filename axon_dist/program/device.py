@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from ..core.compat import called_program, scan_counts
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
+from .postponed import postponed
 from .tape import ATTENTION, COLLECTIVES, VIEWS, Node, Sent, Tape, kind_of, live
 from .walk import LOOPS
 
@@ -57,7 +58,8 @@ def tape_of(
         outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
     reader.finish()
     tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
-    return live(tape, range(len(tape.outputs)))
+    tape = live(tape, range(len(tape.outputs)))
+    return postponed(tape) if platform == "cuda" else tape
 
 
 class _Reader:

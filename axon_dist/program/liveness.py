@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from .tape import IN_PLACE, Node, Tape
 
-READS_FUSED = frozenset({"gather"})
+READS_FUSED = frozenset({"gather", "scatter-add", "scatter_add"})
 """Operations beside reductions that compute what they read while they read it."""
 
 DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
