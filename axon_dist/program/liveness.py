@@ -128,7 +128,7 @@ class _Allocation:
         return 0 if buffer in self.free else self.tape.sizes[buffer]
 
     def _inner(self, node: Node, body: Tape) -> int:
-        return peak_of(body).num_bytes
+        return peak_of(body).num_bytes + node.ahead
 
     def _reused(self, node: Node, dying: list[int]) -> int:
         """Bytes of results that take the place of what is read for the last time."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from .partial import is_added_to
-from .tape import Tape
+from .tape import Node, Tape
 
 CHAIN = frozenset({"product", "loop"})
 """The kinds of nodes that others wait for."""
@@ -60,9 +60,23 @@ def postponed(tape: Tape, num_consts: int = 0, num_carry: int = 0) -> Tape:
     for number, node in enumerate(tape.nodes):
         if node.name == "scan":
             turns = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
-            node = dataclasses.replace(node, bodies=turns)
+            node = dataclasses.replace(node, bodies=turns, ahead=sum(map(_ahead, [node], turns)))
         is_late = number in ends or not late.isdisjoint(node.reads)
         if is_late:
             late.update(buffer for buffer in node.writes if buffer >= 0)
         (last if is_late else first).append(node)
     return dataclasses.replace(tape, nodes=first + last)
+
+
+def _ahead(loop: Node, turn: Tape) -> int:
+    """Bytes that a turn gathers for the next, of what does not depend on the turn itself."""
+    if loop.trips == 1:
+        return 0
+    held = set(turn.inputs[loop.num_consts : loop.num_consts + loop.num_carry])
+    total = 0
+    for node in turn.nodes:
+        if node.kind == "barrier" or not held.isdisjoint(node.reads):
+            held.update(buffer for buffer in node.writes if buffer >= 0)
+        else:
+            total += sum(sent.num_bytes for sent in node.sent if sent.kind == "all-gather")
+    return total

@@ -76,7 +76,7 @@ class Node:
         trips: turns.
         num_consts: of the buffers that it reads, the first so many are the same in every turn.
         num_carry: the next so many are handed on from turn to turn.
-        hints: indices beside `reads` that are read in place, without a copy.
+        ahead: bytes that are there in every turn for the one after it.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Node:
     trips: int = 1
     num_consts: int = 0
     num_carry: int = 0
+    ahead: int = 0
 
 
 @dataclasses.dataclass(eq=False)
