@@ -214,7 +214,10 @@ class _Reader:
         found = placed(equation, [one.splits for one in operands])
         if self._is_view(equation) and operands[0].buffer >= 0:
             return [Value(operands[0].buffer, found[0][0], parts)]
-        node = Node(name, kind_of(name), tuple(one.buffer for one in operands), ())
+        kind = kind_of(name)
+        if self.platform == "cpu" and kind == "reduction":
+            kind = "other"
+        node = Node(name, kind, tuple(one.buffer for one in operands), ())
         results = []
         for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
             value = self.input(variable.aval, splits)
