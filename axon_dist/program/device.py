@@ -8,6 +8,7 @@ reads; loops keep their body as a tape of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from ..core.compat import called_program, scan_counts
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
 from .postponed import postponed
-from .tape import ATTENTION, COLLECTIVES, VIEWS, Node, Sent, Tape, kind_of, live
+from .tape import ATTENTION, COLLECTIVES, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
 from .walk import LOOPS
 
 
@@ -185,6 +186,26 @@ class _Reader:
             is_apart = tuple(sorted(rest)) in found
             self._send_sum(one, *((shard, rest) if is_apart else (NONE, shard | rest)))
         self.joint.clear()
+        self._scatter_what_is_sliced()
+
+    def _scatter_what_is_sliced(self) -> None:
+        """Of an all-reduce that is said, of which a rank reads its slice alone, is made a scatter.
+
+        XLA does that (ReduceScatterCreator) where it has reduce-scatters.
+        """
+        if self.platform == "cpu":
+            return
+        for node in self.nodes:
+            whole = [sent for sent in node.sent if sent.kind == "all-reduce"]
+            if node.name not in SUMS or len(whole) != 1 or len(node.writes) != 1:
+                continue
+            readers = [other for other in self.nodes if node.writes[0] in other.reads]
+            share = whole[0].num_bytes // self.ways(frozenset(whole[0].axes))
+            if readers and all(
+                other.name == "sharding_constraint" and self.sizes[other.writes[0]] == share
+                for other in readers
+            ):
+                node.sent = (dataclasses.replace(whole[0], kind="reduce-scatter"),)
 
     def _send_sum(self, one: Sum, shard: Axes, rest: Axes) -> None:
         size = one.num_bytes

@@ -42,6 +42,9 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
 }
 """What is sent where every rank runs a program of its own, and which parameter names the axes."""
 
+SUMS = frozenset({"psum", "psum_invariant"})
+"""Those of `COLLECTIVES` that give every rank the whole sum."""
+
 IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})
 """Operations that overwrite their first operand where nothing else reads it."""
 

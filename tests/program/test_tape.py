@@ -350,3 +350,37 @@ def test_what_cpus_reduce_is_in_memory():
 
     size = lambda platform: peak_of(tape(run, X, W, platform=platform)).num_bytes
     assert size("cpu") == size("cuda") + MATRIX
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_what_is_added_up_and_sliced_is_scattered(platform):
+    """A sum that the program says, of which every rank keeps its shard."""
+    owner = placing({"dp": 4}, PartitionSpec("dp"))
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "dp"),
+        mesh=AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)),
+        in_specs=PartitionSpec("dp"),
+        out_specs=PartitionSpec(),
+    )
+
+    def run(x, is_whole):
+        total = summed(x)
+        shard = jax.lax.with_sharding_constraint(total, owner)
+        return shard, total * 2 if is_whole else shard
+
+    x = jnp.ones((256, 64))
+    sent = lambda is_whole: kinds(
+        tape(lambda x: run(x, is_whole), x, splits=[(DP, NONE)], axes={"dp": 4}, platform=platform)
+    )
+    assert sent(True) == [("all-reduce", MATRIX, 1)]
+    assert sent(False) == [("reduce-scatter" if platform == "cuda" else "all-reduce", MATRIX, 1)]
+
+
+def test_the_gradient_of_what_each_row_chooses_stays_with_the_row():
+    """As of the experts of a token: rows are counted alike in the table and in the indices."""
+    chosen = lambda x, i: jnp.sum(jnp.take_along_axis(x, i, axis=1) ** 2)
+    found = tape(
+        lambda x, i: jax.grad(chosen)(x, i), X, jnp.zeros((64, 2), int),
+        splits=[(DP, NONE), (DP, NONE)], axes={"dp": 4},
+    )  # fmt: skip
+    assert kinds(found) == []
