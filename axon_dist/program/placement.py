@@ -190,8 +190,8 @@ def _scatter(equation: Any, operands: Sequence[Splits]) -> Placed:
     for target, source in zip(windows, numbers.update_window_dims, strict=False):
         found[target] = found[target] | updates[source]
     # What is counted alike in the table and in the indices stays with its rank.
-    batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    for target, source in batching:
+    own, alike = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    for target, source in zip(own, alike, strict=True):
         found[target] = found[target] | indices[source]
     rows = [axes for dim, axes in enumerate(updates) if dim not in numbers.update_window_dims]
     splits = once(found)
