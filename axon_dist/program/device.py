@@ -215,6 +215,7 @@ class _Reader:
                 one.node.sent += (Sent("all-gather", tuple(sorted(shard)), size),)
             size //= self.ways(shard)
         if rest:
+            size *= one.trips if self.platform == "cpu" else 1
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
     def _operation(self, equation: Any, operands: list[Value]) -> list[Value]:
@@ -303,7 +304,10 @@ class _Reader:
         if not summed & axes:
             # What has to be whole behind a loop is added up there, and scattered once.
             for one in operand.partial:
-                one.trips, one.is_whole = 1, True
+                one.is_whole = True
+                # XLA:CPU adds up in every turn what a loop adds to; the others behind the loop
+                # (WhileLoopAllReduceCodeMotion).
+                one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)
         before = frozenset().union(*operand.splits)
