@@ -102,6 +102,17 @@ def cells() -> Iterator[Cell]:
         yield Cell(model, NODES, "dp=2,fsdp=8", "hybrid_shard")
         yield Cell(model, V5P, "dp=8", "zero1")
         yield Cell(model, V5P, "fsdp=4,tp=2", "full_shard+tensor")
+    for model in ("tower", "recurrent", "unet"):
+        yield Cell(model, NODES, "fsdp=16", "full_shard")
+        yield Cell(model, NODES, "dp=2,fsdp=8", "hybrid_shard")
+    for model in ("recurrent", "unet", "vit"):
+        yield Cell(model, CPU, "fsdp=8", "full_shard", "float32")
+    # XLA:CPU widens what is computed in bfloat16.
+    for target, precision in ((H100, "bf16"), (CPU, "float32")):
+        yield Cell("gpt", target, "pp=4,dp=2", "ddp+pipeline", precision, count=8)
+        yield Cell("experts", target, "fsdp=2,ep=4", "full_shard+expert", precision)
+    yield Cell("experts", H100, "fsdp=2,ep=4", "full_shard+expert", remat=True)
+    yield Cell("experts", H100, "ep=8", "expert")
 
 
 def global_batch(cell: Cell) -> int:

@@ -1,4 +1,4 @@
-"""Eight kinds of models for `benchmarks.planner`: ours, and what a user might bring."""
+"""Nine kinds of models for `benchmarks.planner`: ours, and what a user might bring."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.models import (
+    ExpertConfig,
     ResNet,
     ResNetConfig,
     Transformer,
@@ -151,6 +152,7 @@ GPT = TransformerConfig(
 LLAMA = TransformerConfig(
     vocab_size=32_768, width=512, num_layers=8, num_heads=8, num_kv_heads=4, max_length=1024
 )
+EXPERTS = dataclasses.replace(LLAMA, experts=ExpertConfig(count=8, per_token=2, width=512))
 _TOKENS = lambda length: {"tokens": ((length + 1,), jnp.int32)}
 _IMAGES = {"x": ((224, 224, 3), jnp.float32), "y": ((), jnp.int32)}
 _PAIR = lambda *shape: {"x": (shape, jnp.float32), "y": (shape, jnp.float32)}
@@ -159,6 +161,9 @@ SUBJECTS: dict[str, Subject] = {
     "gpt": Subject(lambda: Transformer(GPT, rngs=nnx.Rngs(0)), next_token_loss, _TOKENS(512), 8),
     "llama": Subject(
         lambda: Transformer(LLAMA, rngs=nnx.Rngs(0)), next_token_loss, _TOKENS(1024), 4
+    ),
+    "experts": Subject(
+        lambda: Transformer(EXPERTS, rngs=nnx.Rngs(0)), next_token_loss, _TOKENS(1024), 4
     ),
     "vit": Subject(
         lambda: ViT(

@@ -16,6 +16,10 @@ CHUNKED_FROM = 16_384
 _SPLIT = 12  # Q, K, V and the input of the projection; the MLP's hidden (4) before and after GELU
 _WHOLE = 4  # the inputs of the attention, of the MLP and of both norms
 _MASKS = 2  # of the dropout after the attention and after the MLP
+# Where what is made of products element by element is made again: the MLP's hidden once, before
+# GELU; and beside the block's input what the attention's projection gives.
+_SPLIT_REMADE = 8
+_WHOLE_REMADE = 2
 
 
 def layer_activations(
@@ -26,12 +30,14 @@ def layer_activations(
     tp: int = 1,
     sequence: bool = False,
     flash: bool = True,
+    remade: bool = False,
 ) -> int:
     """Bytes that one block keeps without recomputation: `s b h (34 + 5 a s / h)` in 16 bits.
 
     Tensor parallelism over `t` ranks leaves `s b h (10 + 24 / t + 5 a s / (h t))`, and sequence
     parallelism divides all of it by `t`. Fused attention keeps no scores, which drops the last
-    term.
+    term. A block whose weights are gathered keeps products, and makes what comes of them element
+    by element again: `22 s b h` without scores.
 
     Args:
         shape: sizes `s`, `h`, `a`.
@@ -40,6 +46,7 @@ def layer_activations(
         tp: ranks `t` of tensor parallelism.
         sequence: whether norms and residuals are split over them too.
         flash: whether attention is fused.
+        remade: whether only products are kept, as the blocks of FSDP do.
 
     Returns:
         Bytes per device.
@@ -55,11 +62,11 @@ def layer_activations(
     Source: Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, equations 1-4.
     """
     sbh = shape.sequence_length * microbatch * shape.width
-    split = float(_SPLIT * itemsize)
+    split = float((_SPLIT_REMADE if remade else _SPLIT) * itemsize)
     if not flash:
         scores = shape.num_heads * shape.sequence_length / shape.width
         split += (2 * itemsize + 1) * scores
-    whole = _WHOLE * itemsize + _MASKS
+    whole = (_WHOLE_REMADE if remade else _WHOLE) * itemsize + _MASKS
     return round(sbh * (whole / (tp if sequence else 1) + split / tp))
 
 
@@ -74,6 +81,7 @@ def step_activations(
     sequence: bool = False,
     flash: bool = True,
     remat: bool = False,
+    remade: bool = False,
     in_flight: int = 0,
 ) -> int:
     """Bytes of activations at the peak of a step, on the fullest device.
@@ -92,6 +100,8 @@ def step_activations(
         sequence: whether norms and residuals are split over the tp ranks.
         flash: whether attention is fused.
         remat: whether every block is recomputed in the backward pass.
+        remade: whether a block that is not keeps products alone, as those of FSDP do; where it is,
+            all of it is there while it is recomputed.
         in_flight: microbatches whose stage inputs wait for their backward pass.
 
     Returns:
@@ -105,7 +115,13 @@ def step_activations(
     """
     layers = -(-shape.num_layers // pp)
     block = layer_activations(
-        shape, microbatch, itemsize=itemsize, tp=tp, sequence=sequence, flash=flash
+        shape,
+        microbatch,
+        itemsize=itemsize,
+        tp=tp,
+        sequence=sequence,
+        flash=flash,
+        remade=remade and not remat,
     )
     tokens = -(-shape.sequence_length // cp) * microbatch
     inputs = tokens * shape.width * itemsize // (tp if sequence else 1)

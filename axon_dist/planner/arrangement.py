@@ -218,6 +218,14 @@ class Arrangement:
         return self.shards[0] > 1
 
     @property
+    def remakes(self) -> bool:
+        """Whether blocks that are not recomputed keep products, and make again what is cheap.
+
+        They do where they free their weights, and send nothing else between ranks.
+        """
+        return self.splits_params and self.pp == self.cp == self.ep == self.tp == 1
+
+    @property
     def mesh(self) -> MeshSpec:
         """The axes larger than 1, outer to inner, and one data axis at least."""
         sizes = {axis: getattr(self, axis) for axis in AXES}

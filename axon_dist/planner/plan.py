@@ -125,6 +125,7 @@ def evaluate(
         sequence=arrangement.sequence,
         flash=work.flash,
         remat=arrangement.remat,
+        remade=arrangement.remakes,
         in_flight=_in_flight(arrangement.schedule, pp, count),
     )
     memory = estimate_memory(

@@ -19,10 +19,10 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..nn import block_paths
 from ..nn.attention import mixes
-from ..parallel import suggest_plan
+from ..parallel import remake_in_backward, suggest_plan
 from ..parallel.expert import EXPERTS, ByExperts
 from ..precision import MixedPrecision, autocast, cast_floating
-from ..program import handed_on, mark_units, scan_over_layers
+from ..program import RematPolicy, handed_on, mark_units, scan_over_layers
 from ..program.device import tape_of
 from ..program.liveness import peak_of
 from ..program.placement import whole
@@ -45,6 +45,8 @@ class Profile:
         sample_flops: products of forward and backward pass of one sample.
         sample_bytes: what one sample keeps for the backward pass at its peak.
         remat_bytes: the same where every block is recomputed.
+        remade_bytes: the same where blocks keep what they work for and make the rest again, as
+            those do that free their weights.
         stream_bytes: what a block hands to the next for one sample.
         has_attention: whether a module of it mixes positions by attention.
         num_experts: what the numbers of experts of its mixtures have in common; 1 without any.
@@ -60,6 +62,7 @@ class Profile:
     sample_flops: float
     sample_bytes: int
     remat_bytes: int
+    remade_bytes: int
     stream_bytes: int
     has_attention: bool
     num_experts: int = 1
@@ -85,11 +88,13 @@ class Profile:
         pp: int = 1,
         cp: int = 1,
         remat: bool = False,
+        remade: bool = False,
         in_flight: int = 0,
         **_: Any,
     ) -> int:
         """Bytes at the peak of a step: what is kept lies split over stages and ranks."""
-        kept = self.remat_bytes if remat else self.sample_bytes
+        kept = self.remade_bytes if remade else self.sample_bytes
+        kept = self.remat_bytes if remat else kept
         return samples * (kept // (tp * pp * cp) + in_flight * self.stream_bytes // (tp * cp))
 
     def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
@@ -117,8 +122,8 @@ def workload_of(
     """Reads what is to be trained from the programs of its loss and their derivative.
 
     Nothing is computed and no parameter is made: forward and backward pass are traced for many
-    and for twice as many samples, as they are and with every block recomputed, and what is alive at
-    their peak is counted.
+    and for twice as many samples, as they are, with every block recomputed, and with blocks that
+    keep what those of FSDP do, and what is alive at their peak is counted.
 
     Args:
         model: any NNX module, or a function that makes one.
@@ -147,11 +152,11 @@ def workload_of(
     graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
     units = block_paths(abstract)
     run = functools.partial(_loss, graphdef, loss_fn, policy, units)
-    read = lambda rows, remat: _read(run, params, rest, batch, rows, remat, platform)
-    (flops_1, bytes_1, _), (flops_2, bytes_2, stream) = read(ROWS, False), read(2 * ROWS, False)
-    remat = [bytes_1, bytes_2]
-    if units:
-        remat = [size for _, size, _ in (read(ROWS, True), read(2 * ROWS, True))]
+    read = lambda rows, keep=None: _read(run, params, rest, batch, rows, keep, platform)
+    (flops_1, bytes_1, _), (flops_2, bytes_2, stream) = read(ROWS), read(2 * ROWS)
+    grows = lambda few, many: max(0, many - few) // ROWS
+    again = lambda keep: grows(*(read(rows, keep)[1] for rows in (ROWS, 2 * ROWS)))
+    plain = grows(bytes_1, bytes_2)
     blocks = [num_params(_within(params, path)) for path in units]
     total = num_params(params)
     shape = Profile(
@@ -159,8 +164,9 @@ def workload_of(
         num_layers=max(len(units), 1),
         layer_params=max(blocks, default=total),
         sample_flops=(flops_2 - flops_1) / ROWS,
-        sample_bytes=max(0, bytes_2 - bytes_1) // ROWS,
-        remat_bytes=max(0, remat[1] - remat[0]) // ROWS,
+        sample_bytes=plain,
+        remat_bytes=again(RECOMPUTE) if units else plain,
+        remade_bytes=again(remake_in_backward) if units else plain,
         stream_bytes=stream // (2 * ROWS),
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
         **_experts(make, params),
@@ -217,14 +223,14 @@ def _read(
     rest: Any,
     batch: Batch,
     rows: int,
-    remat: bool,
+    keep: RematPolicy | None,
     platform: str,
 ) -> tuple[float, int, int]:
     """Operations, bytes at the peak, and bytes of the largest thing that blocks hand on."""
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
-    forward = functools.partial(run, remat)
-    if remat:
-        forward = scan_over_layers(forward, 1, RECOMPUTE)
+    forward = functools.partial(run, keep is not None)
+    if keep is not None:
+        forward = scan_over_layers(forward, 1, keep)
     closed = jax.make_jaxpr(jax.value_and_grad(forward))(params, rest, few)
     splits = [whole(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
     tape = tape_of(closed, splits, {}, platform)

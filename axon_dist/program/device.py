@@ -8,6 +8,7 @@ reads; loops keep their body as a tape of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from jax.extend.core import Literal
 from ..core.compat import called_program, scan_counts
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
-from .tape import ATTENTION, COLLECTIVES, VIEWS, Node, Sent, Tape, kind_of, live
+from .postponed import postponed
+from .tape import ATTENTION, COLLECTIVES, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
 from .walk import LOOPS
 
 
@@ -55,8 +57,10 @@ def tape_of(
     outputs = [reader.resolved(value) for value in outputs]
     for place, variable in enumerate(closed.jaxpr.outvars[:num_kept]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
+    reader.finish()
     tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
-    return live(tape, range(len(tape.outputs)))
+    tape = live(tape, range(len(tape.outputs)))
+    return postponed(tape) if platform == "cuda" else tape
 
 
 class _Reader:
@@ -67,6 +71,7 @@ class _Reader:
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
         self.wholes: dict[tuple[int, Splits], Value] = {}
+        self.joint: list[tuple[Sum, Axes, Axes]] = []
 
     def input(self, aval: Any, splits: Splits) -> Value:
         return Value(self.buffer(aval, splits), splits)
@@ -159,15 +164,58 @@ class _Reader:
         return whole
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
-        shard, rest, size = one.axes & scatter, one.axes - scatter, one.num_bytes
+        shard, rest = one.axes & scatter, one.axes - scatter
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
         # And of a sum that has to be whole none makes a scatter over some of its axes.
         if shard and (self.platform == "cpu" or (rest and one.is_whole)):
             shard, rest = NONE, one.axes
+        if shard and rest and one.node.kind != "product":
+            self.joint.append((one, shard, rest))
+            return
+        self._send_sum(one, shard, rest)
+
+    def finish(self) -> None:
+        """Adds up what is summed over all axes at once, if the compiler does not take them apart.
+
+        XLA takes an all-reduce of which a rank keeps a shard apart into a scatter and an all-reduce
+        of the shards only where the program has all-reduces over the same ranks as the latter
+        already (AllReduceSplitter); a product has them, for its sums are one axis after another.
+        """
+        found = {s.axes for node in self.nodes for s in node.sent if s.kind == "all-reduce"}
+        for one, shard, rest in self.joint:
+            is_apart = tuple(sorted(rest)) in found
+            self._send_sum(one, *((shard, rest) if is_apart else (NONE, shard | rest)))
+        self.joint.clear()
+        self._scatter_what_is_sliced()
+
+    def _scatter_what_is_sliced(self) -> None:
+        """Of an all-reduce that is said, of which a rank reads its slice alone, is made a scatter.
+
+        XLA does that (ReduceScatterCreator) where it has reduce-scatters.
+        """
+        if self.platform == "cpu":
+            return
+        for node in self.nodes:
+            whole = [sent for sent in node.sent if sent.kind == "all-reduce"]
+            if node.name not in SUMS or len(whole) != 1 or len(node.writes) != 1:
+                continue
+            readers = [other for other in self.nodes if node.writes[0] in other.reads]
+            share = whole[0].num_bytes // self.ways(frozenset(whole[0].axes))
+            if readers and all(
+                other.name == "sharding_constraint" and self.sizes[other.writes[0]] == share
+                for other in readers
+            ):
+                node.sent = (dataclasses.replace(whole[0], kind="reduce-scatter"),)
+
+    def _send_sum(self, one: Sum, shard: Axes, rest: Axes) -> None:
+        size = one.num_bytes
         if shard:
             one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
+            if one.is_base:
+                one.node.sent += (Sent("all-gather", tuple(sorted(shard)), size),)
             size //= self.ways(shard)
         if rest:
+            size *= one.trips if self.platform == "cpu" else 1
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
     def _operation(self, equation: Any, operands: list[Value]) -> list[Value]:
@@ -188,7 +236,10 @@ class _Reader:
         found = placed(equation, [one.splits for one in operands])
         if self._is_view(equation) and operands[0].buffer >= 0:
             return [Value(operands[0].buffer, found[0][0], parts)]
-        node = Node(name, kind_of(name), tuple(one.buffer for one in operands), ())
+        kind = kind_of(name)
+        if self.platform == "cpu" and kind == "reduction":
+            kind = "other"
+        node = Node(name, kind, tuple(one.buffer for one in operands), ())
         results = []
         for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
             value = self.input(variable.aval, splits)
@@ -253,7 +304,10 @@ class _Reader:
         if not summed & axes:
             # What has to be whole behind a loop is added up there, and scattered once.
             for one in operand.partial:
-                one.trips, one.is_whole = 1, True
+                one.is_whole = True
+                # XLA:CPU adds up in every turn what a loop adds to; the others behind the loop
+                # (WhileLoopAllReduceCodeMotion).
+                one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)
         before = frozenset().union(*operand.splits)
@@ -268,9 +322,14 @@ class _Reader:
         )
         if splits == operand.splits or operand.buffer < 0:
             return Value(operand.buffer, splits, operand.partial)
+        # Equal constraints on one value are one transfer, as for queries, keys and values.
+        key = operand.buffer, splits
+        if key in self.wholes:
+            return self.wholes[key]
         value = self.input(equation.outvars[0].aval, splits)
         node = Node("sharding_constraint", "fused", (operand.buffer,), (value.buffer,))
         if gathered or moved:
+            self.wholes[key] = value
             node.kind = "other"
             kind = "all-gather" if gathered else "all-to-all"
             over = tuple(sorted(gathered or moved))
@@ -339,6 +398,7 @@ class _Reader:
             own = inputs[carry[place]].buffer if place < len(carry) else -1
             if not is_added_to(own, value.buffer, reader.nodes):
                 reader.resolved(value)
+        reader.finish()
         places = [one.buffer for one in inputs], [one.buffer for one in results]
         return Tape(reader.nodes, reader.sizes, *places), results
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from .tape import IN_PLACE, Node, Tape
 
-READS_FUSED = frozenset({"gather"})
+READS_FUSED = frozenset({"gather", "scatter-add", "scatter_add"})
 """Operations beside reductions that compute what they read while they read it."""
 
 DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
@@ -128,7 +128,7 @@ class _Allocation:
         return 0 if buffer in self.free else self.tape.sizes[buffer]
 
     def _inner(self, node: Node, body: Tape) -> int:
-        return peak_of(body).num_bytes
+        return peak_of(body).num_bytes + node.ahead
 
     def _reused(self, node: Node, dying: list[int]) -> int:
         """Bytes of results that take the place of what is read for the last time."""

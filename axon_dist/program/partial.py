@@ -44,6 +44,8 @@ class Sum:
             part, for the compiler lays what a loop carries out as those lie who read it.
         is_whole: whether every rank has to have all of it before it is scattered.
         is_done: whether it was added up already, for another reader.
+        is_base: whether a scatter of parts is added to it. XLA scatters onto it then, and of what
+            it has added up and split, it gathers the whole for that.
     """
 
     node: Node
@@ -52,6 +54,7 @@ class Sum:
     trips: int = 1
     is_whole: bool = False
     is_done: bool = False
+    is_base: bool = False
 
 
 def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
@@ -92,6 +95,9 @@ def handed(name: str, operands: list[Value]) -> tuple[Sum, ...]:
 
 def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
     """Sums that are added: of products one collective adds up all, of others each its own."""
+    if any(one.node.name in SCATTERS for one in sums):
+        for one in sums:
+            one.is_base = one.node.kind == "product"
     alike = {(one.node.kind, one.axes, one.num_bytes) for one in sums}
     if len(alike) > 1 or sums[0].node.kind != "product":
         return sums

@@ -183,12 +183,16 @@ def _gather(equation: Any, operands: Sequence[Splits]) -> Placed:
 
 def _scatter(equation: Any, operands: Sequence[Splits]) -> Placed:
     numbers = equation.params["dimension_numbers"]
-    table, _, updates = operands[:3]
+    table, indices, updates = operands[:3]
     hidden = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     windows = [dim for dim in range(len(table)) if dim not in hidden]
     found = list(table)
     for target, source in zip(windows, numbers.update_window_dims, strict=False):
         found[target] = found[target] | updates[source]
+    # What is counted alike in the table and in the indices stays with its rank.
+    own, alike = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    for target, source in zip(own, alike, strict=True):
+        found[target] = found[target] | indices[source]
     rows = [axes for dim, axes in enumerate(updates) if dim not in numbers.update_window_dims]
     splits = once(found)
     return splits, frozenset().union(*rows) - frozenset().union(*splits)

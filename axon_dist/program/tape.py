@@ -42,6 +42,9 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
 }
 """What is sent where every rank runs a program of its own, and which parameter names the axes."""
 
+SUMS = frozenset({"psum", "psum_invariant"})
+"""Those of `COLLECTIVES` that give every rank the whole sum."""
+
 IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})
 """Operations that overwrite their first operand where nothing else reads it."""
 
@@ -76,7 +79,7 @@ class Node:
         trips: turns.
         num_consts: of the buffers that it reads, the first so many are the same in every turn.
         num_carry: the next so many are handed on from turn to turn.
-        hints: indices beside `reads` that are read in place, without a copy.
+        ahead: bytes that are there in every turn for the one after it.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Node:
     trips: int = 1
     num_consts: int = 0
     num_carry: int = 0
+    ahead: int = 0
 
 
 @dataclasses.dataclass(eq=False)

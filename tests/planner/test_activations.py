@@ -23,6 +23,9 @@ def test_korthikanti(shape, batch, tp):
     assert one(flash=False) == pytest.approx(s * b * h * (10 + 24 / t + scores / t), abs=1)
     assert one() == pytest.approx(s * b * h * (10 + 24 / t), abs=1)
     assert one(sequence=True, flash=False) == pytest.approx(s * b * h * (34 + scores) / t, abs=1)
+    # A block of FSDP keeps products: q, k, v, the attention and the hidden layer once, which are
+    # split; its input and what the projection gives; and a byte per dropped element.
+    assert one(remade=True) == pytest.approx(s * b * h * (2 * 2 + 2 + 8 * 2 / t), abs=1)
     # Everything but the two dropout masks doubles in float32.
     assert one(itemsize=4) == pytest.approx(s * b * h * (8 * 2 + 2 + 48 / t), abs=1)
 
@@ -35,6 +38,9 @@ def test_recomputation_keeps_inputs_and_one_block(shape, batch):
     logits = min(whole, 2**29) * 3 // 2
     full = step_activations(shape, batch) - logits
     remat = step_activations(shape, batch, remat=True) - logits
+    remade = step_activations(shape, batch, remade=True) - logits
+    assert remade == 22 * sbh * shape.num_layers
+    assert step_activations(shape, batch, remade=True, remat=True) - logits == remat
     assert full == 34 * sbh * shape.num_layers
     assert remat == 2 * sbh * shape.num_layers + 34 * sbh
     assert step_activations(shape, batch, in_flight=3) - logits - full == 3 * 2 * sbh

@@ -38,3 +38,13 @@ def test_on_gpus_that_are_not_here(tmp_path):
         assert row["state"] == pytest.approx(1, abs=0.001)
         assert row["peak"] == pytest.approx(1, abs=0.25)
         assert row["sent"] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.aot
+def test_gradients_of_weights_wait_and_hybrid_sums_stay_whole(tmp_path):
+    """A U-Net: its kernels' gradients come last, and one all-reduce adds them up for all axes."""
+    if missing := missing_compiler("h100:8"):
+        pytest.skip(missing)
+    (row,) = compared("^unet@h100:8 .*hybrid_shard", tmp_path)
+    assert row["peak"] == pytest.approx(1, abs=0.05)
+    assert row["sent"] == pytest.approx(1, abs=0.02)

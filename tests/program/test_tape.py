@@ -118,7 +118,10 @@ def test_a_loop_adds_up_behind_itself():
         return jax.grad(loss)(w)
 
     xs = jnp.ones((8, 64, 64))
-    found = tape(run, W, xs, splits=[whole(2), (NONE, DP, NONE)], axes={"dp": 4})
+    places = {"splits": [whole(2), (NONE, DP, NONE)], "axes": {"dp": 4}}
+    # XLA:CPU adds up in every turn.
+    assert kinds(tape(run, W, xs, platform="cpu", **places)) == [("all-reduce", 8 * MATRIX, 1)]
+    found = tape(run, W, xs, **places)
     assert kinds(found) == [("all-reduce", MATRIX, 1)]
     assert found.flops == 8 * 2 * 2 * 64**3 / 4  # nothing is differentiated by xs
 
@@ -227,3 +230,160 @@ def test_a_reshape_to_itself_changes_nothing(shape, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     splits = tuple(DP if place == dim and n > 1 else NONE for place, n in enumerate(shape))
     assert regrouped(shape, shape, splits) == splits
+
+
+def test_equal_constraints_on_one_value_are_one_transfer():
+    """As for queries, keys and values of positions that lie split."""
+    place = placing({"tp": 2}, PartitionSpec())
+    gathered = lambda x: jax.lax.with_sharding_constraint(x, place)
+    run = lambda x, w: jnp.sum((gathered(x) @ w) * (gathered(x) @ (w + 1)))
+    found = tape(run, X, W, splits=[(TP, NONE), whole(2)], axes={"tp": 2})
+    assert kinds(found) == [("all-gather", MATRIX, 1)]
+
+
+def test_a_scatter_onto_a_sum_that_was_split_gathers_it():
+    """The gradient of a table that is looked up and multiplied: XLA scatters onto the product."""
+    place = placing({"dp": 4}, PartitionSpec("dp"))
+
+    def run(x, rows, is_tied):
+        looked_up = jnp.zeros((64, 64)).at[jnp.arange(8)].add(rows)
+        grad = jnp.tanh(x).T @ x + looked_up if is_tied else looked_up
+        return jax.lax.with_sharding_constraint(grad, place)
+
+    splits = [(DP, NONE), (DP, NONE)]
+    sent = lambda is_tied: kinds(
+        tape(lambda x, r: run(x, r, is_tied), X, X[:8], splits=splits, axes={"dp": 4})
+    )
+    assert sent(False) == [("reduce-scatter", MATRIX, 1)]
+    assert sorted(sent(True)) == [("all-gather", MATRIX, 1), *2 * [("reduce-scatter", MATRIX, 1)]]
+
+
+@pytest.mark.parametrize("is_beside_a_product", [False, True])
+def test_sums_over_two_axes_are_taken_apart_only_beside_others(is_beside_a_product):
+    """AllReduceSplitter: a reduction has one collective, a product one for each axis."""
+    axes = {"dp": 2, "fsdp": 4}
+    owner = placing(axes, PartitionSpec("fsdp"))
+    place = lambda x: jax.lax.with_sharding_constraint(x, owner)
+
+    def run(x, y):
+        summed = place(jnp.sum(x, 0))
+        return summed, place(y.T @ y) if is_beside_a_product else summed
+
+    both = frozenset(axes)
+    splits = [(both, NONE, NONE), (both, NONE)]
+    found = tape(run, jnp.ones((8, 64, 64)), X, splits=splits, axes=axes)
+    apart = [("reduce-scatter", MATRIX, 1), ("all-reduce", MATRIX // 4, 1)]
+    whole_sum = [("all-reduce", MATRIX, 1)]
+    assert kinds(found) == (2 * apart if is_beside_a_product else whole_sum)
+
+
+def chain(depth):
+    def run(ws, x):
+        for w in ws:
+            x = jnp.sin(x @ w)
+        return jnp.sum(x)
+
+    return jax.grad(run), [W] * depth
+
+
+def test_gradients_of_weights_come_behind_the_chain_on_gpus():
+    """So what they are made of is there together: inputs and cotangents of all layers."""
+    grads, ws = chain(8)
+    size = lambda platform: peak_of(tape(grads, ws, X, platform=platform)).num_bytes
+    results = 8 * MATRIX
+    assert size("cuda") >= 2 * 8 * MATRIX
+    assert size("tpu") <= size("cuda") < size("tpu") + results
+    names = lambda platform: [n.reads for n in tape(grads, ws, X, platform=platform).nodes]
+    assert sorted(names("cuda")) == sorted(names("tpu"))
+    assert tape(grads, ws, X).flops == tape(grads, ws, X, platform="tpu").flops
+
+
+def test_gradients_of_a_layer_come_behind_the_chain_of_its_turn():
+    def run(ws, x):
+        def turn(x, w):
+            for _ in range(4):
+                x = jnp.sin(x @ w)
+            return x, None
+
+        return jnp.sum(jax.lax.scan(turn, x, ws)[0])
+
+    found = tape(jax.grad(run), jnp.ones((8, 64, 64)), X)
+    (turn,) = [n.bodies[0] for n in found.nodes if n.name == "scan"][1:]
+    products = [n for n in turn.nodes if n.name == "dot_general"]
+    carried = turn.outputs[0]
+    behind = [p for p in products if carried not in reached(turn, p)]
+    assert len(behind) == 4
+    assert products[-4:] == behind
+
+
+def reached(found, node):
+    seen = set(node.writes)
+    for other in found.nodes:
+        if seen & set(other.reads):
+            seen |= set(other.writes)
+    return seen
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_turn_gathers_for_the_next_what_does_not_depend_on_it(waits):
+    place = placing({"dp": 4}, PartitionSpec())
+    gather = lambda w: jax.lax.with_sharding_constraint(w, place)
+
+    def run(ws, x):
+        def turn(x, w):
+            w = gather(w * x[0, 0]) if waits else gather(w)
+            return jnp.sin(x @ w), None
+
+        return jax.lax.scan(turn, x, ws)[0]
+
+    splits = [(NONE, DP, NONE), whole(2)]
+    found = tape(run, jnp.ones((8, 64, 64)), X, splits=splits, axes={"dp": 4})
+    (loop,) = [n for n in found.nodes if n.name == "scan"]
+    assert loop.ahead == (0 if waits else MATRIX)
+    loop.ahead = 0
+    before = peak_of(found).num_bytes
+    loop.ahead = MATRIX
+    assert peak_of(found).num_bytes == before + MATRIX
+
+
+def test_what_cpus_reduce_is_in_memory():
+    def run(x, w):
+        product = x @ w
+        return product, jnp.sum(jnp.exp(product), 1)
+
+    size = lambda platform: peak_of(tape(run, X, W, platform=platform)).num_bytes
+    assert size("cpu") == size("cuda") + MATRIX
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_what_is_added_up_and_sliced_is_scattered(platform):
+    """A sum that the program says, of which every rank keeps its shard."""
+    owner = placing({"dp": 4}, PartitionSpec("dp"))
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "dp"),
+        mesh=AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)),
+        in_specs=PartitionSpec("dp"),
+        out_specs=PartitionSpec(),
+    )
+
+    def run(x, is_whole):
+        total = summed(x)
+        shard = jax.lax.with_sharding_constraint(total, owner)
+        return shard, total * 2 if is_whole else shard
+
+    x = jnp.ones((256, 64))
+    sent = lambda is_whole: kinds(
+        tape(lambda x: run(x, is_whole), x, splits=[(DP, NONE)], axes={"dp": 4}, platform=platform)
+    )
+    assert sent(True) == [("all-reduce", MATRIX, 1)]
+    assert sent(False) == [("reduce-scatter" if platform == "cuda" else "all-reduce", MATRIX, 1)]
+
+
+def test_the_gradient_of_what_each_row_chooses_stays_with_the_row():
+    """As of the experts of a token: rows are counted alike in the table and in the indices."""
+    chosen = lambda x, i: jnp.sum(jnp.take_along_axis(x, i, axis=1) ** 2)
+    found = tape(
+        lambda x, i: jax.grad(chosen)(x, i), X, jnp.zeros((64, 2), int),
+        splits=[(DP, NONE), (DP, NONE)], axes={"dp": 4},
+    )  # fmt: skip
+    assert kinds(found) == []
