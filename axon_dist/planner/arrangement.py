@@ -221,9 +221,9 @@ class Arrangement:
     def remakes(self) -> bool:
         """Whether blocks that are not recomputed keep products, and make again what is cheap.
 
-        They do where they free their weights, and send nothing else between ranks.
+        They do where anything is split over data ranks, and only weights are sent between ranks.
         """
-        return self.splits_params and self.pp == self.cp == self.ep == self.tp == 1
+        return max(self.shards) > 1 and self.pp == self.cp == self.ep == self.tp == 1
 
     @property
     def mesh(self) -> MeshSpec:
