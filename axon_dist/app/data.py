@@ -16,7 +16,8 @@ from axon_dist.data import Loader, LocalBatch
 from axon_dist.step import TrainStep
 
 from ..config.build import build_loader, build_run
-from ..config.schema import CONFIG, RunConfig
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
 
 TIMED_STEPS = 3
 """Steps that are timed, after one that compiles."""

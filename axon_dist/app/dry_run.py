@@ -14,7 +14,8 @@ from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
 
 from ..config.build import build_run
-from ..config.schema import CONFIG, RunConfig
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
 from .directory import check_directory
 from .program import read_program
 from .report import opening_lines

@@ -13,7 +13,8 @@ from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 
 from ..config.build import abstract_batch, build_step, build_world
-from ..config.schema import CONFIG, RunConfig
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
 from .attention import attention_line
 from .report import parameters_of
 

@@ -31,7 +31,8 @@ from axon_dist.planner.recommend import SIMPLICITY, evaluated, quickest
 from axon_dist.precision import MixedPrecision
 
 from ..config.build import abstract_batch, build_step, model_of
-from ..config.schema import CONFIG, RunConfig
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
 from .examine import examine
 
 MOST = 10

@@ -20,7 +20,8 @@ from axon_dist.inspect import memory
 from axon_dist.nn import ActivationCheckpointing
 
 from ..config.build import abstract_batch, build_step, build_world
-from ..config.schema import CONFIG, RunConfig
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
 
 Options = Mapping[str, OptionValue | None]
 

@@ -30,7 +30,8 @@ from ..config.build import (
     model_of,
     what_is_trained,
 )
-from ..config.schema import CONFIG, RunConfig
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
 from .verify_replicas import COMPARED, meeting_soon, metric_of, params_of, train_replicas
 
 LEARNING_RATE = 0.1

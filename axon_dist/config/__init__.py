@@ -25,6 +25,7 @@ from .describe import Section as Section
 from .describe import describe as describe
 from .describe import to_markdown as to_markdown
 from .describe import to_text as to_text
+from .load import CONFIG as CONFIG
 from .load import load_config as load_config
 from .loggers import LOGGERS as LOGGERS
 from .models import MODELS as MODELS
@@ -34,7 +35,6 @@ from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .own import Own as Own
-from .schema import CONFIG as CONFIG
 from .schema import RunConfig as RunConfig
 from .sections import CheckpointConfig as CheckpointConfig
 from .sections import DevicesConfig as DevicesConfig

@@ -11,8 +11,15 @@ from yaml.scanner import ScannerError
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, read_text
+from axon_dist.core.told import Kind
 
 from .schema import RunConfig
+
+CONFIG = Kind(
+    "a RunConfig, such as axon_dist.config.load_config('configs/quickstart.yaml')",
+    lambda x: isinstance(x, RunConfig),
+)
+"""The kind of an argument that describes a run."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

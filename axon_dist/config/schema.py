@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path
-from axon_dist.core.told import Kind
 from axon_dist.mesh import MeshSpec
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.precision import GradScaler, MixedPrecision
@@ -210,10 +209,3 @@ class RunConfig:
                 f"every checkpoint; make checkpoint.every={save_every} a multiple of "
                 f"train.eval_every={eval_every}"
             )
-
-
-CONFIG = Kind(
-    "a RunConfig, such as axon_dist.config.load_config('configs/quickstart.yaml')",
-    lambda x: isinstance(x, RunConfig),
-)
-"""The kind of an argument that describes a run."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import MeshError, StrategyConflictError, did_you_mean
-from ..core.requirement import Requirement
+from ..core.requirement import Requirement, check_all
 from ..mesh import World
 from .offload import CPUOffload, check_offload
 
@@ -292,3 +292,8 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
     ),
 )
 """The first broken rule speaks."""
+
+
+def check_placed(strategy: Strategy, world: World) -> None:
+    """Raises what the first broken rule of `STRATEGY_RULES` says of a strategy on a world."""
+    check_all(STRATEGY_RULES, Placed(strategy, world))

@@ -10,7 +10,6 @@ from flax import nnx
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
-from ..core.requirement import check_all
 from ..core.told import TEXTS, WHOLE
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup, World
@@ -20,7 +19,7 @@ from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .offload import CPUOffload
 from .pipeline_plan import PipelinePlan
-from .rules import STRATEGY_RULES, Placed
+from .rules import check_placed
 from .slow_plan import SlowPlan
 from .wrap import AutoWrapPolicy
 
@@ -219,7 +218,7 @@ class Strategy:
         Raises:
             AxonDistError: what the first broken rule of `STRATEGY_RULES` says.
         """
-        check_all(STRATEGY_RULES, Placed(self, world))
+        check_placed(self, world)
 
 
 class HasStrategy(Protocol):
