@@ -53,20 +53,24 @@ def rendezvous_flags() -> tuple[str, ...]:
     Returns:
         Flags for `XLA_FLAGS`, none where they are not known to exist.
     """
-    major, minor = (int(part) for part in jaxlib.__version__.split(".")[:2])
-    return _RENDEZVOUS_FLAGS if (0, 10) <= (major, minor) <= (0, 12) else ()
+    return _RENDEZVOUS_FLAGS if (0, 10) <= _jaxlib_version() <= (0, 12) else ()
 
 
 def runs_cached_collectives_in_order() -> bool:
     """Whether XLA:CPU keeps the order of collectives in programs of JAX's compilation cache.
 
     Every `ppermute` has the channel 1, so that devices tell two of them apart by their order alone.
-    Of programs that jaxlib 0.12 has loaded from the cache, it starts both at once: most runs of a
-    ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of participating
-    threads") or hang. Those of 0.10.2 and 0.11.2 do not, nor does any program just compiled.
+    Of programs that jaxlib 0.12 has loaded from the cache, a device can be in two at once: most
+    runs of a ring over 8 devices abort in rendezvous.h ("Id can't be larger than the number of
+    participating threads") or hang. The same program just compiled did not, nor did any with 0.10.2
+    and 0.11.2, in the few runs that were tried.
     """
-    major, minor = (int(part) for part in jaxlib.__version__.split(".")[:2])
-    return (major, minor) < (0, 12)
+    return _jaxlib_version() < (0, 12)
+
+
+def _jaxlib_version() -> tuple[int, int]:
+    major, minor = jaxlib.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def turn_cache_off() -> None:

@@ -114,3 +114,25 @@ def assert_close(actual, expected, tolerance: float, what: str) -> None:
         assert worst <= tolerance, (
             f"{what}{where} differs by {worst:.2e}, more than {tolerance:.0e}"
         )
+
+
+def assert_trained_alike(step, case, want: Trace, gradients_of: int = 0) -> None:
+    """Takes every step of the reference, and compares gradients once, metrics always, and the end.
+
+    Args:
+        step: a built step that reports `METRICS`.
+        case: what the reference was trained on.
+        want: what the reference did.
+        gradients_of: the number of the step before which gradients are compared.
+    """
+    state = step.init()
+    for number, metrics_of in enumerate(want.metrics):
+        if number == gradients_of:
+            grads, metrics = step.gradients(state, case.batch(number))
+            grads = step.storage.to_model(grads)
+            assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")
+            assert_metrics(metrics, of_loss(metrics_of), f"gradients of step {number}")
+        state, metrics = step(state, case.batch(number))
+        assert_metrics(metrics, metrics_of, f"step {number}")
+    assert_close(step.storage.to_model(state.params), want.params, 1e-5, "parameter")
+    assert_close(state.buffers, want.buffers, 1e-5, "buffer")

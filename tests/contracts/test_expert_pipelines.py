@@ -6,7 +6,6 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -26,6 +25,7 @@ from axon_dist.planner import expert_bytes
 from axon_dist.schedule import SCHEDULES, Schedule
 from axon_dist.step import PortableForm
 
+from .mixtures import EXPERTS, OPTIMIZERS, SIZES
 from .models import (
     SAMPLES,
     Case,
@@ -34,15 +34,9 @@ from .models import (
     token_batch,
     transformer,
 )
-from .reference import METRICS, assert_close, assert_metrics, of_loss, train
+from .reference import METRICS, assert_close, assert_metrics, assert_trained_alike, train
 
 STEPS = 3
-SIZES = {"width": 16, "ffn_width": 16, "vocab_size": 32, "max_length": 16, "num_layers": 2}
-EXPERTS = {"count": 8, "shared": 1, "balance": 0.1, "z_loss": 0.01, "bias_rate": 0.01}
-OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.05, momentum=0.9),
-    "adam": lambda: optax.adam(1e-2, eps=1e-4),
-}
 
 
 def weighed_batch(step: int) -> dict:
@@ -197,17 +191,7 @@ def check(row: Row) -> None:
     )
     strategy = compose(pipe, *WITH[row.other])
     step = built(case, strategy, row.mesh, row.optimizer, metrics=METRICS)
-    state = step.init()
-    for number in range(STEPS):
-        if number == 0:
-            grads, metrics = step.gradients(state, case.batch(number))
-            grads = step.storage.to_model(grads)
-            assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")
-            assert_metrics(metrics, of_loss(want.metrics[number]), f"gradients of step {number}")
-        state, metrics = step(state, case.batch(number))
-        assert_metrics(metrics, want.metrics[number], f"step {number}")
-    assert_close(step.storage.to_model(state.params), want.params, 1e-5, "parameter")
-    assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+    assert_trained_alike(step, case, want)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import optax
 import pytest
 
 from axon_dist import Strategy, World, build_train_step, compose, ddp, zero
@@ -13,17 +12,12 @@ from axon_dist.models import ExpertConfig, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, expert_parallel, fsdp, tensor_parallel
 
+from .mixtures import EXPERTS, OPTIMIZERS, SIZES
 from .models import Case, token_batch, transformer
 from .reference import METRICS, assert_close, assert_metrics, of_loss, train
 from .rows import part
 
 STEPS = 3
-SIZES = {"width": 16, "ffn_width": 16, "vocab_size": 32, "max_length": 16, "num_layers": 2}
-EXPERTS = {"count": 8, "shared": 1, "balance": 0.1, "z_loss": 0.01, "bias_rate": 0.01}
-OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.05, momentum=0.9),
-    "adam": lambda: optax.adam(1e-2, eps=1e-4),
-}
 REMAT = Strategy("remat", remat=ActivationCheckpointing())
 
 

@@ -46,7 +46,7 @@ from .models import (
     transformer,
     weighted_square,
 )
-from .reference import METRICS, assert_close, assert_metrics, of_loss, train
+from .reference import METRICS, assert_close, assert_trained_alike, train
 
 NUM_STEPS = 5
 TINY = {"width": 16, "ffn_width": 16, "vocab_size": 32, "max_length": 16}
@@ -333,17 +333,7 @@ def check(row: Row) -> None:
     strategy = compose(pipe, *WITH[row.other])
     optimizer = optax.sgd(0.05, momentum=0.9)
     step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, metrics=METRICS)
-    state = step.init()
-    for number in range(NUM_STEPS):
-        if number == NUM_STEPS - 1:
-            grads, metrics = step.gradients(state, case.batch(number))
-            grads = step.storage.to_model(grads)
-            assert_close(grads, want.grads[number], 2e-5, f"gradient of step {number}")
-            assert_metrics(metrics, of_loss(want.metrics[number]), f"gradients of step {number}")
-        state, metrics = step(state, case.batch(number))
-        assert_metrics(metrics, want.metrics[number], f"step {number}")
-    assert_close(step.storage.to_model(state.params), want.params, 1e-5, "parameter")
-    assert_close(state.buffers, want.buffers, 1e-5, "buffer")
+    assert_trained_alike(step, case, want, NUM_STEPS - 1)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
