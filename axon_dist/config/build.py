@@ -116,6 +116,7 @@ def build_step(
         metrics=metrics,
         precision=config.precision,
         remat=config.remat,
+        unroll=config.unroll,
         scaler=config.loss_scale,
         nonfinite=config.train.nonfinite,
         deterministic=config.deterministic,

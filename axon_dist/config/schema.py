@@ -54,6 +54,8 @@ class RunConfig:
         precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
             strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
+        unroll: up to how many blocks are written out rather than run by a loop; None is 4, and 1
+            where they are recomputed. It changes no number.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.
         trainable: regular expressions, searched for in the paths of the parameters: what is found
@@ -107,6 +109,7 @@ class RunConfig:
     ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     precision: MixedPrecision | str | None = None
     remat: ActivationCheckpointing | None = None
+    unroll: int | None = None
     weights: Weights | None = None
     lora: Lora | None = None
     trainable: tuple[str, ...] = ()

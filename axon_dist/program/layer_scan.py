@@ -73,11 +73,18 @@ class LayerScan:
         group: (number of iterations) -> how many of them are recomputed together.
         remat: what the backward pass keeps of them; None keeps all.
         prefetch: whether it may gather the weights of an iteration in the one before.
+        unroll: up to how many units of a chain are called one after another, without a loop.
     """
 
     group: Callable[[int], int]
     remat: RematPolicy | None
     prefetch: bool
+    unroll: int = 1
+
+    def loops(self, chain: Chain) -> bool:
+        """Whether a chain runs as a loop; groups are iterations, so that they always do."""
+        length = len(chain.calls)
+        return length > self.unroll or self.group(length) > 1
 
     def protect(self, body: Callable[..., Any], times: int) -> Callable[..., Any]:
         """What runs so many times, under `jax.checkpoint`.
@@ -98,6 +105,7 @@ def scan_over_layers(
     remat: RematPolicy | None = None,
     *,
     prefetch: bool = False,
+    unroll: int = 1,
 ) -> Callable[..., Any]:
     """Makes a function whose chains of units run as scans.
 
@@ -111,6 +119,8 @@ def scan_over_layers(
         prefetch: whether the backward pass may gather the weights of an iteration in the one
             before. Only where units move nothing but weights: the compiler would prefetch gathered
             activations too, with all the compute that leads up to them, and do it twice.
+        unroll: chains of at most so many units stay calls one after another: what they keep for
+            the backward pass is put on no stacks then, and each is compiled by itself.
 
     Returns:
         A function of the same arguments with the same results.
@@ -119,7 +129,7 @@ def scan_over_layers(
     def scanned(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         size: Any = (lambda _: group) if isinstance(group, int) else group
-        how = LayerScan(size, remat, prefetch)
+        how = LayerScan(size, remat, prefetch, unroll)
         results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -203,7 +213,7 @@ def _same(old: Any, new: Any) -> bool:
 
 def _evaluate(closed: Any, values: Sequence[Any], how: LayerScan) -> list[Any]:
     jaxpr = closed.jaxpr
-    chains = {chain.calls[0]: chain for chain in find_chains(jaxpr)}
+    chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(chain)}
     inside = {call for chain in chains.values() for call in chain.calls}
     env = Known(zip(jaxpr.constvars, closed.consts, strict=True))
     env.write(jaxpr.invars, values)

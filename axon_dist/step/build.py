@@ -49,6 +49,7 @@ def build_train_step(
     trainable: Trainable = nnx.Param,
     frozen_dtype: Any = None,
     ema: float | None = None,
+    unroll: int | None = None,
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -112,6 +113,10 @@ def build_train_step(
             `ema = decay * ema + (1 - decay) * params` after every update, from the first
             parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
             it.
+        unroll: where a strategy splits or recomputes blocks, and these call each other, they run
+            as one loop, which is compiled once. Up to so many are written out instead: each is
+            compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
+            and where blocks are recomputed 1. It changes no number.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -152,6 +157,7 @@ def build_train_step(
         separable=separable,
         eval_kwargs=eval_kwargs,
         ema=ema,
+        unroll=unroll,
     )
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
     parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)

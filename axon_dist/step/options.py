@@ -37,6 +37,8 @@ class StepOptions:
         separable: whether the parts of a batch give its loss; None reads it from the program.
         eval_kwargs: what the call of the model is given in evaluations, in place of its own.
         ema: the decay of the moving average of the parameters; None keeps none.
+        unroll: up to how many blocks are written out rather than run by a loop; None says so by
+            what is recomputed.
     """
 
     accumulate: int = 1
@@ -50,6 +52,7 @@ class StepOptions:
     separable: bool | None = None
     eval_kwargs: Mapping[str, Any] | None = None
     ema: float | None = None
+    unroll: int | None = None
 
     @property
     def holds(self) -> bool:
@@ -63,6 +66,12 @@ class StepOptions:
             raise ConfigError(
                 f"accumulate is {self.accumulate!r}; it must be a whole number of microbatches, "
                 "at least 1"
+            )
+        whole = isinstance(self.unroll, int) and not isinstance(self.unroll, bool)
+        if self.unroll is not None and not (whole and self.unroll >= 1):
+            raise ConfigError(
+                f"unroll is {self.unroll!r}; it must be up to how many blocks are written out, at "
+                "least 1, which runs all of them by a loop, or None"
             )
         REAL.or_none().check("build_train_step", "clip_norm", self.clip_norm)
         REAL.or_none().check("build_train_step", "ema", self.ema)

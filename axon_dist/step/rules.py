@@ -105,6 +105,21 @@ def _matrices(spec: StepSpec) -> Found:
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
+def _loops(spec: StepSpec) -> Found:
+    unroll, strategy = spec.options.unroll, spec.strategy
+    if unroll is None:
+        return None
+    found = {"unroll": unroll, "strategy": strategy.name}
+    if strategy.pipeline is not None:
+        return {**found, "why": "runs the blocks of its stages one after another as they are"}
+    if not spec.view.units:
+        return {**found, "why": "neither splits nor recomputes blocks, and runs none as a loop"}
+    if unroll > 1 and strategy.remat is not None and strategy.remat.interval != 1:
+        interval = strategy.remat.interval
+        return {**found, "why": f"recomputes groups of interval={interval!r}, which are a loop"}
+    return None
+
+
 def _arrays(spec: StepSpec) -> None:
     """Decides where every array lies."""
     stored, mesh = spec.storage.strategy, spec.mesh
@@ -129,6 +144,13 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "accumulate={accumulate}, and the pipeline runs {count} microbatches per step, which is "
         "its accumulation; leave accumulate out, or change num_microbatches",
         _microbatches,
+    ),
+    Requirement.row(
+        "there are loops to unroll",
+        StrategyConflictError,
+        "unroll={unroll} says how many blocks are written out rather than run by a loop, and "
+        "strategy {strategy!r} {why}; leave unroll out",
+        _loops,
     ),
     Requirement(
         "there are sums to keep", lambda spec: check_sums(spec.strategy, spec.parts.abstract)

@@ -207,7 +207,7 @@ class StepSpec:
         # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
         by_stages = self.strategy.pipeline is not None
         strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
-        return view_of(strategy, self.parts)
+        return view_of(strategy, self.parts, self.options.unroll)
 
     @property
     def layout(self) -> Layout:

@@ -57,6 +57,11 @@ MakeGather: TypeAlias = Callable[[Path], Any]
 Bundle: TypeAlias = Callable[[Path, Any], Any]
 """(path of a parameter, its value) -> what it is gathered from."""
 
+UNROLLED = 4
+"""Up to how many blocks are written out that keep what their backward pass reads: a loop puts it on
+stacks, which takes a tenth of the time of four small blocks, and more memory; blocks written out
+take time to compile, each."""
+
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -74,6 +79,8 @@ class View:
         fp8: the layers that compute in fp8; None where there are none.
         sends_pieces: whether the activations that move are pieces that go round a ring, of which
             the compiler fetches none before its time.
+        unroll: up to how many units that call each other are written out; None is `UNROLLED`
+            where they keep what their backward pass reads, and else 1.
     """
 
     precision: MixedPrecision | None
@@ -85,6 +92,7 @@ class View:
     int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
     fp8: Fp8Layers | None = None
     sends_pieces: bool = False
+    unroll: int | None = None
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -169,7 +177,8 @@ class View:
         remat = self.remat.remat if self.remat else self._cheap
         group = self.remat.group_size if self.remat else 1
         prefetch = self.sends_pieces or not self.moves_activations
-        return scan_over_layers(forward, group, remat, prefetch=prefetch)
+        unroll = self.unroll or (1 if self.remat else UNROLLED)
+        return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 
 def spelled(forward: Callable[..., Any], strategy: Strategy, mesh: Mesh) -> Callable[..., Any]:
@@ -216,12 +225,13 @@ def layers_of(strategy: Strategy, mesh: Mesh) -> Prepare:
     return adapt
 
 
-def view_of(strategy: Strategy, parts: ModelParts) -> View:
+def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) -> View:
     """The view of a strategy on a model.
 
     Args:
         strategy: its `wrap`, `precision`, `remat` and policies.
         parts: the model's structure, and the shapes of its parameters and buffers.
+        unroll: up to how many units are written out; None says so by itself.
 
     Returns:
         The view.
@@ -247,6 +257,7 @@ def view_of(strategy: Strategy, parts: ModelParts) -> View:
         int8=parts.int8,
         fp8=fp8_of(strategy, parts),
         sends_pieces=all(map(sends_pieces, strategy.layers)),
+        unroll=unroll,
     )
 
 

@@ -146,9 +146,10 @@ def test_what_is_made_element_by_element_is_made_again(world):
     assert products(remake_in_backward) == products(regather_in_backward)
 
 
-def compiled(world, num_blocks, **options):
+def compiled(world, num_blocks, unroll=None, **options):
     strategy = fsdp(axes=("dp",), min_elements=8, **options)
-    step = build_train_step(tower.make(num_blocks), optax.sgd(0.1), tower.loss_fn, strategy, world)
+    model, optimizer = tower.make(num_blocks), optax.sgd(0.1)
+    step = build_train_step(model, optimizer, tower.loss_fn, strategy, world, unroll=unroll)
     return step.lower(tower.batch()).compile()
 
 
@@ -158,11 +159,15 @@ BLOCK_BYTES = 4 * (2 * 32 * 64 + 32 + 64)
 @pytest.mark.parametrize("reduction", [None, Reduction(per="microbatch", dtype="float16")])
 def test_blocks_are_gathered_forward_and_again_backward(world, reduction):
     """Per block and pass an all-gather of its weights, inside the loop over layers."""
-    program = compiled(world, 4, reduction=reduction)
+    program = compiled(world, 4, unroll=1, reduction=reduction)
     gathered = collectives(program, world.mesh).select("all-gather")
     looped = [row for row in gathered if row.count == 4]
     expected = 2 * 4 * BLOCK_BYTES * 7 / 8
     assert sum(row.total_bytes for row in looped) == pytest.approx(expected, rel=0.02)
+    # Written out it is the same, block by block.
+    written = collectives(compiled(world, 4, reduction=reduction), world.mesh).select("all-gather")
+    assert all(row.count == 1 for row in written)
+    assert sum(row.total_bytes for row in written) == sum(row.total_bytes for row in gathered)
 
 
 def test_memory_grows_by_shards_and_activations_not_by_gathered_blocks(world):

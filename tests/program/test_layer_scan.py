@@ -110,6 +110,21 @@ def test_what_runs_once_keeps_its_barrier(prefetch, expected):
     assert_same(rolled, plain, params, rest, X)
 
 
+@pytest.mark.parametrize(("blocks", "lengths"), [(4, []), (5, [5])])
+@pytest.mark.parametrize("remat", [None, NOTHING])
+def test_a_short_chain_is_written_out(blocks, lengths, remat):
+    model = Net(nnx.Rngs(0, dropout=1), blocks, rate=0.5, tap=1)
+    plain, rolled, params, rest = functions(model, 1, remat, unroll=4)
+    assert_same(rolled, plain, params, rest, X)
+    assert scans(rolled, params, rest, X) == lengths
+
+
+def test_a_group_is_an_iteration_of_a_loop():
+    plain, rolled, params, rest = functions(Net(nnx.Rngs(0), 4), 2, NOTHING, unroll=4)
+    assert_same(rolled, plain, params, rest, X)
+    assert scans(rolled, params, rest, X) == [2]
+
+
 def test_dropout_state_is_threaded_through_the_scan():
     model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
     plain, rolled, params, rest = functions(model, 2, NOTHING)

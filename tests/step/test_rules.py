@@ -214,6 +214,10 @@ EXAMPLES = {
         lambda: build(compose(*WIDE), PP, accumulate=2),
         "accumulate=2, and the pipeline runs 4",
     ),
+    "there are loops to unroll": (
+        lambda: build(ddp(), unroll=2),
+        "unroll=2 .*'ddp' neither splits nor recomputes blocks.*; leave unroll out",
+    ),
     "stages have experts in equal blocks": (
         lambda: build(
             compose(pipelined(2, 4), expert_parallel()),
@@ -289,6 +293,22 @@ EXAMPLES = {
         "12 features of dim 0 do not divide over tp=8",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda: build(compose(*WIDE), PP, unroll=2), "one after another as they are; leave"),
+        (
+            lambda: build(compose(fsdp(), remat(interval=2)), "fsdp=8", unroll=4),
+            "unroll=4 .* recomputes groups of interval=2, which are a loop",
+        ),
+        *((lambda x=x: build(fsdp(), "fsdp=8", unroll=x), f"unroll is {x!r}") for x in (0, True)),
+    ],
+)
+def test_what_cannot_be_unrolled(run, said):
+    with pytest.raises(AxonDistError, match=said):
+        run()
 
 
 NAMES = list(dict.fromkeys(rule.name for rule in (*RULES, *REPLICA_RULES)))
