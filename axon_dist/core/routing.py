@@ -2,9 +2,10 @@
 
 An expert is a function of rows; all of them are one function `feed(product, rows, kernels)` whose
 kernels have a leading dim of experts, and which multiplies by `product(rows, kernel)` alone. So
-the same feed-forward runs on rows of any number for each expert (`in_order`: sorted by expert, no
-token is left out) and on as many rows for each (`in_slots`: what exceeds them is left out and
-counted). Nothing here knows of devices; `axon_dist.parallel.experts` puts the collectives around.
+the same feed-forward runs on rows of any number for each expert (`in_order` and `in_blocks`: sorted
+by expert, no token is left out) and on as many rows for each (`in_slots`: what exceeds them is left
+out and counted). Nothing here knows of devices; `axon_dist.parallel.expert` puts the collectives
+around.
 
 Source: Shazeer et al., arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668; Gale et al.,
 MegaBlocks, arXiv:2211.15841.
@@ -15,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from .grouped import block_rows, by_block, num_blocks
 from .typing import Array
 
 Product: TypeAlias = Callable[[Array, Array], Array]
@@ -76,6 +78,45 @@ def in_order(feed: Feed, tokens: Array, choice: Choice, kernels: Any, first: Any
     product = lambda rows, kernel: jax.lax.ragged_dot(rows, kernel, sizes)
     made = jnp.where(is_here, feed(product, rows, kernels), 0)
     return _summed(_permuted(made, jnp.argsort(order)), choice.gates, tokens.dtype)
+
+
+def in_blocks(feed: Feed, tokens: Array, choice: Choice, kernels: Any, first: Any = 0) -> Array:
+    """As `in_order`, block of rows by block (`grouped.by_block`).
+
+    Args:
+        feed: the experts.
+        tokens: `[N, D]`.
+        choice: of all experts.
+        kernels: arrays with a leading dim of E experts.
+        first: the number of the first of them.
+
+    Returns:
+        `[N, D]` in the dtype of the tokens.
+    """
+    count, per_token = _num_experts(kernels), choice.experts.shape[1]
+    own = choice.among(first, count)
+    size = block_rows(own.shape[0], count)
+    order = jnp.argsort(own, stable=True)
+    sizes = _sizes(own, count)
+    starts, blocks = jnp.cumsum(sizes) - sizes, -(-sizes // size)
+    ends = jnp.cumsum(blocks)
+    # The blocks behind the last are empty, and of any group.
+    number = jnp.arange(num_blocks(own.shape[0], count, size))
+    groups = jnp.minimum(jnp.searchsorted(ends, number, side="right"), count - 1)
+    within = ((number - (ends - blocks)[groups]) * size)[:, None] + jnp.arange(size)
+    is_filled = (number < ends[-1])[:, None] & (within < sizes[groups][:, None])
+    source = order[jnp.where(is_filled, starts[groups][:, None] + within, 0)]
+    # Where each assignment lies in the blocks.
+    is_here = own < count
+    mine = jnp.minimum(own, count - 1)
+    place = (ends - blocks)[mine] * size + jnp.argsort(order) - starts[mine]
+    there = _Way(source.reshape(-1), is_filled.reshape(-1))
+    back = _Way(jnp.where(is_here, place, 0), is_here)
+    rows = _moved(jnp.repeat(tokens, per_token, axis=0), there, back)
+    product = lambda rows, kernel: by_block(rows, kernel, groups)
+    made = feed(product, rows.reshape(*is_filled.shape, -1), kernels)
+    made = _moved(made.reshape(-1, made.shape[-1]), back, there)
+    return _summed(made, choice.gates, tokens.dtype)
 
 
 def in_slots(
@@ -149,6 +190,30 @@ def _sizes(own: Array, count: int) -> Array:
 def _permuted(rows: Array, order: Array) -> Array:
     """Rows in another order; told so, the compiler needs no atomics for the gradient."""
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+class _Way(NamedTuple):
+    """Where rows come from, and whether any does; zeros where none does."""
+
+    source: Array
+    is_filled: Array
+
+    def take(self, rows: Array) -> Array:
+        """The rows that come."""
+        found = rows.at[self.source].get(mode="promise_in_bounds")
+        return jnp.where(self.is_filled[:, None], found, 0)
+
+
+@jax.custom_vjp
+def _moved(rows: Array, way: _Way, back: _Way) -> Array:
+    """Rows in other places; gradients go the way back, with no sum and so no atomics."""
+    return way.take(rows)
+
+
+_moved.defvjp(
+    lambda rows, way, back: (way.take(rows), back),
+    lambda back, cotangents: (back.take(cotangents), None, None),
+)
 
 
 def _summed(rows: Array, gates: Array, dtype: Any) -> Array:

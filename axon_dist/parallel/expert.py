@@ -17,7 +17,7 @@ from ..core.choice import Choice as Named
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
 from ..core.per_sample import per_sample
 from ..core.reduction import all_sum, gathered, sum_scatter
-from ..core.routing import Choice, in_order, in_slots, slots_for
+from ..core.routing import Choice, in_blocks, in_order, in_slots, slots_for
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, Shape
 from ..nn import Axes, Layout, manual_axes
@@ -406,9 +406,10 @@ class SplitExperts:
     ) -> tuple[Array, Array]:
         """What the experts of this rank, one of `size`, make of tokens."""
         own = jax.tree.leaves(kernels)[0].shape[0]
-        if self.capacity is None and not self._lacks_groups:
+        if self.capacity is None:
             none = (choice.gates[0, 0] * 0).astype("float32")
-            return in_order(feed, tokens, choice, kernels, first), none
+            sort = in_blocks if self._lacks_groups else in_order
+            return sort(feed, tokens, choice, kernels, first), none
         slots = self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
         return in_slots(feed, tokens, choice, kernels, own, slots, first)
 
@@ -416,8 +417,7 @@ class SplitExperts:
     def _lacks_groups(self) -> bool:
         """Whether a product of groups of rows costs as if every row were in all groups.
 
-        XLA for GPUs makes `ragged_dot` of M rows one product of `[M, E D]` (jax 0.10 to 0.12); as
-        many slots for each expert as there are tokens are fewer, by k.
+        XLA for GPUs makes `ragged_dot` of M rows one product of `[M, E D]` (jax 0.10 to 0.12).
         """
         return self.layout.mesh.devices.flat[0].platform in ("gpu", "cuda")
 

@@ -11,6 +11,7 @@ from axon_dist.checkpoint import load_checkpoint, save_checkpoint, target_of
 from axon_dist.models import ExpertConfig, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, expert_parallel, fsdp, tensor_parallel
+from axon_dist.parallel.expert import SplitExperts
 
 from .mixtures import EXPERTS, OPTIMIZERS, SIZES
 from .models import Case, token_batch, transformer
@@ -137,6 +138,17 @@ def expected(changes, experts, accumulate, optimizer):
 
 def world_of(mesh):
     return World.emulate(math.prod(int(axis.split("=")[1]) for axis in mesh.split(",")), mesh)
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    """Experts take the way that they take where groups of rows have no product of their own."""
+    monkeypatch.setattr(SplitExperts, "_lacks_groups", True)
+
+
+@pytest.mark.parametrize("name", part(ROWS, ["fsdp, slots, scan, remat"]))
+def test_equals_one_device_block_by_block(name, as_on_gpus):
+    test_equals_one_device(name)
 
 
 @pytest.mark.parametrize("name", part(ROWS, ["ring", "fsdp, slots, scan, remat"]))

@@ -6,6 +6,8 @@ gathered forward, and the gradients of gates scattered. Slots of S bytes go ther
 passes: 4 (c - 1)/c S. All that is no expert is replicated over the axis, and its gradients summed.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,9 +15,10 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose
+from axon_dist.core.grouped import block_rows, num_blocks
 from axon_dist.core.routing import slots_for
 from axon_dist.hardware import missing_compiler
-from axon_dist.inspect import collectives, target_devices
+from axon_dist.inspect import collectives, flops, target_devices
 from axon_dist.models import (
     ExpertConfig,
     Transformer,
@@ -39,6 +42,28 @@ CONFIG = TransformerConfig(
     attention="cudnn",
     experts=ExpertConfig(count=COUNT, per_token=PER_TOKEN, width=HIDDEN, bias_rate=0.001),
 )
+
+
+def test_experts_cost_what_the_tokens_do_that_go_to_them():
+    """Of four times as many experts, of which as many are chosen: router and filling are more."""
+
+    def operations(count):
+        experts = dataclasses.replace(CONFIG.experts, count=count)
+        config = dataclasses.replace(CONFIG, experts=experts)
+        world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
+        make = lambda: Transformer(config, rngs=nnx.Rngs(0))
+        step = build_train_step(make, optax.sgd(0.1), next_token_loss, fsdp(), world)
+        tokens = jax.ShapeDtypeStruct((world.size, LENGTH + 1), jnp.int32)
+        return flops(step.lower({"tokens": tokens}).compile()).high
+
+    def rows(count):
+        size = block_rows(LENGTH * PER_TOKEN, count)
+        return num_blocks(LENGTH * PER_TOKEN, count, size) * size
+
+    # Two operations for each number of a matrix, forward and twice backward.
+    experts, router = 3 * 2 * 3 * WIDTH * HIDDEN, 3 * 2 * WIDTH
+    more = LAYERS * (experts * (rows(32) - rows(8)) + router * LENGTH * (32 - 8))
+    assert operations(32) - operations(8) == pytest.approx(more, rel=0.1)
 
 
 @pytest.mark.parametrize(
