@@ -52,7 +52,9 @@ def test_experts_cost_what_the_tokens_do_that_go_to_them():
         config = dataclasses.replace(CONFIG, experts=experts)
         world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
         make = lambda: Transformer(config, rngs=nnx.Rngs(0))
-        step = build_train_step(make, optax.sgd(0.1), next_token_loss, fsdp(), world)
+        step = build_train_step(
+            make, optax.sgd(0.1), next_token_loss, fsdp(), world, precision="bf16"
+        )
         tokens = jax.ShapeDtypeStruct((world.size, LENGTH + 1), jnp.int32)
         return flops(step.lower({"tokens": tokens}).compile()).high
 
