@@ -62,7 +62,7 @@ def by_block(rows: Array, matrices: Array, groups: Array) -> Array:
         >>> by_block(rows, matrices, jnp.array([1, 0])).tolist()
         [[[2.0, 2.0, 2.0]], [[1.0, 1.0, 1.0]]]
     """
-    return _by_block(rows, _of_this_rank(matrices, groups), groups)
+    return _by_block(_varying(rows, matrices), _varying(matrices, rows, groups), groups)
 
 
 @jax.custom_vjp
@@ -78,7 +78,7 @@ def _backward(kept: Any, cotangents: Array) -> tuple[Array, Array, None]:
     rows, matrices, groups = kept
     # In float32, as one product over all rows of a group would be added up.
     wide = jnp.promote_types(matrices.dtype, jnp.float32)
-    sums = _of_this_rank(jnp.zeros_like(matrices, wide), groups)
+    sums = _varying(jnp.zeros_like(matrices, wide), matrices)
 
     def step(sums: Array, one: Any) -> tuple[Array, Array]:
         x, ct, group = one
@@ -94,10 +94,11 @@ def _backward(kept: Any, cotangents: Array) -> tuple[Array, Array, None]:
 _by_block.defvjp(_forward, _backward)
 
 
-def _of_this_rank(x: Array, groups: Array) -> Array:
-    """The same values, typed inside `shard_map` to vary as the groups do; compiled to nothing.
+def _varying(x: Array, *others: Array) -> Array:
+    """The same values, typed inside `shard_map` to vary as others do too; compiled to nothing.
 
     JAX adds a gradient up over the ranks where its array stops being one of all, which an array
-    given to a rule of one's own would not.
+    given to a rule of one's own would not. A whole number times zero is known to be zero.
     """
-    return jnp.where(groups[0] * 0 == 0, x, 0)
+    zeros = [other.ravel()[0].astype(jnp.int32) * 0 for other in others]
+    return jnp.where(sum(zeros) == 0, x, 0)
