@@ -46,6 +46,17 @@ def num_blocks(num_rows: int, num_groups: int, rows: int) -> int:
     return math.ceil(num_rows / rows) + num_groups
 
 
+def block_total(num_rows: int, num_groups: int) -> int:
+    """The rows of all blocks, filling and empty blocks included.
+
+    Example:
+        >>> block_total(65_536, 64)
+        81920
+    """
+    rows = block_rows(num_rows, num_groups)
+    return num_blocks(num_rows, num_groups, rows) * rows
+
+
 def by_block(rows: Array, matrices: Array, groups: Array) -> Array:
     """Multiplies blocks of rows, each by the matrix of its group.
 

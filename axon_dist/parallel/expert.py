@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.choice import Choice as Named
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.grouped import block_total
 from ..core.per_sample import per_sample
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.routing import Choice, in_blocks, in_order, in_slots, slots_for
@@ -406,10 +407,12 @@ class SplitExperts:
     ) -> tuple[Array, Array]:
         """What the experts of this rank, one of `size`, make of tokens."""
         own = jax.tree.leaves(kernels)[0].shape[0]
-        if self.capacity is None:
-            none = (choice.gates[0, 0] * 0).astype("float32")
-            sort = in_blocks if self._lacks_groups else in_order
-            return sort(feed, tokens, choice, kernels, first), none
+        none = (choice.gates[0, 0] * 0).astype("float32")
+        if self.capacity is None and not self._lacks_groups:
+            return in_order(feed, tokens, choice, kernels, first), none
+        # All tokens at each of few experts may be fewer rows than what could come to them.
+        if self.capacity is None and block_total(choice.experts.size, own) < own * len(tokens):
+            return in_blocks(feed, tokens, choice, kernels, first), none
         slots = self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
         return in_slots(feed, tokens, choice, kernels, own, slots, first)
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose
-from axon_dist.core.grouped import block_rows, num_blocks
+from axon_dist.core.grouped import block_total
 from axon_dist.core.routing import slots_for
 from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import collectives, flops, target_devices
@@ -58,13 +58,12 @@ def test_experts_cost_what_the_tokens_do_that_go_to_them():
         tokens = jax.ShapeDtypeStruct((world.size, LENGTH + 1), jnp.int32)
         return flops(step.lower({"tokens": tokens}).compile()).high
 
-    def rows(count):
-        size = block_rows(LENGTH * PER_TOKEN, count)
-        return num_blocks(LENGTH * PER_TOKEN, count, size) * size
-
     # Two operations for each number of a matrix, forward and twice backward.
+    rows = LENGTH * PER_TOKEN
     experts, router = 3 * 2 * 3 * WIDTH * HIDDEN, 3 * 2 * WIDTH
-    more = LAYERS * (experts * (rows(32) - rows(8)) + router * LENGTH * (32 - 8))
+    more = LAYERS * (
+        experts * (block_total(rows, 32) - block_total(rows, 8)) + router * LENGTH * (32 - 8)
+    )
     assert operations(32) - operations(8) == pytest.approx(more, rel=0.1)
 
 
