@@ -12,14 +12,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection
 
+from .fusion import FUSIONS
 from .tape import IN_PLACE, Node, Tape
-
-READS_FUSED = frozenset({"gather", "scatter-add", "scatter_add"})
-"""Operations beside reductions that compute what they read while they read it."""
-
-DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
-"""Elementwise operations of many steps, which are not done twice."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
@@ -56,9 +50,15 @@ def peak_of(tape: Tape, in_place: Collection[int] = ()) -> Peak:
     return _Allocation(tape, in_place).peak()
 
 
+def written_out(tape: Tape) -> Collection[int]:
+    """The buffers that a program writes to memory; all others are computed where they are read."""
+    return _Allocation(tape, ()).stored
+
+
 class _Allocation:
     def __init__(self, tape: Tape, in_place: Collection[int]):
         self.tape = tape
+        self.fusion = FUSIONS[tape.platform]
         self.free = {tape.outputs[place] for place in in_place}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.made: dict[int, int] = {}
@@ -70,6 +70,8 @@ class _Allocation:
         self.outputs = {buffer for buffer in tape.outputs if buffer >= 0}
         self.sources: dict[int, frozenset[int]] = {}
         self.stored: set[int] = set()
+        self.doubled: set[int] = set()
+        self.absorbed = self._absorbed()
         for buffer in tape.inputs:
             self.sources[buffer] = frozenset([buffer])
         for node in tape.nodes:
@@ -77,20 +79,48 @@ class _Allocation:
 
     def _place(self, node: Node) -> None:
         """Decides whether the results of a node are written out, and what they are made from."""
-        read = frozenset().union(*(self._sources(b) for b in node.reads if b >= 0))
+        read = frozenset().union(*(self._sources(b, node) for b in node.reads if b >= 0))
         for buffer in node.writes:
             if buffer < 0:
                 continue
+            self.sources[buffer] = read
             if node.kind == "barrier":
-                self.sources[buffer] = read
-            elif node.kind != "fused" or self._is_stored(node, buffer, read):
+                continue
+            if node.kind != "fused":
                 self.stored.add(buffer)
-                self.sources[buffer] = frozenset([buffer])
-            else:
-                self.sources[buffer] = read
+            elif self._is_stored(node, buffer, read):
+                self.stored.add(buffer)
+                if self._is_doubled(node):
+                    self.doubled.add(buffer)
 
-    def _sources(self, buffer: int) -> frozenset[int]:
+    def _sources(self, buffer: int, reader: Node | None = None) -> frozenset[int]:
+        """What a reader of a value reads: the value, or what it computes it from."""
+        in_memory = (
+            reader is None or self._reads_memory(reader) or buffer in _overwritten(reader)
+        )
+        if buffer in self.stored and (in_memory or buffer not in self.doubled):
+            return frozenset([buffer])
         return self.sources.get(buffer, frozenset([buffer]))
+
+    def _absorbed(self) -> set[int]:
+        """The results that are read by reductions alone, which compute them on the way."""
+        found: set[int] = set()
+        for node in reversed(self.tape.nodes):
+            if node.kind != "fused" or node.name not in (self.fusion.absorbed or ()):
+                continue
+            for buffer in node.writes:
+                readers = [self.tape.nodes[number] for number in self.readers[buffer]]
+                if readers and buffer not in self.outputs and all(_is_reduced(one, found) for one in readers):
+                    found.add(buffer)
+        return found
+
+    def _reads_memory(self, node: Node) -> bool:
+        return self.fusion.reads_memory(node) or not self.absorbed.isdisjoint(node.writes)
+
+    def _is_doubled(self, node: Node) -> bool:
+        """Whether a value that is in memory is computed again where that can be."""
+        is_cheap = node.name not in self.fusion.dear and node.num_large <= 1
+        return self.fusion.is_doubled and is_cheap
 
     def _is_stored(self, node: Node, buffer: int, sources: frozenset[int]) -> bool:
         if buffer in self.outputs:
@@ -98,11 +128,15 @@ class _Allocation:
         readers = [self.tape.nodes[number] for number in self.readers[buffer]]
         if not sources:
             # A constant is made where it is read, but for one that a loop changes.
-            return any(buffer in _carried(reader) for reader in readers)
-        if node.name in DEAR and len(readers) > 1:
+            return any(buffer in _overwritten(reader) for reader in readers)
+        if node.name in self.fusion.dear and len(readers) > 1:
             return True
-        if any(_wants_stored(reader) for reader in readers):
+        if buffer in self.absorbed:
+            return False
+        if any(map(self._reads_memory, readers)):
             return True
+        if self.fusion.is_doubled:
+            return False
         size = self.tape.sizes[buffer]
         made_of = sum(self.tape.sizes[source] for source in sources)
         return len(readers) > 1 and made_of > 1.5 * size and len(sources) > 1
@@ -156,7 +190,7 @@ class _Allocation:
                     last[buffer] = max(last.get(buffer, number), number)
             if is_run:
                 for buffer in node.reads:
-                    for source in self._sources(buffer) if buffer >= 0 else ():
+                    for source in self._sources(buffer, node) if buffer >= 0 else ():
                         last[source] = number
         end = len(self.tape.nodes)
         for buffer in self.outputs:
@@ -165,11 +199,14 @@ class _Allocation:
         return last
 
 
+def _is_reduced(node: Node, absorbed: Collection[int]) -> bool:
+    return node.kind == "reduction" or any(buffer in absorbed for buffer in node.writes)
+
+
+def _overwritten(node: Node) -> tuple[int, ...]:
+    return node.reads[:1] if node.name in IN_PLACE else _carried(node)
+
+
 def _carried(node: Node) -> tuple[int, ...]:
     return node.reads[node.num_consts : node.num_consts + node.num_carry]
 
-
-def _wants_stored(node: Node) -> bool:
-    if node.kind in ("product", "loop", "barrier"):
-        return True
-    return node.kind == "other" and node.name not in READS_FUSED
