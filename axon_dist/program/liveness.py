@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from .fusion import FUSIONS
+from .overwriting import Shared, shared
 from .tape import IN_PLACE, Node, Tape
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +48,19 @@ def peak_of(tape: Tape, in_place: Collection[int] = ()) -> Peak:
         >>> peak_of(tape_of(program, [whole(2)], {}, "cpu")).num_bytes  # two of 8 x 8
         512
     """
-    return _Allocation(tape, in_place).peak()
+    return _Allocation(tape, (tape.outputs[place] for place in in_place)).peak()
 
 
 def written_out(tape: Tape) -> Collection[int]:
     """The buffers that a program writes to memory; all others are computed where they are read."""
-    return _Allocation(tape, ()).stored
+    return _Allocation(tape).stored
 
 
 class _Allocation:
-    def __init__(self, tape: Tape, in_place: Collection[int]):
+    def __init__(self, tape: Tape, free: Iterable[int] = ()):
         self.tape = tape
         self.fusion = FUSIONS[tape.platform]
-        self.free = {tape.outputs[place] for place in in_place}
+        self.free = {*free}
         self.readers: dict[int, list[int]] = defaultdict(list)
         self.made: dict[int, int] = {}
         for number, node in enumerate(tape.nodes):
@@ -151,8 +152,9 @@ class _Allocation:
         for number, node in enumerate(self.tape.nodes):
             new = sum(self._bytes(b) for b in node.writes if b in self.stored)
             dying = [b for b in ends[number] if b in self.stored]
-            inner = max((self._inner(node, body) for body in node.bodies), default=0)
-            reused = self._reused(node, dying)
+            inside = shared(node)
+            inner = max(self._inner(node, inside), default=0)
+            reused = self._reused(node, dying, inside)
             if alive + new + inner - reused > most:
                 most, at = alive + new + inner - reused, number
             alive += new - sum(self._bytes(buffer) for buffer in dying)
@@ -161,14 +163,20 @@ class _Allocation:
     def _bytes(self, buffer: int) -> int:
         return 0 if buffer in self.free else self.tape.sizes[buffer]
 
-    def _inner(self, node: Node, body: Tape) -> int:
-        return peak_of(body).num_bytes + node.ahead
+    def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
+        """The bytes of each body beside what is given to it and what it gives back in its place."""
+        for number, body in enumerate(node.bodies):
+            free = (b for _, chains in inside.values() for b in chains[number])
+            yield _Allocation(body, free).peak().num_bytes + node.ahead
 
-    def _reused(self, node: Node, dying: list[int]) -> int:
+    def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
         """Bytes of results that take the place of what is read for the last time."""
-        if node.kind == "loop":
+        if node.num_carry:
             handed = zip(_carried(node), node.writes[: node.num_carry], strict=True)
             return sum(self._bytes(b) for a, b in handed if a in dying and b in self.stored)
+        if node.bodies:
+            pairs = [(node.reads[given], node.writes[at]) for at, (given, _) in inside.items()]
+            return sum(self._bytes(b) for a, b in pairs if a in dying)
         if node.name in IN_PLACE:
             first = node.reads[0]
             return self._bytes(first) if first in dying else 0
