@@ -9,6 +9,7 @@ reads; loops keep their body as a tape of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from jax.extend.core import Literal
 from ..core.compat import called_program, scan_counts
 from .breadth import in_breadth
 from .flops import flops_of
+from .gathering import gathers
 from .lowered import lowered
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
@@ -378,12 +380,12 @@ class _Reader:
             lost = frozenset().union(*operand.splits) & manual - frozenset().union(*said)
             value = operand
             if keep != operand.splits and operand.buffer >= 0:
-                value = self.input(variable.aval, keep)
-                kind = "other" if lost else "fused"
-                sent = Sent("all-gather", tuple(sorted(lost)), self.sizes[value.buffer])
-                node = Node("shard_map", kind, (operand.buffer,), (value.buffer,))
-                node.sent = (sent,) if lost else ()
-                self.nodes.append(node)
+                places, size = (
+                    (operand.splits, keep),
+                    functools.partial(self.local_bytes, variable.aval),
+                )
+                self.nodes += gathers(self.nodes, operand.buffer, places, lost, size, self.sizes)
+                value = Value(self.nodes[-1].writes[0], keep)
             inner.append(Value(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
         results = self.run(getattr(program, "jaxpr", program), (), inner)

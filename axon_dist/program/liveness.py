@@ -16,6 +16,7 @@ from .fusion import FUSIONS
 from .overwriting import Shared, shared
 from .tape import IN_PLACE, Node, Tape
 
+
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """The bytes of a tape at their peak, and where that is.
@@ -96,9 +97,7 @@ class _Allocation:
 
     def _sources(self, buffer: int, reader: Node | None = None) -> frozenset[int]:
         """What a reader of a value reads: the value, or what it computes it from."""
-        in_memory = (
-            reader is None or self._reads_memory(reader) or buffer in _overwritten(reader)
-        )
+        in_memory = reader is None or self._reads_memory(reader) or buffer in _overwritten(reader)
         if buffer in self.stored and (in_memory or buffer not in self.doubled):
             return frozenset([buffer])
         return self.sources.get(buffer, frozenset([buffer]))
@@ -111,7 +110,11 @@ class _Allocation:
                 continue
             for buffer in node.writes:
                 readers = [self.tape.nodes[number] for number in self.readers[buffer]]
-                if readers and buffer not in self.outputs and all(_is_reduced(one, found) for one in readers):
+                if (
+                    readers
+                    and buffer not in self.outputs
+                    and all(_is_reduced(one, found) for one in readers)
+                ):
                     found.add(buffer)
         return found
 
@@ -217,4 +220,3 @@ def _overwritten(node: Node) -> tuple[int, ...]:
 
 def _carried(node: Node) -> tuple[int, ...]:
     return node.reads[node.num_consts : node.num_consts + node.num_carry]
-

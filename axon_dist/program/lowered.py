@@ -59,9 +59,7 @@ def _lies(spec: tuple[int, ...], ends: tuple[int, int]) -> bool:
     return tuple(spec) == (*wanted, *rest)
 
 
-def _by_positions(
-    node: Node, equation: Any, given: Sequence[int], sizes: list[int]
-) -> list[Node]:
+def _by_positions(node: Node, equation: Any, given: Sequence[int], sizes: list[int]) -> list[Node]:
     """The gradient of a max-pool: where each maximum was found, and a scatter to there.
 
     XLA:CPU and XLA:GPU compute the window again with the position as an int32 for each dim
