@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Collection
 
-from .liveness import written_out
 from .tape import Node, Tape
+from .written import Written
 
 
 def in_breadth(tape: Tape) -> Tape:
@@ -30,30 +29,36 @@ def in_breadth(tape: Tape) -> Tape:
         >>> from axon_dist.program.device import tape_of
         >>> from axon_dist.program.placement import whole
         >>> x = jnp.ones((4, 4))
-        >>> program = jax.make_jaxpr(lambda x: ((x @ x) @ x, x.T @ x, jnp.cumsum(x)))(x)
-        >>> names = lambda platform: [
-        ...     node.name for node in tape_of(program, [whole(2)], {}, platform).nodes]
-        >>> names("tpu"), names("cpu")
-        (['dot_general', 'dot_general', 'dot_general', 'cumsum'], [])
+        >>> program = jax.make_jaxpr(lambda x: (jnp.cumsum(x @ x), x.T @ x))(x)
+        >>> tape = tape_of(program, [whole(2)], {}, "tpu")
+        >>> names = lambda tape: [node.name for node in tape.nodes]
+        >>> names(tape), names(in_breadth(tape))
+        (['dot_general', 'cumsum', 'dot_general'], ['dot_general', 'dot_general', 'cumsum'])
     """
     bodies = lambda node: tuple(map(in_breadth, node.bodies))
     nodes = [dataclasses.replace(n, bodies=bodies(n)) if n.bodies else n for n in tape.nodes]
     tape = dataclasses.replace(tape, nodes=nodes)
-    waits = _waits(nodes, written_out(tape))
+    waits = _waits(nodes, Written(tape))
     return dataclasses.replace(tape, nodes=_with_fused(nodes, _queued(waits)))
 
 
-def _waits(nodes: list[Node], stored: Collection[int]) -> dict[int, frozenset[int]]:
+def _waits(nodes: list[Node], written: Written) -> dict[int, frozenset[int]]:
     """The nodes that run on their own, and for each the others that it waits for."""
-    needs: dict[int, frozenset[int]] = {}
+    parts: dict[int, frozenset[int]] = {}
     waits: dict[int, frozenset[int]] = {}
+    wholes: dict[int, int] = {}
+
+    def needed(buffer: int, reader: Node) -> frozenset[int]:
+        if buffer in wholes and not written.is_computed(buffer, reader):
+            return frozenset([wholes[buffer]])
+        return parts.get(buffer, frozenset())
+
     for number, node in enumerate(nodes):
-        before = frozenset().union(*(needs.get(b, frozenset()) for b in (*node.reads, *node.after)))
-        runs = node.kind not in ("fused", "barrier") or not stored.isdisjoint(node.writes)
-        if runs:
+        before = frozenset().union(*(needed(b, node) for b in (*node.reads, *node.after)))
+        if written.runs(node):
             waits[number] = before
-        for buffer in node.writes:
-            needs[buffer] = frozenset([number]) if runs else before
+            wholes.update((buffer, number) for buffer in node.writes)
+        parts.update((buffer, before) for buffer in node.writes)
     return waits
 
 

@@ -44,9 +44,11 @@ _LIBRARY = frozenset(
     {"abs", "ceil", "convert_element_type", "erf", "exp", "expm1", "floor", "log", "log1p"}
     | {"logistic", "neg", "round", "rsqrt", "sign", "sqrt", "tanh", "square", "integer_pow"}
     | {"add", "add_any", "div", "max", "min", "mul", "pow", "sub"}
+    | {"exp2", "sin", "cos", "tan"}
     | {"broadcast_in_dim", "transpose", "iota"}
 )
-"""What the library knows that XLA:CPU leaves reductions to (YNN_MATCHER, ynn_support)."""
+"""What the library knows that XLA:CPU leaves reductions to (YnnMatcher); the last but one row since
+jaxlib 0.11 or 0.12."""
 
 FUSIONS: Mapping[str, Fusion] = {
     "cuda": Fusion(_DEAR, _INSIDE | WINDOWS),

@@ -1,4 +1,4 @@
-"""What is written where something else was: sums and updates of what a loop or a branch is given."""
+"""What is written where something else was: updates of what a loop or a branch is given."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def postponed(tape: Tape, num_consts: int = 0, num_carry: int = 0) -> Tape:
 
 
 def _filled(nodes: list[Node]) -> list[Node]:
-    """The nodes with reductions that wait for nothing of a loop before it, whose transfers they hide.
+    """The nodes with reductions that need nothing of a loop before it, whose transfers they hide.
 
     The positions of a max-pool are such: they are needed behind the blocks that follow it.
     """

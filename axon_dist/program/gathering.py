@@ -1,0 +1,57 @@
+"""The all-gathers that make a value whole, and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .placement import Axes, Splits
+from .tape import Node, Sent
+
+
+def gathers(
+    nodes: Sequence[Node],
+    buffer: int,
+    splits: tuple[Splits, Splits],
+    lost: Axes,
+    bytes_of: Callable[[Splits], int],
+    sizes: list[int],
+) -> list[Node]:
+    """Gathers a value before a program of ranks that is given it less split.
+
+    XLA gathers dim by dim, the last one first; and a cast to fewer bytes it does before the last
+    gather alone, so the others send what is cast.
+
+    Args:
+        nodes: what made the value, among others.
+        buffer: where it is.
+        splits: how it lies, and how it shall lie.
+        lost: the axes that it shall not be split over any more.
+        bytes_of: of the value on a device, by how it lies.
+        sizes: bytes of each buffer; those of new ones are added.
+
+    Returns:
+        The gathers, one after another; or, of axes that are not lost, what cuts the value.
+    """
+    before, after = splits
+    dims = [dim for dim in reversed(range(len(before))) if before[dim] & lost]
+    wider, now, found = _narrowed(nodes, buffer, sizes), list(before), []
+    for dim in dims:
+        is_last = dim == dims[-1]
+        over, now[dim] = before[dim] & lost, before[dim] - lost
+        size = bytes_of(after) if is_last else int(bytes_of(tuple(now)) * wider)
+        sizes.append(size)
+        sent = Sent("all-gather", tuple(sorted(over)), size)
+        read = found[-1].writes if found else (buffer,)
+        found.append(Node("shard_map", "other", read, (len(sizes) - 1,), 0.0, (sent,)))
+    if not dims:
+        sizes.append(bytes_of(after))
+        found.append(Node("shard_map", "fused", (buffer,), (len(sizes) - 1,)))
+    return found
+
+
+def _narrowed(nodes: Sequence[Node], buffer: int, sizes: Sequence[int]) -> float:
+    """How many times as many bytes a value had before it was cast, if it was cast to fewer."""
+    for node in reversed(nodes):
+        if buffer in node.writes and node.name == "convert_element_type":
+            return max(1.0, sizes[node.reads[0]] / sizes[buffer])
+    return 1.0
