@@ -22,7 +22,7 @@ def flops_of(
         axes: the sizes of the mesh axes.
     """
     name = equation.primitive.name
-    shapes = [getattr(atom.aval, "shape", ()) for atom in equation.invars]
+    shapes: list[tuple[int, ...]] = [getattr(a.aval, "shape", ()) for a in equation.invars]
     ways = lambda names: math.prod(axes[axis] for axis in names)
     local = lambda shape, where: math.prod(
         -(-n // ways(a)) for n, a in zip(shape, where, strict=True)
