@@ -90,7 +90,7 @@ def _with_fused(nodes: list[Node], order: list[int]) -> list[Node]:
         while waiting:
             number = waiting[-1]
             node = nodes[number]
-            before = {made[b] for b in (*node.reads, *node.after) if b in made}
+            before = {made[b] for b in node.reads if b in made}
             if ahead := before - done - {number}:
                 waiting += sorted(ahead, reverse=True)
                 continue

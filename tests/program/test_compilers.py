@@ -124,6 +124,7 @@ def test_what_is_recomputed_waits_for_what_comes_back():
     barriers = [node for node in found.nodes if node.kind == "barrier"]
     assert barriers
     for barrier in barriers:
+        assert len(barrier.after) > 1
         (behind,) = barrier.writes
         readers = [n for n, node in enumerate(found.nodes) if behind in node.reads]
         assert all(made.get(b, -1) < min(readers) for b in barrier.after)
@@ -215,6 +216,14 @@ def test_what_a_branch_adds_to_stays_in_its_place():
     assert compiled(run, xs, flags) == pytest.approx(peak_of(found).num_bytes, rel=0.35)
 
 
+def test_what_a_conditional_gives_takes_the_place_of_what_it_is_given():
+    def run(x, w, flag):
+        return jax.lax.cond(flag, lambda total: total + w @ x, lambda total: total, x @ w)
+
+    # The sum, and the product that is added to it.
+    assert peak_of(tape(run, X, W, True)).num_bytes == 2 * MATRIX
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -238,7 +247,7 @@ def test_a_sum_that_starts_as_zeros_is_split_as_what_it_becomes():
     splits = [whole(1), (frozenset({"dp"}), NONE)]
     found = tape(run, rows, X, splits=splits, axes={"dp": 4})
     (scatter,) = [node for node in found.nodes if node.name.startswith("scatter")]
-    assert found.sizes[scatter.reads[0]] == found.sizes[scatter.writes[0]]
+    assert found.sizes[scatter.reads[0]] == found.sizes[scatter.writes[0]] == MATRIX // 4
 
 
 @pytest.mark.parametrize(("dtype", "wider"), [(jnp.float32, 1), (jnp.bfloat16, 2)])
