@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from ..core.compat import called_program, scan_counts
 from .breadth import in_breadth
 from .flops import flops_of
-from .gathering import gathers
+from .gathering import gathers, gathers_rows
 from .lowered import lowered
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
@@ -178,6 +178,9 @@ class _Reader:
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard, rest = one.axes & scatter, one.axes - scatter
+        if shard and gathers_rows(one, shard, self.ways(shard), self.sizes):
+            self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
+            return
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
         # And of a sum that has to be whole none makes a scatter over some of its axes.
         if shard and (self.platform == "cpu" or (rest and one.is_whole)):
@@ -185,7 +188,7 @@ class _Reader:
         if shard and rest and one.node.kind != "product":
             self.joint.append((one, shard, rest))
             return
-        self._send_sum(one, shard, rest)
+        self._send_sum(one, shard, rest, one.num_bytes)
 
     def finish(self) -> None:
         """Adds up what is summed over all axes at once, if the compiler does not take them apart.
@@ -197,7 +200,8 @@ class _Reader:
         found = {s.axes for node in self.nodes for s in node.sent if s.kind == "all-reduce"}
         for one, shard, rest in self.joint:
             is_apart = tuple(sorted(rest)) in found
-            self._send_sum(one, *((shard, rest) if is_apart else (NONE, shard | rest)))
+            split = (shard, rest) if is_apart else (NONE, shard | rest)
+            self._send_sum(one, *split, one.num_bytes)
         self.joint.clear()
         self._scatter_what_is_sliced()
 
@@ -220,8 +224,7 @@ class _Reader:
             ):
                 node.sent = (dataclasses.replace(whole[0], kind="reduce-scatter"),)
 
-    def _send_sum(self, one: Sum, shard: Axes, rest: Axes) -> None:
-        size = one.num_bytes
+    def _send_sum(self, one: Sum, shard: Axes, rest: Axes, size: int) -> None:
         if shard:
             one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
             if one.is_base:

@@ -1,9 +1,10 @@
-"""The all-gathers that make a value whole, and their sizes."""
+"""Where XLA gathers in a way of its own: dim by dim, and rows in place of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .partial import SCATTERS, Sum
 from .placement import Axes, Splits
 from .tape import Node, Sent
 
@@ -47,6 +48,30 @@ def gathers(
         sizes.append(bytes_of(after))
         found.append(Node("shard_map", "fused", (buffer,), (len(sizes) - 1,)))
     return found
+
+
+def gathers_rows(one: Sum, over: Axes, ways: int, sizes: list[int]) -> bool:
+    """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
+
+    XLA's partitioner does so where the rows, as of a step's tokens, are fewer bytes than the table.
+
+    Args:
+        one: the sum of what ranks scatter into a table, of which each keeps a part.
+        over: the axes over which the table is kept split.
+        ways: their ranks.
+        sizes: bytes of each buffer; the table's become those of a part.
+
+    Returns:
+        Whether it is so; if it is, nothing is left to be added up over these axes.
+    """
+    node = one.node
+    rows = sizes[node.reads[2]] * ways if node.name in SCATTERS else 0
+    if not 0 < rows < one.num_bytes:
+        return False
+    node.sent += (Sent("all-gather", tuple(sorted(over)), rows),)
+    for buffer in (*node.reads[:1], *node.writes):
+        sizes[buffer] = one.num_bytes // ways
+    return True
 
 
 def _narrowed(nodes: Sequence[Node], buffer: int, sizes: Sequence[int]) -> float:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from axon_dist.inspect import report
 from axon_dist.program.breadth import in_breadth
 from axon_dist.program.device import tape_of
 from axon_dist.program.liveness import peak_of
@@ -267,3 +268,56 @@ def test_a_table_split_over_two_dims_is_gathered_one_after_another(dtype, wider)
         ("all-gather", ("pp",), wider * size // 2),
         ("all-gather", ("fsdp",), size),
     ]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("tokens", [16, 64, 128])
+def test_rows_are_gathered_where_they_are_fewer_than_the_tables(tokens, is_tied, platform):
+    """A rank that keeps a part of a table adds to it what all have for it."""
+    place = NamedSharding(
+        AbstractMesh((4,), ("dp",), axis_types=(AxisType.Auto,)), PartitionSpec("dp")
+    )
+
+    def run(table, tokens):
+        def loss(table):
+            rows = jnp.tanh(table.at[tokens].get(mode="fill"))
+            return jnp.sum(rows @ table.T) if is_tied else jnp.sum(rows)
+
+        return jax.lax.with_sharding_constraint(jax.grad(loss)(table), place)
+
+    splits = [whole(2), (frozenset({"dp"}),)]
+    found = tape(run, X, jnp.zeros(tokens, int), splits=splits, axes={"dp": 4}, platform=platform)
+    (scatter,) = [node for node in found.nodes if node.name.startswith("scatter")]
+    sent = [(one.kind, one.num_bytes) for one in scatter.sent]
+    if tokens < 64:
+        assert sent == [("all-gather", tokens * 64 * 4)]
+        assert found.sizes[scatter.writes[0]] == MATRIX // 4
+    else:
+        assert sent == [("all-reduce" if platform == "cpu" else "reduce-scatter", MATRIX)]
+
+
+def test_a_table_of_more_rows_than_tokens_compiled():
+    """The bytes of the whole are those of the compiled program."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+
+    def run(table, tokens):
+        grad = jax.grad(lambda table: jnp.sum(jnp.tanh(table[tokens])))(table)
+        return jax.lax.with_sharding_constraint(grad, place("dp"))
+
+    table = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=place())
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=place("dp"))
+    ledger = report(jax.jit(run).lower(table, tokens).compile(), mesh).collectives
+    splits = [whole(2), (frozenset({"dp"}),)]
+    program = jax.make_jaxpr(run)(table, tokens)
+    found = tape_of(program, splits, {"dp": 8}, "cpu")
+    assert kinds_of(found) == {"all-gather"}
+    assert ledger.by_kind()["all-gather"] == pytest.approx(
+        sum(one.num_bytes for one, _ in found.sends()) * 7 / 8, rel=0.05
+    )
+    assert set(ledger.by_kind()) == {"all-gather"}
+
+
+def kinds_of(found):
+    return {one.kind for one, _ in found.sends()}
