@@ -178,7 +178,7 @@ class _Reader:
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard, rest = one.axes & scatter, one.axes - scatter
-        if shard and gathers_rows(one, shard, self.ways(shard), self.sizes):
+        if shard and gathers_rows(one, shard, self.ways, self.sizes):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.

@@ -50,25 +50,27 @@ def gathers(
     return found
 
 
-def gathers_rows(one: Sum, over: Axes, ways: int, sizes: list[int]) -> bool:
+def gathers_rows(one: Sum, over: Axes, ways_of: Callable[[Axes], int], sizes: list[int]) -> bool:
     """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
 
-    XLA's partitioner does so where the rows, as of a step's tokens, are fewer bytes than the table.
+    XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer bytes
+    than the table.
 
     Args:
         one: the sum of what ranks scatter into a table, of which each keeps a part.
         over: the axes over which the table is kept split.
-        ways: their ranks.
+        ways_of: how many ranks axes have.
         sizes: bytes of each buffer; the table's become those of a part.
 
     Returns:
         Whether it is so; if it is, nothing is left to be added up over these axes.
     """
     node = one.node
-    rows = sizes[node.reads[2]] * ways if node.name in SCATTERS else 0
-    if not 0 < rows < one.num_bytes:
+    rows = sizes[node.reads[2]] if node.name in SCATTERS else 0
+    if not 0 < rows * ways_of(one.axes) < one.num_bytes:
         return False
-    node.sent += (Sent("all-gather", tuple(sorted(over)), rows),)
+    ways = ways_of(over)
+    node.sent += (Sent("all-gather", tuple(sorted(over)), rows * ways),)
     for buffer in (*node.reads[:1], *node.writes):
         sizes[buffer] = one.num_bytes // ways
     return True
