@@ -9,6 +9,7 @@ reads; loops keep their body as a tape of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +17,14 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..core.compat import called_program, scan_counts
+from .breadth import in_breadth
+from .flops import flops_of
+from .gathering import gathers, gathers_rows
+from .lowered import lowered
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
 from .postponed import postponed
-from .tape import ATTENTION, COLLECTIVES, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
+from .tape import COLLECTIVES, IN_PLACE, SPREAD, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
 from .walk import LOOPS
 
 
@@ -58,9 +63,11 @@ def tape_of(
     for place, variable in enumerate(closed.jaxpr.outvars[:num_kept]):
         outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
     reader.finish()
-    tape = Tape(reader.nodes, reader.sizes, [i.buffer for i in inputs], [o.buffer for o in outputs])
+    places = [one.buffer for one in inputs], [one.buffer for one in outputs]
+    tape = Tape(reader.nodes, reader.sizes, *places, platform)
     tape = live(tape, range(len(tape.outputs)))
-    return postponed(tape) if platform == "cuda" else tape
+    order = {"cuda": postponed, "cpu": in_breadth}.get(platform)
+    return order(tape) if order else tape
 
 
 class _Reader:
@@ -70,6 +77,7 @@ class _Reader:
         self.axes, self.platform = axes, platform
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
+        self.spread: set[int] = {-1}
         self.wholes: dict[tuple[int, Splits], Value] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
 
@@ -119,23 +127,28 @@ class _Reader:
         inner = None if name in LOOPS or name == "pallas_call" else called_program(equation)
         if inner is not None:
             if equation.params.get("differentiated") and _is_kept_apart(equation):
-                operands = [self._behind_barrier(one) for one in operands]
+                operands = self._behind_barrier(operands)
             return self.run(inner.jaxpr, inner.consts, operands[-len(inner.jaxpr.invars) :])
         if name == "optimization_barrier":
-            return [self._behind_barrier(one) for one in operands]
+            return self._behind_barrier(operands)
         if name == "sharding_constraint":
             return [self._constrained(equation, operands[0])]
         return self._operation(equation, operands)
 
-    def _behind_barrier(self, operand: Value) -> Value:
-        """The same value, which is in memory before and cannot be computed again behind."""
-        operand = self.resolved(operand)
-        if operand.buffer < 0:
-            return operand
-        self.sizes.append(0)
-        value = Value(len(self.sizes) - 1, operand.splits)
-        self.nodes.append(Node("barrier", "barrier", (operand.buffer,), (value.buffer,)))
-        return value
+    def _behind_barrier(self, operands: list[Value]) -> list[Value]:
+        """The same values, which are in memory before and cannot be computed again behind."""
+        operands = [self.resolved(one) for one in operands]
+        together = tuple(one.buffer for one in operands if one.buffer >= 0)
+        results = []
+        for one in operands:
+            if one.buffer >= 0:
+                self.sizes.append(0)
+                made = Value(len(self.sizes) - 1, one.splits)
+                node = Node("barrier", "barrier", (one.buffer,), (made.buffer,), after=together)
+                self.nodes.append(node)
+                one = made
+            results.append(one)
+        return results
 
     def _platform(self, platforms: Any) -> int:
         for number, names in enumerate(platforms):
@@ -165,6 +178,9 @@ class _Reader:
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard, rest = one.axes & scatter, one.axes - scatter
+        if shard and gathers_rows(one, shard, self.ways, self.sizes):
+            self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
+            return
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
         # And of a sum that has to be whole none makes a scatter over some of its axes.
         if shard and (self.platform == "cpu" or (rest and one.is_whole)):
@@ -172,7 +188,7 @@ class _Reader:
         if shard and rest and one.node.kind != "product":
             self.joint.append((one, shard, rest))
             return
-        self._send_sum(one, shard, rest)
+        self._send_sum(one, shard, rest, one.num_bytes)
 
     def finish(self) -> None:
         """Adds up what is summed over all axes at once, if the compiler does not take them apart.
@@ -184,7 +200,8 @@ class _Reader:
         found = {s.axes for node in self.nodes for s in node.sent if s.kind == "all-reduce"}
         for one, shard, rest in self.joint:
             is_apart = tuple(sorted(rest)) in found
-            self._send_sum(one, *((shard, rest) if is_apart else (NONE, shard | rest)))
+            split = (shard, rest) if is_apart else (NONE, shard | rest)
+            self._send_sum(one, *split, one.num_bytes)
         self.joint.clear()
         self._scatter_what_is_sliced()
 
@@ -207,8 +224,7 @@ class _Reader:
             ):
                 node.sent = (dataclasses.replace(whole[0], kind="reduce-scatter"),)
 
-    def _send_sum(self, one: Sum, shard: Axes, rest: Axes) -> None:
-        size = one.num_bytes
+    def _send_sum(self, one: Sum, shard: Axes, rest: Axes, size: int) -> None:
         if shard:
             one.node.sent += (Sent("reduce-scatter", tuple(sorted(shard)), size * one.trips),)
             if one.is_base:
@@ -237,8 +253,6 @@ class _Reader:
         if self._is_view(equation) and operands[0].buffer >= 0:
             return [Value(operands[0].buffer, found[0][0], parts)]
         kind = kind_of(name)
-        if self.platform == "cpu" and kind == "reduction":
-            kind = "other"
         node = Node(name, kind, tuple(one.buffer for one in operands), ())
         results = []
         for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
@@ -248,11 +262,30 @@ class _Reader:
                 value.partial = (Sum(node, summed, self.sizes[value.buffer]),)
             results.append(value)
         node.writes = tuple(value.buffer for value in results)
-        node.flops = self._flops(equation, operands, results)
+        self._describe(node, equation, operands, results)
         if name in COLLECTIVES:
             node.sent = tuple(self._sent(equation, operands, results))
-        self.nodes.append(node)
+        given = [
+            self.local_bytes(atom.aval, one.splits)
+            for atom, one in zip(equation.invars, operands, strict=True)
+        ]
+        self.nodes += lowered(node, equation, given, self.sizes, self.platform)
         return results
+
+    def _describe(
+        self, node: Node, equation: Any, operands: list[Value], results: list[Value]
+    ) -> None:
+        places = [one.splits for one in operands], results[0].splits
+        node.flops = flops_of(equation, *places, self.axes)
+        atoms = zip(equation.invars, operands, strict=True)
+        large = [atom for atom, one in atoms if one.buffer not in self.spread]
+        rank = lambda atom: sum(n > 1 for n in getattr(atom.aval, "shape", ()))
+        node.num_large = sum(rank(atom) >= rank(equation.outvars[0]) for atom in large)
+        if node.name in SPREAD:
+            self.spread.update(node.writes)
+        if node.name in IN_PLACE and operands[0].buffer in self.spread:
+            # What starts as zeros is split as what it becomes.
+            self.sizes[operands[0].buffer] = self.sizes[node.writes[0]]
 
     def _met(self, equation: Any, operands: list[Value]) -> list[Value]:
         """The operands of a product; where both are split by one axis, one of them is gathered.
@@ -350,12 +383,12 @@ class _Reader:
             lost = frozenset().union(*operand.splits) & manual - frozenset().union(*said)
             value = operand
             if keep != operand.splits and operand.buffer >= 0:
-                value = self.input(variable.aval, keep)
-                kind = "other" if lost else "fused"
-                sent = Sent("all-gather", tuple(sorted(lost)), self.sizes[value.buffer])
-                node = Node("shard_map", kind, (operand.buffer,), (value.buffer,))
-                node.sent = (sent,) if lost else ()
-                self.nodes.append(node)
+                places, size = (
+                    (operand.splits, keep),
+                    functools.partial(self.local_bytes, variable.aval),
+                )
+                self.nodes += gathers(self.nodes, operand.buffer, places, lost, size, self.sizes)
+                value = Value(self.nodes[-1].writes[0], keep)
             inner.append(Value(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
         results = self.run(getattr(program, "jaxpr", program), (), inner)
@@ -400,7 +433,7 @@ class _Reader:
                 reader.resolved(value)
         reader.finish()
         places = [one.buffer for one in inputs], [one.buffer for one in results]
-        return Tape(reader.nodes, reader.sizes, *places), results
+        return Tape(reader.nodes, reader.sizes, *places, self.platform), results
 
     def _scan(self, equation: Any, operands: list[Value]) -> list[Value]:
         consts, carry = scan_counts(equation)
@@ -452,32 +485,6 @@ class _Reader:
         node = Node(name, "loop", reads, writes, 0.0, (), bodies, trips, consts, carry)
         self.nodes.append(node)
         return results
-
-    def _flops(self, equation: Any, operands: list[Value], results: list[Value]) -> float:
-        name = equation.primitive.name
-        shapes = [atom.aval.shape for atom in equation.invars]
-        local = lambda shape, splits: math.prod(
-            -(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True)
-        )
-        out = equation.outvars[0].aval.shape
-        if name == "dot_general":
-            dims = equation.params["dimension_numbers"][0]
-            summed = math.prod(shapes[0][dim] for dim in dims[0])
-            axes = [
-                operands[0].splits[a] | operands[1].splits[b] for a, b in zip(*dims, strict=True)
-            ]
-            ways = self.ways(frozenset().union(*axes) - frozenset().union(*results[0].splits))
-            return 2.0 * local(out, results[0].splits) * summed / ways
-        if name == "conv_general_dilated":
-            kernel, spec = shapes[1], equation.params["dimension_numbers"].rhs_spec
-            summed = math.prod(kernel[dim] for dim in spec[1:])
-            side = equation.params["dimension_numbers"].lhs_spec[1]
-            ways = self.ways(operands[0].splits[side])
-            return 2.0 * local(out, results[0].splits) * summed / ways
-        if name.startswith(ATTENTION):
-            rows = local(shapes[0], operands[0].splits)
-            return (4.0 if "fwd" in name else 10.0) * rows * shapes[1][1]
-        return 0.0
 
 
 def _is_kept_apart(equation: Any) -> bool:

@@ -1,24 +1,22 @@
 """How many bytes of a tape are alive at once: what a compiler that fuses well would allocate.
 
-An elementwise operation costs nothing where it can run inside those that read it. Written out are
-the results of products, reductions, gathers and loops; what a product or a loop reads; and a value
-that several read and that is made of more bytes than its own. Everything else is computed again
-from what is written out, wherever it is read, and so keeps that alive.
+`written.py` says which are written to memory. One is alive from the node that makes it to the last
+that reads it, or reads what is computed from it; updates are made in place, in loops and branches
+too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from .overwriting import Shared, shared
 from .tape import IN_PLACE, Node, Tape
+from .written import Written, carried
 
-READS_FUSED = frozenset({"gather", "scatter-add", "scatter_add"})
-"""Operations beside reductions that compute what they read while they read it."""
-
-DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
-"""Elementwise operations of many steps, which are not done twice."""
+MOVES = frozenset({"transpose", "rev", "concatenate", "pad"})
+"""Elementwise operations whose elements lie elsewhere than those that they are made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,59 +51,14 @@ def peak_of(tape: Tape, in_place: Collection[int] = ()) -> Peak:
         >>> peak_of(tape_of(program, [whole(2)], {}, "cpu")).num_bytes  # two of 8 x 8
         512
     """
-    return _Allocation(tape, in_place).peak()
+    return _Allocation(tape, (tape.outputs[place] for place in in_place)).peak()
 
 
 class _Allocation:
-    def __init__(self, tape: Tape, in_place: Collection[int]):
+    def __init__(self, tape: Tape, free: Iterable[int] = ()):
         self.tape = tape
-        self.free = {tape.outputs[place] for place in in_place}
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        self.made: dict[int, int] = {}
-        for number, node in enumerate(tape.nodes):
-            for buffer in set(node.reads):
-                self.readers[buffer].append(number)
-            for buffer in node.writes:
-                self.made[buffer] = number
-        self.outputs = {buffer for buffer in tape.outputs if buffer >= 0}
-        self.sources: dict[int, frozenset[int]] = {}
-        self.stored: set[int] = set()
-        for buffer in tape.inputs:
-            self.sources[buffer] = frozenset([buffer])
-        for node in tape.nodes:
-            self._place(node)
-
-    def _place(self, node: Node) -> None:
-        """Decides whether the results of a node are written out, and what they are made from."""
-        read = frozenset().union(*(self._sources(b) for b in node.reads if b >= 0))
-        for buffer in node.writes:
-            if buffer < 0:
-                continue
-            if node.kind == "barrier":
-                self.sources[buffer] = read
-            elif node.kind != "fused" or self._is_stored(node, buffer, read):
-                self.stored.add(buffer)
-                self.sources[buffer] = frozenset([buffer])
-            else:
-                self.sources[buffer] = read
-
-    def _sources(self, buffer: int) -> frozenset[int]:
-        return self.sources.get(buffer, frozenset([buffer]))
-
-    def _is_stored(self, node: Node, buffer: int, sources: frozenset[int]) -> bool:
-        if buffer in self.outputs:
-            return True
-        readers = [self.tape.nodes[number] for number in self.readers[buffer]]
-        if not sources:
-            # A constant is made where it is read, but for one that a loop changes.
-            return any(buffer in _carried(reader) for reader in readers)
-        if node.name in DEAR and len(readers) > 1:
-            return True
-        if any(_wants_stored(reader) for reader in readers):
-            return True
-        size = self.tape.sizes[buffer]
-        made_of = sum(self.tape.sizes[source] for source in sources)
-        return len(readers) > 1 and made_of > 1.5 * size and len(sources) > 1
+        self.free = {*free}
+        self.written = Written(tape)
 
     def peak(self) -> Peak:
         """Goes through the nodes in their order."""
@@ -115,10 +68,11 @@ class _Allocation:
             ends[number].append(buffer)
         alive, most, at = 0, 0, -1
         for number, node in enumerate(self.tape.nodes):
-            new = sum(self._bytes(b) for b in node.writes if b in self.stored)
-            dying = [b for b in ends[number] if b in self.stored]
-            inner = max((self._inner(node, body) for body in node.bodies), default=0)
-            reused = self._reused(node, dying)
+            new = sum(self._bytes(b) for b in node.writes if b in self.written.buffers)
+            dying = [b for b in ends[number] if b in self.written.buffers]
+            inside = shared(node)
+            inner = max(self._inner(node, inside), default=0)
+            reused = self._reused(node, dying, inside)
             if alive + new + inner - reused > most:
                 most, at = alive + new + inner - reused, number
             alive += new - sum(self._bytes(buffer) for buffer in dying)
@@ -127,20 +81,28 @@ class _Allocation:
     def _bytes(self, buffer: int) -> int:
         return 0 if buffer in self.free else self.tape.sizes[buffer]
 
-    def _inner(self, node: Node, body: Tape) -> int:
-        return peak_of(body).num_bytes + node.ahead
+    def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
+        """The bytes of each body beside what is given to it and what it gives back in its place."""
+        for number, body in enumerate(node.bodies):
+            free = (b for _, chains in inside.values() for b in chains[number])
+            yield _Allocation(body, free).peak().num_bytes + node.ahead
 
-    def _reused(self, node: Node, dying: list[int]) -> int:
+    def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
         """Bytes of results that take the place of what is read for the last time."""
-        if node.kind == "loop":
-            handed = zip(_carried(node), node.writes[: node.num_carry], strict=True)
-            return sum(self._bytes(b) for a, b in handed if a in dying and b in self.stored)
+        if node.num_carry:
+            handed = zip(carried(node), node.writes[: node.num_carry], strict=True)
+            return sum(
+                self._bytes(b) for a, b in handed if a in dying and b in self.written.buffers
+            )
+        if node.bodies:
+            pairs = [(node.reads[given], node.writes[at]) for at, (given, _) in inside.items()]
+            return sum(self._bytes(b) for a, b in pairs if a in dying)
         if node.name in IN_PLACE:
             first = node.reads[0]
             return self._bytes(first) if first in dying else 0
-        if node.kind == "fused" and node.writes:
+        if node.kind == "fused" and node.name not in MOVES and node.writes:
             sizes = [self._bytes(b) for b in dying]
-            own = self._bytes(node.writes[0]) if node.writes[0] in self.stored else 0
+            own = self._bytes(node.writes[0]) if node.writes[0] in self.written.buffers else 0
             return own if own in sizes else 0
         return 0
 
@@ -148,28 +110,14 @@ class _Allocation:
         """When each buffer that is written out is read for the last time."""
         last: dict[int, int] = {}
         for number, node in enumerate(self.tape.nodes):
-            is_run = node.kind not in ("fused", "barrier") or any(
-                b in self.stored for b in node.writes
-            )
-            for buffer in node.writes:
-                if buffer in self.stored:
-                    last[buffer] = max(last.get(buffer, number), number)
-            if is_run:
-                for buffer in node.reads:
-                    for source in self._sources(buffer) if buffer >= 0 else ():
-                        last[source] = number
-        end = len(self.tape.nodes)
-        for buffer in self.outputs:
-            for source in self._sources(buffer):
-                last[source] = end
+            if not self.written.runs(node):
+                continue
+            last.update((buffer, number) for buffer in node.writes)
+            for buffer in node.reads:
+                for source in self.written.sources(buffer, node) if buffer >= 0 else ():
+                    last[source] = number
+        end = Node("end", "barrier", tuple(self.written.outputs), ())
+        for buffer in end.reads:
+            for source in self.written.sources(buffer, end):
+                last[source] = len(self.tape.nodes)
         return last
-
-
-def _carried(node: Node) -> tuple[int, ...]:
-    return node.reads[node.num_consts : node.num_consts + node.num_carry]
-
-
-def _wants_stored(node: Node) -> bool:
-    if node.kind in ("product", "loop", "barrier"):
-        return True
-    return node.kind == "other" and node.name not in READS_FUSED

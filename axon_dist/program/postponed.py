@@ -65,7 +65,28 @@ def postponed(tape: Tape, num_consts: int = 0, num_carry: int = 0) -> Tape:
         if is_late:
             late.update(buffer for buffer in node.writes if buffer >= 0)
         (last if is_late else first).append(node)
-    return dataclasses.replace(tape, nodes=first + last)
+    return dataclasses.replace(tape, nodes=_filled(first) + last)
+
+
+def _filled(nodes: list[Node]) -> list[Node]:
+    """The nodes with reductions that need nothing of a loop before it, whose transfers they hide.
+
+    The positions of a max-pool are such: they are needed behind the blocks that follow it.
+    """
+    found: list[Node] = []
+    since: set[int] = set()
+    place = None
+    for node in nodes:
+        if node.kind == "loop" and any(body.sends() for body in node.bodies):
+            place, since = len(found), set(node.writes)
+        elif place is not None and node.kind == "reduction" and since.isdisjoint(node.reads):
+            found.insert(place, node)
+            place += 1
+            continue
+        else:
+            since.update(buffer for buffer in node.writes if buffer >= 0)
+        found.append(node)
+    return found
 
 
 def _ahead(loop: Node, turn: Tape) -> int:

@@ -45,6 +45,9 @@ COLLECTIVES: Mapping[str, tuple[str, str]] = {
 SUMS = frozenset({"psum", "psum_invariant"})
 """Those of `COLLECTIVES` that give every rank the whole sum."""
 
+SPREAD = frozenset({"broadcast_in_dim", "iota"})
+"""Operations that read nothing of the size of what they make."""
+
 IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})
 """Operations that overwrite their first operand where nothing else reads it."""
 
@@ -80,6 +83,8 @@ class Node:
         num_consts: of the buffers that it reads, the first so many are the same in every turn.
         num_carry: the next so many are handed on from turn to turn.
         ahead: bytes that are there in every turn for the one after it.
+        after: of a barrier, what goes through it together with what it reads.
+        num_large: of its operands, how many have as many dims as the result and are no constants.
     """
 
     name: str
@@ -93,6 +98,8 @@ class Node:
     num_consts: int = 0
     num_carry: int = 0
     ahead: int = 0
+    after: tuple[int, ...] = ()
+    num_large: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,12 +111,14 @@ class Tape:
         sizes: bytes of each buffer.
         inputs: buffers that are there before.
         outputs: buffers that are there after.
+        platform: `cpu`, `cuda` or `tpu`, whose compiler makes the program.
     """
 
     nodes: list[Node]
     sizes: list[int]
     inputs: list[int]
     outputs: list[int]
+    platform: str
 
     @property
     def flops(self) -> float:
@@ -142,7 +151,7 @@ def live(tape: Tape, wanted: Any) -> Tape:
         needed.update(buffer for buffer in node.reads if buffer >= 0)
         nodes.append(node)
     outputs = [b if place in keep else -1 for place, b in enumerate(tape.outputs)]
-    return Tape(nodes[::-1], tape.sizes, tape.inputs, outputs)
+    return dataclasses.replace(tape, nodes=nodes[::-1], outputs=outputs)
 
 
 def _live_loop(node: Node, used: set[int]) -> Node:

@@ -19,8 +19,8 @@ def compared(cells, tmp_path):
 
 @pytest.mark.full
 def test_on_emulated_devices(tmp_path):
-    rows = compared("^tower@cpu", tmp_path)
-    assert len(rows) == 2
+    rows = compared("^(tower|unet)@cpu", tmp_path)
+    assert len(rows) == 3
     for row in rows:
         assert row["state"] == pytest.approx(1, abs=0.001)
         assert row["peak"] == pytest.approx(1, abs=0.25)
@@ -48,3 +48,17 @@ def test_gradients_of_weights_wait_and_hybrid_sums_stay_whole(tmp_path):
     (row,) = compared("^unet@h100:8 .*hybrid_shard", tmp_path)
     assert row["peak"] == pytest.approx(1, abs=0.05)
     assert row["sent"] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.aot
+def test_pipelines_add_in_place_and_max_pools_keep_positions(tmp_path):
+    """A pipeline of a tied table that lies split over its stages too, and a ResNet."""
+    if missing := missing_compiler("h100:8"):
+        pytest.skip(missing)
+    rows = compared(
+        "^(gpt@h100:8 pp=4,fsdp=2|resnet@h100:8 fsdp=8 full_shard bf16,remat)", tmp_path
+    )
+    assert len(rows) == 2
+    for row in rows:
+        assert row["peak"] == pytest.approx(1, abs=0.2)
+        assert row["sent"] == pytest.approx(1, abs=0.02)

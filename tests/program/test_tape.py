@@ -246,13 +246,13 @@ def test_a_scatter_onto_a_sum_that_was_split_gathers_it():
     place = placing({"dp": 4}, PartitionSpec("dp"))
 
     def run(x, rows, is_tied):
-        looked_up = jnp.zeros((64, 64)).at[jnp.arange(8)].add(rows)
+        looked_up = jnp.zeros((64, 64)).at[jnp.arange(64)].add(rows)
         grad = jnp.tanh(x).T @ x + looked_up if is_tied else looked_up
         return jax.lax.with_sharding_constraint(grad, place)
 
     splits = [(DP, NONE), (DP, NONE)]
     sent = lambda is_tied: kinds(
-        tape(lambda x, r: run(x, r, is_tied), X, X[:8], splits=splits, axes={"dp": 4})
+        tape(lambda x, r: run(x, r, is_tied), X, X, splits=splits, axes={"dp": 4})
     )
     assert sent(False) == [("reduce-scatter", MATRIX, 1)]
     assert sorted(sent(True)) == [("all-gather", MATRIX, 1), *2 * [("reduce-scatter", MATRIX, 1)]]
@@ -344,15 +344,6 @@ def test_a_turn_gathers_for_the_next_what_does_not_depend_on_it(waits):
     before = peak_of(found).num_bytes
     loop.ahead = MATRIX
     assert peak_of(found).num_bytes == before + MATRIX
-
-
-def test_what_cpus_reduce_is_in_memory():
-    def run(x, w):
-        product = x @ w
-        return product, jnp.sum(jnp.exp(product), 1)
-
-    size = lambda platform: peak_of(tape(run, X, W, platform=platform)).num_bytes
-    assert size("cpu") == size("cuda") + MATRIX
 
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
