@@ -51,8 +51,8 @@ class RunConfig:
         loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
         optimizer: the optimizer under its `name`, with its options and learning rate; or a factory.
         parallel: the strategies to compose, each with its options.
-        precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
-            strategies.
+        precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
+            the strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
         weights: files with the first weights; None draws them.
         lora: adapters put beside linear layers, which are then what is trained; None for none.

@@ -77,8 +77,9 @@ GATHERED = {
 COMPUTES = {"float32": POLICY, "bfloat16": MixedPrecision.fp8()}
 
 
-@pytest.mark.parametrize("compute", part(COMPUTES, ["bfloat16"]))
-@pytest.mark.parametrize("name", part(GATHERED, ["fsdp x tp"]))
+@pytest.mark.full
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("name", GATHERED)
 def test_weights_that_travel_in_fp8_change_no_bit(name, compute):
     """The largest element of the parts is that of the whole, so they are rounded alike."""
     make, mesh, accumulate, scan = GATHERED[name]

@@ -211,6 +211,22 @@ def test_what_computes_in_fp8_travels_as_a_byte():
     assert reduced == pytest.approx(4 * (wide + narrow) * 7 / 8, rel=0.01)
 
 
+def test_weights_that_travel_as_bytes_change_no_bit():
+    """The largest element of the parts is that of the whole, so they are rounded alike."""
+    x = jax.random.normal(jax.random.key(0), (16, WIDTH))
+    found = []
+    for gather in ("fp8", None):
+        step = built(fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8), "dp=2,fsdp=4", gather)
+        state, losses = step.init(), []
+        for _ in range(2):
+            state, metrics = step(state, {"x": x})
+            losses.append(float(metrics["loss"]))
+        found.append((losses, jax.device_get(state.params)))
+    assert found[0][0] == found[1][0]
+    assert found[0][0][0] != found[0][0][1]
+    jax.tree.map(np.testing.assert_array_equal, found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize(
     ("strategy", "mesh", "options", "why"),
     [

@@ -11,7 +11,8 @@ from flax import nnx
 
 from axon_dist import MixedPrecision, World, build_train_step, fsdp
 from axon_dist.hardware import missing_compiler
-from axon_dist.hlo import as_module, visits
+from axon_dist.hlo import as_module
+from axon_dist.hlo.walk import visits
 from axon_dist.inspect import collectives, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.precision import fp8_layers
