@@ -69,7 +69,6 @@ class Fp8Dot:
     """
 
     axes: tuple[str, ...] = ()
-
     gather: WeightGather | None = None
 
     def __call__(

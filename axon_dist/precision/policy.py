@@ -78,7 +78,7 @@ class MixedPrecision:
             )
         if self.gather not in (None, "fp8"):
             raise ConfigError(f"gather is {self.gather!r}; it must be 'fp8', or None")
-        if self.gather != self.products and self.gather is not None:
+        if self.gather is not None and self.products is None:
             raise ConfigError(
                 "gather='fp8' has weights travel as products in fp8 read them, and products is "
                 "None; say products='fp8', or leave gather out"
