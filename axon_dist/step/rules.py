@@ -185,8 +185,8 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "units gather what travels in fp8",
         UnsupportedError,
         "gather='fp8' is about weights that units gather where they use them, and under strategy "
-        "{name!r} {why}; leave gather out, or use fsdp() or hybrid_shard, with its microbatches "
-        "and reductions as they are by default",
+        "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
+        "leave the reduction of their gradients as it is by default",
         _rounded_gathers,
     ),
     Requirement.row(

@@ -61,7 +61,7 @@ def test_three_products_per_layer(scan):
 
 def sent(step, module, kind):
     """Bytes by the narrowest dtype of a collective."""
-    found = dict.fromkeys(("u8", "bf16", "f32"), 0)
+    found: dict[str, float] = dict.fromkeys(("u8", "bf16", "f32"), 0.0)
     for row in collectives(module, step.world.mesh).select(kind).rows:
         narrow = next(dtype for dtype in found if dtype in row.dtypes)
         found[narrow] += row.wire_bytes * row.count
