@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from axon_dist import DDP, MixedPrecision, World, build_train_step, fsdp, pipelined, zero
+from axon_dist import (
+    DDP,
+    MixedPrecision,
+    World,
+    build_train_step,
+    compose,
+    fsdp,
+    pipelined,
+    tensor_parallel,
+    zero,
+)
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
 from axon_dist.models import Transformer, TransformerConfig
@@ -18,6 +28,7 @@ from axon_dist.nn import ColumnParallelLinear
 from axon_dist.parallel import Reduction
 from axon_dist.precision import Fp8Dot, fp8_layers, fp8_reasons
 from axon_dist.precision.fp8 import BACKWARD, FORWARD, rounded
+from axon_dist.program.walk import equations
 
 LAST_FIRST = (((1,), (0,)), ((), ()))
 E4M3, E5M2 = np.dtype(FORWARD), np.dtype(BACKWARD)
@@ -39,6 +50,21 @@ def test_forward_in_e4m3_and_gradients_in_e5m2():
     np.testing.assert_allclose(dx, g8 @ w8.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, x8.T @ g8, rtol=1e-5, atol=1e-5)
     assert np.abs(y - x @ w).max() > 1e-2  # and it does round
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
+)
+def test_ranks_add_up_in_the_dtype_of_the_product(dtype, sums):
+    """Where it has the range for values that are not scaled yet."""
+    x, w = jnp.ones((8, 16), dtype), jnp.ones((16, 16), dtype)
+    run = lambda x, w: jax.vjp(lambda x, w: Fp8Dot()(x, w, LAST_FIRST), x, w)[1](x)
+    found = [e.outvars[0].aval.dtype.name for e in products_of(jax.make_jaxpr(run)(x, w).jaxpr)]
+    assert found == 3 * [sums]
+
+
+def products_of(jaxpr):
+    return [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
 
 
 def test_several_dims_are_multiplied_as_one():
@@ -195,20 +221,30 @@ def built(strategy, mesh="fsdp=8", gather="fp8", **options):
     )
 
 
-def test_what_computes_in_fp8_travels_as_a_byte():
+def split_by_features():
+    return compose(fsdp(min_elements=8), tensor_parallel({"wide": "column", "narrow": "row"}))
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "tp"),
+    [(lambda: fsdp(min_elements=8), "fsdp=8", 1), (split_by_features, "fsdp=4,tp=2", 2)],
+    ids=["fsdp", "tp"],
+)
+def test_what_computes_in_fp8_travels_as_a_byte(make, mesh, tp):
     """Twice, forward and backward, and all else as it computes; gradients as before."""
-    step = built(fsdp(min_elements=8))
+    step = built(make(), mesh)
     batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
     ledger = collectives(step.lower(batch).compile(), step.world.mesh)
     sent = {"u8": 0, "f32": 0}
-    for row in ledger.select("all-gather").rows:
+    for row in ledger.select("all-gather", "fsdp").rows:
         (dtype,) = row.dtypes
         sent[dtype] += row.wire_bytes * row.count
-    wide, narrow = DEPTH * WIDTH * WIDTH, DEPTH * WIDTH * 8
-    assert sent == {"u8": 2 * wide * 7 / 8, "f32": 2 * 4 * narrow * 7 / 8}
+    wide, narrow = DEPTH * WIDTH * WIDTH / tp, DEPTH * WIDTH * 8 / tp
+    ring = 1 - tp / 8
+    assert sent == {"u8": 2 * wide * ring, "f32": 2 * 4 * narrow * ring}
     # XLA:CPU spells a reduce-scatter as an all-reduce.
-    reduced = ledger.total_wire_bytes("all-reduce") / 2
-    assert reduced == pytest.approx(4 * (wide + narrow) * 7 / 8, rel=0.01)
+    reduced = ledger.total_wire_bytes("all-reduce", "fsdp") / 2
+    assert reduced == pytest.approx(4 * (wide + narrow) * ring, rel=0.01)
 
 
 def test_weights_that_travel_as_bytes_change_no_bit():
