@@ -52,6 +52,26 @@ def test_forward_in_e4m3_and_gradients_in_e5m2():
     assert np.abs(y - x @ w).max() > 1e-2  # and it does round
 
 
+class Doubling:
+    """In place of a gather: what it makes of a weight, and of its gradient."""
+
+    def forward(self, weight):
+        return jnp.concatenate([weight, weight])
+
+    def backward(self, gradient):
+        return gradient[:8] + gradient[8:]
+
+
+def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
+    x, w = (jax.random.normal(jax.random.key(n), (16, 16))[: 16 - n * 8] for n in range(2))
+    apart = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
+    joined = lambda x, w: Fp8Dot()(x, jnp.concatenate([w, w]), LAST_FIRST)
+    (y, pull), (want, pull_joined) = jax.vjp(apart, x, w), jax.vjp(joined, x, w)
+    np.testing.assert_array_equal(y, want)
+    for one, other in zip(pull(y), pull_joined(y), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "sums"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
 )
