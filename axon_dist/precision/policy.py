@@ -150,6 +150,20 @@ class MixedPrecision:
         return self.compute != self.param
 
 
+def without_gathers(
+    choice: MixedPrecision | str | bool | None,
+) -> MixedPrecision | str | bool | None:
+    """The same numbers where no unit gathers weights, as on one device.
+
+    Example:
+        >>> without_gathers(MixedPrecision.fp8(gather="fp8")) == MixedPrecision.fp8()
+        True
+    """
+    return (
+        dataclasses.replace(choice, gather=None) if isinstance(choice, MixedPrecision) else choice
+    )
+
+
 def floating_dtype(value: Any, what: str) -> Any:
     """Reads a floating-point dtype or its name.
 

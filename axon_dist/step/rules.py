@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -105,7 +105,7 @@ def _rounded_gathers(spec: StepSpec) -> Found:
         why = f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
     elif strategy.gathers_once:
         why = "the parameters are gathered once a step, all of them in the dtype of the compute"
-    elif not any(_is_gathered(spec, f"{layer}/kernel") for layer in fp8.paths):
+    elif not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
         why = "no kernel of a layer in fp8 lies split over ranks that have other samples"
     elif spec.is_local:
         per, dtype = spec.reduction.per, spec.reduction.dtype
@@ -115,10 +115,15 @@ def _rounded_gathers(spec: StepSpec) -> Found:
     return {"name": strategy.name, "why": why}
 
 
-def _is_gathered(spec: StepSpec, path: Path) -> bool:
-    strategy = spec.strategy
-    own = strategy.params(path, spec.parts.shape_of(path), spec.mesh)
-    return not set(strategy.data_axes).difference(strategy.resident).isdisjoint(spec_axes(own))
+def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
+    """Whether units gather a weight, or would on more devices."""
+    strategy, mesh = spec.strategy, spec.mesh
+    axes = {*strategy.data_axes} - {*strategy.resident}
+    splits = axes.intersection(strategy.params.split_axes)
+    if splits and all(mesh.shape[axis] == 1 for axis in splits):
+        return True
+    places = (strategy.params(path, spec.parts.shape_of(path), mesh) for path in paths)
+    return any(not axes.isdisjoint(spec_axes(place)) for place in places)
 
 
 def _matrices(spec: StepSpec) -> Found:

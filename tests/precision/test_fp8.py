@@ -232,10 +232,10 @@ class Pair(nnx.Module):
         return x + jnp.tile(self.narrow(jnp.tanh(self.wide(x))), WIDTH // 8)
 
 
-def built(strategy, mesh="fsdp=8", gather="fp8", **options):
+def built(strategy, mesh="fsdp=8", gather="fp8", world=None, **options):
     loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
     policy = MixedPrecision(products="fp8", gather=gather)
-    world = World.emulate(8, mesh)
+    world = world or World.emulate(8, mesh)
     return build_train_step(
         Blocks, optax.sgd(0.1), loss, strategy, world, precision=policy, **options
     )
@@ -297,6 +297,13 @@ def test_weights_that_travel_as_bytes_change_no_bit():
 def test_weights_that_units_do_not_gather_cannot_travel_in_fp8(strategy, mesh, options, why):
     with pytest.raises(UnsupportedError, match=f"gather='fp8' is about .*{why}.*leave gather out"):
         built(strategy, mesh, **options)
+
+
+def test_one_device_needs_no_gather_for_it():
+    batch = {"x": jnp.ones((4, WIDTH))}
+    step = built(fsdp(min_elements=8), world=World.emulate(1, "fsdp=1"))
+    _, metrics = step(step.init(), batch)
+    assert metrics["loss"] == pytest.approx(float(jnp.mean(Blocks()(batch["x"]) ** 2)), rel=0.1)
 
 
 def test_parameters_gathered_once_do_not_travel_in_fp8():
