@@ -159,9 +159,9 @@ def without_gathers(
         >>> without_gathers(MixedPrecision.fp8(gather="fp8")) == MixedPrecision.fp8()
         True
     """
-    return (
-        dataclasses.replace(choice, gather=None) if isinstance(choice, MixedPrecision) else choice
-    )
+    if not isinstance(choice, MixedPrecision):
+        return choice
+    return dataclasses.replace(choice, gather=None)
 
 
 def floating_dtype(value: Any, what: str) -> Any:

@@ -232,7 +232,7 @@ class Pair(nnx.Module):
         return x + jnp.tile(self.narrow(jnp.tanh(self.wide(x))), WIDTH // 8)
 
 
-def built(strategy, mesh="fsdp=8", gather="fp8", world=None, **options):
+def built(strategy, mesh="fsdp=8", gather: str | None = "fp8", world=None, **options):
     loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
     policy = MixedPrecision(products="fp8", gather=gather)
     world = world or World.emulate(8, mesh)
