@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
-from axon_dist.precision import Int8Form, int8, narrowed, widened
+from axon_dist.precision import Int8Form, int8, narrowed, widened, without_gathers
 from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
 from axon_dist.step.replicas import mean_rows
 
@@ -155,7 +156,7 @@ def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
         return config, build_world(config)
     emulate = config.devices.emulate and 1
     alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
-    plain = config.to_dict()
+    plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
     plain["train"]["accumulate"] = 1
     config = RunConfig.from_dict({**plain, **alone})
     if emulate:

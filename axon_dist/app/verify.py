@@ -20,6 +20,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
+from axon_dist.precision import without_gathers
 from axon_dist.step import TrainStep, build_train_step
 
 from ..config.build import (
@@ -199,7 +200,7 @@ def _one_device(config: RunConfig, world: World, num_microbatches: int) -> Train
         accumulate=num_microbatches,
         clip_norm=config.train.clip_norm,
         metrics=COMPARED,
-        precision=config.precision,
+        precision=without_gathers(config.precision),
         scaler=config.loss_scale,
         **what_is_trained(config),
     )

@@ -51,8 +51,8 @@ class RunConfig:
         loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
         optimizer: the optimizer under its `name`, with its options and learning rate; or a factory.
         parallel: the strategies to compose, each with its options.
-        precision: `float32`, `bf16`, `fp16`, or the dtypes one by one; None leaves it to the
-            strategies.
+        precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
+            the strategies.
         remat: what the backward pass recomputes; None leaves it to the strategies.
         unroll: up to how many blocks are written out rather than run by a loop; None is 4, and 1
             where they are recomputed. It changes no number.

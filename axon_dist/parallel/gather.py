@@ -12,13 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, Shape
 from ..precision import Int8, Int8Form
+from ..precision.fp8 import WEIGHT
 from ..precision.int8 import WIDEN
 from ..program.primitives import COMPARES, EACH, MOVES
 from ..sharding import axes_of, spec_axes, spread
 
 GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
-    *("optimization_barrier", WIDEN),
+    *("optimization_barrier", WIDEN, WEIGHT),
 )
 """The primitives whose results are weights that are made again rather than kept."""
 
@@ -58,12 +59,8 @@ class GlobalGather:
             return self.forward(weight)
         # The rule repeats the forward rather than calling it, so that a rematerialisation policy
         # sees the constraint itself and not an opaque call.
-        grad, full = self._place(self.grad, weight), self._place(self.full, weight)
-        whole = lambda ct: _constrain(ct, full) if self.in_loop else ct
         gather = jax.custom_vjp(self.forward)
-        gather.defvjp(
-            lambda w: (self.forward(w), None), lambda _, ct: (_constrain(whole(ct), grad),)
-        )
+        gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (self.backward(ct),))
         return gather(weight)
 
     def forward(self, weight: Array) -> Array:
@@ -71,6 +68,14 @@ class GlobalGather:
         lies, full = self._place(self.own, weight), self._place(self.full, weight)
         found = _constrain(_constrain(weight, lies), full)
         return jax.lax.optimization_barrier(found) if self.in_loop else found
+
+    def backward(self, gradient: Array) -> Array:
+        """Returns the gradient of the whole weight as it lies after the reduction."""
+        if self.grad is None:
+            return gradient
+        if self.in_loop:
+            gradient = _constrain(gradient, self._place(self.full, gradient))
+        return _constrain(gradient, self._place(self.grad, gradient))
 
     def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
         return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))

@@ -210,12 +210,12 @@ def estimate_memory(
 
 
 def _gathered(plan: Arrangement, policy: MixedPrecision, count: int, layer_params: int) -> int:
-    """Two layers in the compute dtype, one used and one ahead; or all that a rank computes with."""
+    """Two layers as they travel, one used and one ahead; or all that a rank computes with."""
     if not layer_params or not (plan.splits_params or policy.is_mixed):
         return 0
     if plan.keeps_masters(policy) or (plan.pp > 1 and plan.splits_params):
         return math.ceil(count / plan.model_ranks) * policy.compute.itemsize
-    return math.ceil(2 * layer_params / plan.tp) * policy.compute.itemsize
+    return math.ceil(2 * layer_params / plan.tp) * policy.gather_itemsize
 
 
 def _transformation(

@@ -21,7 +21,7 @@ from ..nn import block_paths
 from ..nn.attention import mixes
 from ..parallel import remake_in_backward, suggest_plan
 from ..parallel.expert import EXPERTS, ByExperts
-from ..precision import MixedPrecision, autocast, cast_floating
+from ..precision import MixedPrecision, autocast, cast_floating, fp8_reasons
 from ..program import RematPolicy, handed_on, mark_units, scan_over_layers
 from ..program.device import tape_of
 from ..program.liveness import peak_of
@@ -51,6 +51,7 @@ class Profile:
         has_attention: whether a module of it mixes positions by attention.
         num_experts: what the numbers of experts of its mixtures have in common; 1 without any.
         expert_params: parameters of all experts together.
+        product_params: weights of the dense layers that compute in fp8, where it is asked for.
 
     Raises:
         ConfigError: for a model without parameters.
@@ -67,6 +68,7 @@ class Profile:
     has_attention: bool
     num_experts: int = 1
     expert_params: int = 0
+    product_params: int = 0
 
     def __post_init__(self) -> None:
         if self.num_params < 1:
@@ -169,10 +171,20 @@ def workload_of(
         remade_bytes=again(remake_in_backward) if units else plain,
         stream_bytes=stream // (2 * ROWS),
         has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
+        product_params=_in_fp8(abstract, policy, params),
         **_experts(make, params),
     )
     rows = jax.tree.leaves(batch)[0].shape[0]
     return Workload(shape=shape, global_batch=rows, optimizer=optimizer, precision=precision)
+
+
+def _in_fp8(model: nnx.Module, policy: MixedPrecision, params: Any) -> int:
+    """The weights of the layers that compute in fp8 under a policy."""
+    if policy.products is None:
+        return 0
+    layers = [path for path, why in fp8_reasons(model, policy.skip).items() if not why]
+    sizes = {"/".join(map(str, k)): v.get_value().size for k, v in nnx.to_flat_state(params)}
+    return sum(sizes.get(f"{layer}/kernel", 0) for layer in layers)
 
 
 def _experts(make: Callable[[], nnx.Module], params: Any) -> dict[str, int]:

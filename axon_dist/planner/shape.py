@@ -62,6 +62,12 @@ class TransformerShape:
         return -(-self.num_params // self.num_layers)
 
     @property
+    def product_params(self) -> int:
+        """Weights of the dense layers within blocks: all but the tables of tokens and experts."""
+        tables = self.vocab_size * self.width
+        return max(self.num_params - self.expert_params - tables, 0)
+
+    @property
     def words(self) -> str:
         """What sizes of axes have to divide, in words."""
         return f"{self.num_heads} heads and {self.num_layers} layers"

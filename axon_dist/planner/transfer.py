@@ -98,7 +98,7 @@ def _data(plan: Arrangement, work: Workload) -> Iterator[Transfer]:
         return
     yield send("gradients", reduced, scatters)
     if plan.splits_params:
-        yield send("layers", params * work.policy.compute.itemsize, gathers)
+        yield send("layers", params * work.weight_bytes, gathers)
     else:
         kept = work.policy.compute if plan.keeps_masters(work.policy) else work.policy.param
         yield send("parameters", params * kept.itemsize, gathers, hides=False)

@@ -46,6 +46,11 @@ class ModelCost(Protocol):
         """What sizes of axes have to divide, in words."""
         ...
 
+    @property
+    def product_params(self) -> int:
+        """Weights of the dense layers within blocks, whose products may be in fp8."""
+        ...
+
     def flops(self, samples: int, recomputed: int = 0) -> float:
         """Operations of a step of so many samples."""
         ...
@@ -113,6 +118,13 @@ class Workload:
         """Parameters that a rank of so many has which share the experts."""
         shared = self.shape.expert_params
         return self.shape.num_params - shared + shared / ep
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a parameter where units gather it, on average over all."""
+        wide, narrow = self.policy.compute.itemsize, self.policy.gather_itemsize
+        share = self.shape.product_params / self.shape.num_params
+        return wide + (narrow - wide) * share
 
     def residual_bytes(self, microbatch: int) -> int:
         """Bytes of the residual stream of some samples, in the compute dtype."""

@@ -18,6 +18,7 @@ from .policy import MixedPrecision as MixedPrecision
 from .policy import autocast as autocast
 from .policy import cast_floating as cast_floating
 from .policy import floating_dtype as floating_dtype
+from .policy import without_gathers as without_gathers
 from .scaler import GradScaler as GradScaler
 from .scaler import ScalerState as ScalerState
 from .scaler import all_finite as all_finite

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.compat import new_operation
 from ..core.errors import UnsupportedError
 from ..core.per_sample import per_sample
 from ..core.typing import Array, Path
@@ -24,7 +25,22 @@ FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 MULTIPLE = 16
 """The sizes of a product must be multiples of this for the kernels of cuBLASLt."""
 
+WEIGHT = "axon_fp8_weight"
+"""The name of the equations that make eight bits of a weight, and read them."""
+
 DimensionNumbers: TypeAlias = Any
+
+
+class WeightGather(Protocol):
+    """How a weight that lies split becomes whole, and its gradient goes to where it belongs."""
+
+    def forward(self, weight: Array) -> Array:
+        """The whole weight, in the dtype that it is given in."""
+        ...
+
+    def backward(self, gradient: Array) -> Array:
+        """The gradient of the whole weight, where its owners have it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +56,9 @@ class Fp8Dot:
     Args:
         axes: the mesh axes that split the samples; where a `shard_map` has made them manual, the
             largest element is found over them.
+        gather: how weights are made whole that lie split, in global view; None for weights that
+            are whole. They are rounded as they lie, and a byte of each travels: the scale is that
+            of the whole tensor either way, so the product has the same bits.
 
     Example:
         >>> x, w = jnp.full((1, 16), 3.0), jnp.full((16, 16), 0.5)
@@ -50,6 +69,7 @@ class Fp8Dot:
     """
 
     axes: tuple[str, ...] = ()
+    gather: WeightGather | None = None
 
     def __call__(
         self,
@@ -88,33 +108,32 @@ class Fp8Dot:
             )
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         # A scale is found over all samples, and what each sample gives is its own but for rounding.
-        run = per_sample(lambda x, w: _product(count, self.axes, dtype, x, w))
+        run = per_sample(lambda x, w: _product(self, count, dtype, x, w))
         return run(lhs, rhs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(count: int, axes: tuple[str, ...], dtype: Any, x: Array, w: Array) -> Array:
-    return _forward(count, axes, dtype, x, w)[0]
+def _product(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Array:
+    return _forward(dot, count, dtype, x, w)[0]
 
 
-def _forward(count: int, axes: tuple[str, ...], dtype: Any, x: Array, w: Array) -> Any:
-    # Ranks that split samples have the same weights.
-    x8, w8 = rounded(x, FORWARD, axes), rounded(w, FORWARD)
+def _forward(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Any:
+    x8, w8 = rounded(x, FORWARD, dot.axes), _rounded_weight(w, dot.gather)
     leading = tuple(range(x.ndim - count, x.ndim))
     y = _dot(x8, w8, (leading, tuple(range(count))), dtype)
     # Empty arrays remember dtypes, which JAX lets no residual be.
     return y, (x8, w8, jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
 
 
-def _backward(count: int, axes: tuple[str, ...], dtype: Any, kept: Any, g: Array) -> Any:
+def _backward(dot: Fp8Dot, count: int, dtype: Any, kept: Any, g: Array) -> Any:
     x8, w8, like_x, like_w = kept
-    g8 = rounded(g, BACKWARD, axes)
+    g8 = rounded(g, BACKWARD, dot.axes)
     within, lead = w8.values.ndim - count, g.ndim - (w8.values.ndim - count)
     columns = tuple(range(lead, g.ndim)), tuple(range(count, count + within))
     samples = tuple(range(lead))
     dx = _dot(g8, w8, columns, like_x.dtype)
     dw = _dot(x8, g8, (samples, samples), like_w.dtype)
-    return dx, dw
+    return dx, dw if dot.gather is None else dot.gather.backward(dw)
 
 
 _product.defvjp(_forward, _backward)
@@ -150,6 +169,11 @@ def rounded(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Rounded:
         >>> found.values.tolist(), float(found.scale)
         ([256.0, 0.25], 4.0)
     """
+    scale = _scale(x, dtype, axes)
+    return Rounded(values_of(x, scale, dtype), scale)
+
+
+def _scale(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Array:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     manual = _manual(axes)
     largest = jax.lax.pmax(largest, manual) if manual else largest
@@ -159,14 +183,46 @@ def rounded(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Rounded:
     exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
     # Beyond these the scale or its inverse is no normal number any more.
     exponent = jnp.clip(exponent, -100, 100)
-    scale = jnp.ldexp(jnp.float32(1), exponent)
+    return jnp.ldexp(jnp.float32(1), exponent)
+
+
+def values_of(x: Array, scale: Array, dtype: Any) -> Array:
+    """A tensor, or a part of one, in fp8 by the scale of the whole."""
+    # float16 has neither such scales nor their inverses: its values are scaled in float32.
+    wide = jnp.promote_types(x.dtype, jnp.bfloat16)
     # Within range by the scale, but for what is not finite, which stays so: NaN in e4m3.
-    return Rounded((x * (1 / scale).astype(x.dtype)).astype(dtype), scale)
+    return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype)
+
+
+def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
+    # Ranks that split samples have the same weights.
+    scale = _scale(w, FORWARD)
+    (values,) = _rounding().bind(w, scale)
+    if gather is not None:
+        # As plain bytes: compilers widen what they gather to a dtype that their devices have.
+        whole = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
+        (values,) = _reading().bind(whole)
+    return Rounded(values, scale)
+
+
+# Equations, so that a rematerialisation policy can say of them that the weight is not kept.
+@functools.cache
+def _rounding() -> Any:
+    return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
+
+
+@functools.cache
+def _reading() -> Any:
+    return new_operation(WEIGHT, lambda x: (jax.lax.bitcast_convert_type(x, FORWARD),))
 
 
 def _dot(a: Rounded, b: Rounded, contracting: Any, dtype: Any) -> Array:
-    dims = (contracting, ((), ()))
-    y = jax.lax.dot_general(a.values, b.values, dims, preferred_element_type=jnp.float32)
+    # Where ranks add up parts of a sum, they send the dtype of the product. bfloat16 has the range
+    # for values that are not scaled yet, and scaling by powers of two rounds no more.
+    wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    y = jax.lax.dot_general(
+        a.values, b.values, (contracting, ((), ())), preferred_element_type=wide
+    )
     return (y * (a.scale * b.scale)).astype(dtype)
 
 
@@ -176,6 +232,10 @@ def _manual(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in found)
 
 
+GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
+"""The Variable of a kernel -> how the product that reads it makes it whole, or None."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fp8Layers:
     """Has layers of a model compute their products in fp8, in place.
@@ -183,16 +243,29 @@ class Fp8Layers:
     Args:
         dot: the product.
         paths: of the layers.
+        gathers: whether their products make whole the weights that lie split.
     """
 
     dot: Fp8Dot
     paths: frozenset[Path]
+    gathers: bool = False
 
-    def __call__(self, model: nnx.Module) -> None:
-        """Changes a model that was merged inside a trace."""
+    def __call__(self, model: nnx.Module, gather_of: GatherOf = lambda _: None) -> None:
+        """Changes a model that was merged inside a trace.
+
+        Args:
+            model: the model.
+            gather_of: gives for the Variable of a kernel how the product makes it whole, or None.
+        """
+        for layer in self.layers(model):
+            dot = dataclasses.replace(self.dot, gather=gather_of(layer.kernel))
+            setattr(layer, "dot_general", dot)  # noqa: B010
+
+    def layers(self, model: nnx.Module) -> Iterator[Any]:
+        """The layers in a model."""
         for keys, module in nnx.iter_modules(model):
             if "/".join(map(str, keys)) in self.paths:
-                setattr(module, "dot_general", self.dot)  # noqa: B010
+                yield module
 
 
 def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:

@@ -37,10 +37,13 @@ class MixedPrecision:
         products: `"fp8"` computes the dense layers within blocks as `Fp8Dot` does; None leaves them
             in the compute dtype.
         skip: regular expressions of the paths of dense layers that stay in the compute dtype.
+        gather: `"fp8"` has the weights of the products in fp8 travel as they are multiplied, a byte
+            each, where units gather weights; None has them travel in the compute dtype. No number
+            depends on it.
 
     Raises:
-        ConfigError: for a dtype that is not floating-point, unknown products, or layers to skip
-            where there are none.
+        ConfigError: for a dtype that is not floating-point, unknown products, or layers to skip or
+            weights to gather in fp8 where there are no such products.
 
     Example:
         >>> MixedPrecision.bf16().compute
@@ -58,6 +61,7 @@ class MixedPrecision:
     output: Any = "float32"
     products: str | None = None
     skip: tuple[str, ...] = ()
+    gather: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("param", "compute", "reduce", "buffer", "output"):
@@ -72,6 +76,13 @@ class MixedPrecision:
                 f"skip={self.skip} names layers that fp8 leaves out, and products is None; say "
                 "products='fp8', or leave skip out"
             )
+        if self.gather not in (None, "fp8"):
+            raise ConfigError(f"gather is {self.gather!r}; it must be 'fp8', or None")
+        if self.gather is not None and self.products is None:
+            raise ConfigError(
+                "gather='fp8' has weights travel as products in fp8 read them, and products is "
+                "None; say products='fp8', or leave gather out"
+            )
 
     @classmethod
     def bf16(cls) -> MixedPrecision:
@@ -79,13 +90,14 @@ class MixedPrecision:
         return cls(compute="bfloat16")
 
     @classmethod
-    def fp8(cls, skip: tuple[str, ...] = ()) -> MixedPrecision:
+    def fp8(cls, skip: tuple[str, ...] = (), gather: str | None = None) -> MixedPrecision:
         """bfloat16, with the dense layers within blocks in fp8.
 
         Args:
             skip: regular expressions of the paths of layers that stay in bfloat16.
+            gather: `"fp8"` has their weights travel as a byte each, where units gather weights.
         """
-        return cls(compute="bfloat16", products="fp8", skip=skip)
+        return cls(compute="bfloat16", products="fp8", skip=skip, gather=gather)
 
     @classmethod
     def fp16(cls) -> MixedPrecision:
@@ -123,6 +135,11 @@ class MixedPrecision:
         return self.reduce or self.compute
 
     @property
+    def gather_itemsize(self) -> int:
+        """The bytes of a weight of a dense layer within a block, where units gather it."""
+        return self.compute.itemsize if self.gather is None else 1
+
+    @property
     def needs_scaling(self) -> bool:
         """Whether small gradients vanish in the compute dtype, so that the loss is scaled."""
         return self.compute == jnp.float16
@@ -131,6 +148,20 @@ class MixedPrecision:
     def is_mixed(self) -> bool:
         """Whether compute differs from how parameters are kept."""
         return self.compute != self.param
+
+
+def without_gathers(
+    choice: MixedPrecision | str | bool | None,
+) -> MixedPrecision | str | bool | None:
+    """The same numbers where no unit gathers weights, as on one device.
+
+    Example:
+        >>> without_gathers(MixedPrecision.fp8(gather="fp8")) == MixedPrecision.fp8()
+        True
+    """
+    if not isinstance(choice, MixedPrecision):
+        return choice
+    return dataclasses.replace(choice, gather=None)
 
 
 def floating_dtype(value: Any, what: str) -> Any:

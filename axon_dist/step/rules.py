@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -97,6 +97,35 @@ def _stage_classes(spec: StepSpec) -> Found:
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
 
+def _rounded_gathers(spec: StepSpec) -> Found:
+    strategy, fp8 = spec.strategy, spec.view.fp8
+    if fp8 is None or not fp8.gathers:
+        return None
+    if strategy.pipeline is not None:
+        why = f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
+    elif strategy.gathers_once:
+        why = "the parameters are gathered once a step, all of them in the dtype of the compute"
+    elif not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
+        why = "no kernel of a layer in fp8 lies split over ranks that have other samples"
+    elif spec.is_local:
+        per, dtype = spec.reduction.per, spec.reduction.dtype
+        why = f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
+    else:
+        return None
+    return {"name": strategy.name, "why": why}
+
+
+def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
+    """Whether units gather a weight, or would on more devices."""
+    strategy, mesh = spec.strategy, spec.mesh
+    axes = {*strategy.data_axes} - {*strategy.resident}
+    splits = axes.intersection(strategy.params.split_axes)
+    if splits and all(mesh.shape[axis] == 1 for axis in splits):
+        return True
+    places = (strategy.params(path, spec.parts.shape_of(path), mesh) for path in paths)
+    return any(not axes.isdisjoint(spec_axes(place)) for place in places)
+
+
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
     if spec.dealt.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
@@ -179,6 +208,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _stage_classes,
     ),
     Requirement("modules to gather or recompute exist", lambda spec: spec.view),
+    Requirement.row(
+        "units gather what travels in fp8",
+        UnsupportedError,
+        "gather='fp8' is about weights that units gather where they use them, and under strategy "
+        "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
+        "leave the reduction of their gradients as it is by default",
+        _rounded_gathers,
+    ),
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",
         UnsupportedError,

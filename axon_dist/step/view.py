@@ -15,6 +15,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
 from ..parallel import (
+    GlobalGather,
     Int8Gather,
     LossOverMesh,
     Strategy,
@@ -138,6 +139,8 @@ class View:
             params = _variables(model, self.weights)
             found = {*mark_units(model, lambda path, _: path in self.units, remat)}
             linen = [_path(keys) for keys, _ in bridges_of(model)]
+            layers = () if self.fp8 is None else self.fp8.layers(model)
+            by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
             for path, variable in params.items():
                 gather: Any = None if make_gather is None else make_gather(path)
                 is_linen = any(is_inside(path, bridge) for bridge in linen)
@@ -146,6 +149,9 @@ class View:
                 else:
                     variable.set_value(bundle(path, self.read(path, variable.get_value())))
                 if gather is None:
+                    continue
+                if id(variable) in by_products and self._travels_rounded(gather):
+                    by_products[id(variable)] = gather
                     continue
                 # Only what a unit will gather carries the way to do it: Linen takes a Variable with
                 # metadata of ours for a boxed value.
@@ -158,9 +164,18 @@ class View:
             if self.precision is not None and self.precision.is_mixed:
                 autocast(model, self.precision)
             if self.fp8 is not None:
-                self.fp8(model)
+                self.fp8(model, lambda kernel: by_products.get(id(kernel)))
 
         return adapt
+
+    def _travels_rounded(self, gather: Any) -> bool:
+        """Whether the product that reads a weight gathers it, in fp8.
+
+        Not what comes in eight bits, and not what a loop reads in every turn, which is whole in
+        front of the loop.
+        """
+        asked = self.fp8 is not None and self.fp8.gathers
+        return asked and isinstance(gather, GlobalGather) and not gather.in_loop
 
     @property
     def _cheap(self) -> RematPolicy | None:
@@ -271,7 +286,8 @@ def fp8_of(strategy: Strategy, parts: ModelParts) -> Fp8Layers | None:
     if precision is None or precision.products is None:
         return None
     dot = Fp8Dot(tuple(strategy.batch_axes))
-    return Fp8Layers(dot, fp8_layers(parts.abstract, precision.skip))
+    paths = fp8_layers(parts.abstract, precision.skip)
+    return Fp8Layers(dot, paths, gathers=precision.gather is not None)
 
 
 def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:

@@ -115,6 +115,14 @@ def test_precision_remat_and_loss_scale_arrive(tiny, world):
     assert float(step.init().scaler.scale) == 8.0
 
 
+def test_weights_that_travel_in_fp8_are_asked_for_in_the_config(tiny, world):
+    asked = {"precision": {"compute": "bfloat16", "products": "fp8", "gather": "fp8"}}
+    config = RunConfig.from_dict(tiny | asked | {"mesh": "fsdp=8", "parallel": "full_shard"})
+    assert RunConfig.from_dict(config.to_dict()).precision == MixedPrecision.fp8(gather="fp8")
+    with pytest.raises(ConfigError, match=r"^precision: gather='fp8' has weights travel"):
+        RunConfig.from_dict({"precision": {"gather": "fp8"}})
+
+
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch, logger):
     monkeypatch.setitem(sys.modules, LOGGERS[logger].module, None)

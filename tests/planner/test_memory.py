@@ -100,3 +100,12 @@ def test_unknown_names():
         estimate_memory(1e9, "ddp", optimizer="adamm")
     with pytest.raises(ConfigError, match=r"strategy 'full_shad'\. Did you mean 'full_shard'"):
         estimate_memory(1e9, "full_shad", 8)
+
+
+def test_layers_that_travel_in_fp8_take_a_byte_where_they_are_used():
+    gathered = lambda gather: (
+        estimate_memory(
+            1e9, "full_shard", 8, layer_params=10**7, precision=MixedPrecision.fp8(gather=gather)
+        ).gathered
+    )
+    assert (gathered(None), gathered("fp8")) == (4 * 10**7, 2 * 10**7)

@@ -1,15 +1,18 @@
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from axon_dist import World
+from axon_dist import MixedPrecision, World
 from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import collectives
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.nn.ring import ring_attention
 from axon_dist.planner import (
     Arrangement,
@@ -23,6 +26,7 @@ from axon_dist.planner import (
     sequence_bytes,
     tensor_bytes,
     transfers,
+    workload_of,
 )
 
 NAN = math.nan
@@ -44,6 +48,32 @@ def test_microbatches(n, k):
     assert moved("ddp") == moved("zero1") == pytest.approx(2 * once)
     assert moved("zero2") == pytest.approx((k + 1) * once)
     assert moved("zero3") == pytest.approx(3 * k * once)
+
+
+@pytest.mark.parametrize("name", ["full_shard", "hybrid_shard"])
+def test_weights_in_fp8_send_a_byte_where_they_are_gathered(name):
+    """4 P in place of 6 P, but for the tables of tokens."""
+    plan = Arrangement(strategy=name, dp=2 if name == "hybrid_shard" else 1, fsdp=8)
+    moved = {}
+    for gather in (None, "fp8"):
+        work = dataclasses.replace(WORK, precision=MixedPrecision.fp8(gather=gather))
+        moved[gather] = {t.kind: t.wire_bytes for t in transfers(plan, work) if t.axis == "fsdp"}
+    shape, ring = WORK.shape, 7 / 8
+    assert moved[None]["layers"] == pytest.approx(2 * 2 * shape.num_params * ring)
+    saved = moved[None]["layers"] - moved["fp8"]["layers"]
+    assert saved == pytest.approx(2 * shape.product_params * ring)
+    assert shape.product_params == shape.num_params - shape.vocab_size * shape.width
+    assert moved["fp8"]["gradients"] == moved[None]["gradients"]
+
+
+@pytest.mark.full
+def test_weights_that_may_travel_in_fp8_are_those_of_the_layers_that_do():
+    model = lambda: Transformer(TransformerConfig.preset("tiny"), rngs=nnx.Rngs(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 17), jnp.int32)}
+    work = workload_of(model, next_token_loss, batch, precision=MixedPrecision.fp8(("mlp/",)))
+    kernels = nnx.to_flat_state(nnx.state(nnx.eval_shape(model), nnx.Param))
+    attention = [x.size for keys, x in kernels if "attention" in keys and "kernel" in keys]
+    assert work.shape.product_params == sum(attention) > 0
 
 
 def test_hybrid_adds_an_all_reduce_of_the_shards():

@@ -1,17 +1,34 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from axon_dist import DDP, MixedPrecision, World, build_train_step
+from axon_dist import (
+    DDP,
+    MixedPrecision,
+    World,
+    build_train_step,
+    compose,
+    fsdp,
+    pipelined,
+    tensor_parallel,
+    zero,
+)
 from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.inspect import collectives
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.nn import ColumnParallelLinear
+from axon_dist.parallel import Reduction
 from axon_dist.precision import Fp8Dot, fp8_layers, fp8_reasons
 from axon_dist.precision.fp8 import BACKWARD, FORWARD, rounded
+from axon_dist.program.walk import equations
 
 LAST_FIRST = (((1,), (0,)), ((), ()))
 E4M3, E5M2 = np.dtype(FORWARD), np.dtype(BACKWARD)
@@ -35,6 +52,41 @@ def test_forward_in_e4m3_and_gradients_in_e5m2():
     assert np.abs(y - x @ w).max() > 1e-2  # and it does round
 
 
+class Doubling:
+    """In place of a gather: what it makes of a weight, and of its gradient."""
+
+    def forward(self, weight):
+        return jnp.concatenate([weight, weight])
+
+    def backward(self, gradient):
+        return gradient[:8] + gradient[8:]
+
+
+def test_a_product_gathers_its_weight_and_hands_the_gradient_on():
+    x, w = (jax.random.normal(jax.random.key(n), (16, 16))[: 16 - n * 8] for n in range(2))
+    apart = lambda x, w: Fp8Dot((), Doubling())(x, w, LAST_FIRST)
+    joined = lambda x, w: Fp8Dot()(x, jnp.concatenate([w, w]), LAST_FIRST)
+    (y, pull), (want, pull_joined) = jax.vjp(apart, x, w), jax.vjp(joined, x, w)
+    np.testing.assert_array_equal(y, want)
+    for one, other in zip(pull(y), pull_joined(y), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"), [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
+)
+def test_ranks_add_up_in_the_dtype_of_the_product(dtype, sums):
+    """Where it has the range for values that are not scaled yet."""
+    x, w = jnp.ones((8, 16), dtype), jnp.ones((16, 16), dtype)
+    run = lambda x, w: jax.vjp(lambda x, w: Fp8Dot()(x, w, LAST_FIRST), x, w)[1](x)
+    found = [e.outvars[0].aval.dtype.name for e in products_of(jax.make_jaxpr(run)(x, w).jaxpr)]
+    assert found == 3 * [sums]
+
+
+def products_of(jaxpr):
+    return [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
+
+
 def test_several_dims_are_multiplied_as_one():
     rng = np.random.default_rng(1)
     x, w = rng.normal(size=(3, 5, 4, 8)), rng.normal(size=(4, 8, 2, 8))
@@ -55,6 +107,41 @@ def test_scales_are_the_least_powers_of_two(values, scale):
     found = rounded(jnp.array(values), FORWARD)
     assert float(found.scale) == scale
     assert np.isfinite(found.values.astype(np.float32)).all()
+
+
+# Numbers that are subnormal in e4m3, the largest ones, and those beside a power of two of these.
+SPECIAL = [0.0, 2.0**-9, 2.0**-6, 1e-30, 223.9, 224.0, 225.0, 447.0, 448.0, 449.0, 57344.0, 57345.0]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def once_and_again(x, dtype):
+    wide = lambda x: x.values.astype(jnp.float32) * x.scale
+    once = wide(rounded(x, dtype))
+    return once, wide(rounded(once, dtype))
+
+
+@given(
+    values=st.lists(
+        st.one_of(st.sampled_from(SPECIAL), st.floats(-(2.0**60), 2.0**60, width=32)),
+        min_size=6,
+        max_size=6,
+    ),
+    power=st.integers(-40, 40),
+    dtype=st.sampled_from([FORWARD, BACKWARD]),
+)
+def test_what_is_rounded_rounds_to_itself(values, power, dtype):
+    """Though its scale may be half as large, where the largest was rounded down."""
+    once, again = once_and_again(np.array(values, np.float32) * np.float32(2.0**power), dtype)
+    np.testing.assert_array_equal(again, once)
+
+
+def test_small_values_in_float16_stay_finite():
+    """The inverse of their scale is beyond float16."""
+    x = jnp.full((2, 16), 1e-4, jnp.float16)
+    found = rounded(x, FORWARD)
+    np.testing.assert_allclose(found.values.astype(np.float32) * found.scale, 1e-4, rtol=0.07)
+    y = Fp8Dot()(x, jnp.full((16, 16), 200.0, jnp.float16), LAST_FIRST)
+    np.testing.assert_allclose(y, np.full((2, 16), 0.32), rtol=0.1)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -120,7 +207,119 @@ def test_a_model_without_such_layers_is_refused_at_build():
         build_train_step(model, optax.sgd(0.1), loss, ddp, world, precision="fp8")
 
 
+WIDTH, DEPTH = 32, 2
+
+
+class Blocks(nnx.Module):
+    """Blocks of a layer that computes in fp8, and one that is too narrow for it."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([Pair(rngs) for _ in range(DEPTH)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs):
+        self.wide = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.narrow = nnx.Linear(WIDTH, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tile(self.narrow(jnp.tanh(self.wide(x))), WIDTH // 8)
+
+
+def built(strategy, mesh="fsdp=8", gather: str | None = "fp8", world=None, **options):
+    loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+    policy = MixedPrecision(products="fp8", gather=gather)
+    world = world or World.emulate(8, mesh)
+    return build_train_step(
+        Blocks, optax.sgd(0.1), loss, strategy, world, precision=policy, **options
+    )
+
+
+def split_by_features():
+    return compose(fsdp(min_elements=8), tensor_parallel({"wide": "column", "narrow": "row"}))
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "tp"),
+    [(lambda: fsdp(min_elements=8), "fsdp=8", 1), (split_by_features, "fsdp=4,tp=2", 2)],
+    ids=["fsdp", "tp"],
+)
+def test_what_computes_in_fp8_travels_as_a_byte(make, mesh, tp):
+    """Twice, forward and backward, and all else as it computes; gradients as before."""
+    step = built(make(), mesh)
+    batch = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
+    ledger = collectives(step.lower(batch).compile(), step.world.mesh)
+    sent = {"u8": 0, "f32": 0}
+    for row in ledger.select("all-gather", "fsdp").rows:
+        (dtype,) = row.dtypes
+        sent[dtype] += row.wire_bytes * row.count
+    wide, narrow = DEPTH * WIDTH * WIDTH / tp, DEPTH * WIDTH * 8 / tp
+    ring = 1 - tp / 8
+    assert sent == {"u8": 2 * wide * ring, "f32": 2 * 4 * narrow * ring}
+    # XLA:CPU spells a reduce-scatter as an all-reduce.
+    reduced = ledger.total_wire_bytes("all-reduce", "fsdp") / 2
+    assert reduced == pytest.approx(4 * (wide + narrow) * ring, rel=0.01)
+
+
+def test_weights_that_travel_as_bytes_change_no_bit():
+    """The largest element of the parts is that of the whole, so they are rounded alike."""
+    x = jax.random.normal(jax.random.key(0), (16, WIDTH))
+    found = []
+    for gather in ("fp8", None):
+        step = built(fsdp("hybrid_shard", ("dp", "fsdp"), min_elements=8), "dp=2,fsdp=4", gather)
+        state, losses = step.init(), []
+        for _ in range(2):
+            state, metrics = step(state, {"x": x})
+            losses.append(float(metrics["loss"]))
+        found.append((losses, jax.device_get(state.params)))
+    assert found[0][0] == found[1][0]
+    assert found[0][0][0] != found[0][0][1]
+    jax.tree.map(np.testing.assert_array_equal, found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "options", "why"),
+    [
+        (fsdp(min_elements=8, reduction=Reduction(by_hand=True)), "fsdp=8", {}, "gather by hand"),
+        (fsdp(min_elements=8, reduction=Reduction(per="step")), "fsdp=8", {"accumulate": 2},
+         "reduce gradients per step in float32"),
+        (zero(1, min_elements=8), "dp=8", {}, "no kernel of a layer in fp8 lies split"),
+        (fsdp(min_elements=10**6), "fsdp=8", {}, "no kernel of a layer in fp8 lies split"),
+        (pipelined(2, 2), "pp=2,dp=4", {}, "a pipeline over 'pp' gathers its stages once"),
+    ],
+)  # fmt: skip
+def test_weights_that_units_do_not_gather_cannot_travel_in_fp8(strategy, mesh, options, why):
+    with pytest.raises(UnsupportedError, match=f"gather='fp8' is about .*{why}.*leave gather out"):
+        built(strategy, mesh, **options)
+
+
+def test_one_device_needs_no_gather_for_it():
+    batch = {"x": jnp.ones((4, WIDTH))}
+    step = built(fsdp(min_elements=8), world=World.emulate(1, "fsdp=1"))
+    _, metrics = step(step.init(), batch)
+    assert metrics["loss"] == pytest.approx(float(jnp.mean(Blocks()(batch["x"]) ** 2)), rel=0.1)
+
+
+def test_parameters_gathered_once_do_not_travel_in_fp8():
+    step = lambda: build_train_step(
+        Blocks, optax.sgd(0.1), lambda model, batch: jnp.mean(model(batch["x"])),
+        zero(2, min_elements=8), World.emulate(8), precision=MixedPrecision.fp8(gather="fp8"),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="gathered once a step, all of them in the dtype"):
+        step()
+
+
 def test_products_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match="gather is 'int8'; it must be 'fp8', or None"):
+        MixedPrecision(products="fp8", gather="int8")
+    with pytest.raises(ConfigError, match="weights travel as products in fp8 read them, and prod"):
+        MixedPrecision(gather="fp8")
     with pytest.raises(ConfigError, match="products is 'fp4'; it must be 'fp8', or None"):
         MixedPrecision(products="fp4")
     with pytest.raises(ConfigError, match="names layers that fp8 leaves out, and products is None"):

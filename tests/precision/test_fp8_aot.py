@@ -1,4 +1,7 @@
-"""What an H100 would run: one kernel of fp8 operands for each of a layer's three products."""
+"""What an H100 would run: a kernel of fp8 operands for each of a layer's products, and bytes."""
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +9,14 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, fsdp
+from axon_dist import MixedPrecision, World, build_train_step, fsdp
+from axon_dist.core.tree import leaves_with_paths
 from axon_dist.hardware import missing_compiler
 from axon_dist.hlo import as_module
-from axon_dist.inspect import target_devices
+from axon_dist.hlo.walk import visits
+from axon_dist.inspect import collectives, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.precision import fp8_layers
 
 pytestmark = [
     pytest.mark.aot,
@@ -18,30 +24,68 @@ pytestmark = [
 ]
 
 
-def products_in_fp8(scan: bool) -> int:
+LAYERS, RING = 4, 7 / 8
+
+
+@functools.cache
+def compiled(precision, scan=True, target="h100:8"):
     config = TransformerConfig.preset(
-        "tiny", num_layers=2, width=256, ffn_width=512, num_heads=4, scan_layers=scan
+        "tiny", num_layers=LAYERS, width=256, ffn_width=512, num_heads=4, scan_layers=scan
     )
-    world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
+    world = World.init("fsdp=8", devices=list(target_devices(target)))
     step = build_train_step(
         lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), next_token_loss,
-        fsdp(), world, precision="fp8",
+        fsdp(), world, precision=precision,
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct((16, config.max_length + 1), jnp.int32)
-    module = as_module(step.lower({"tokens": tokens}).compile())
+    return step, as_module(step.lower({"tokens": tokens}).compile())
+
+
+def products_in_fp8(module) -> int:
+    """How many a step runs, its loops counted turn by turn, fusions looked into."""
     found = 0
-    for computation in module.computations.values():
-        for instruction in computation.instructions:
-            if instruction.opcode in ("dot", "custom-call"):
-                operands = computation.operand_shapes(instruction)[:2]
-                found += len(operands) == 2 and all(x.dtype.startswith("f8") for x in operands)
+    for visit in visits(module):
+        fusions = [one for one in visit.computation.instructions if one.opcode == "fusion"]
+        inner = [computation for one in fusions for computation in module.called(one)]
+        for computation in (visit.computation, *inner):
+            for one in computation.instructions:
+                if one.opcode in ("dot", "custom-call"):
+                    operands = computation.operand_shapes(one)[:2]
+                    is_fp8 = len(operands) == 2 and all(x.dtype[:2] == "f8" for x in operands)
+                    found += visit.count * is_fp8
     return found
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_three_products_per_layer(scan):
-    """Seven dense layers in each block; the body of a loop stands once, and for both directions."""
-    forward, backward = 7, 14
-    blocks = 1 if scan else 2
-    found = products_in_fp8(scan)
-    assert found in (blocks * (forward + backward), blocks * (2 * forward + backward))
+    """Seven dense layers in each block, one product forward and two backward."""
+    assert products_in_fp8(compiled("fp8", scan)[1]) == LAYERS * 7 * 3
+
+
+def sent(step, module, kind):
+    """Bytes by the narrowest dtype of a collective."""
+    found: dict[str, float] = dict.fromkeys(("u8", "bf16", "f32"), 0.0)
+    for row in collectives(module, step.world.mesh).select(kind).rows:
+        for narrow in [dtype for dtype in found if dtype in row.dtypes][:1]:
+            found[narrow] += row.wire_bytes * row.count
+    return found
+
+
+def test_bytes_are_four_in_place_of_six():
+    """Gathered twice, two bytes or one; reduced once, in bfloat16 and nothing wider."""
+    step, module = compiled("fp8")
+    narrow_step, narrow_module = compiled(MixedPrecision.fp8(gather="fp8"))
+    layers = fp8_layers(step.parts.abstract)
+    count = sum(math.prod(step.parts.shape_of(f"{layer}/kernel")) for layer in layers)
+    wide, narrow = sent(step, module, "all-gather"), sent(narrow_step, narrow_module, "all-gather")
+    # What travels beside, tokens and vectors, is the same in both.
+    rest = wide["bf16"] - 2 * 2 * count * RING
+    assert wide["u8"] == 0
+    assert 0 <= rest < 0.1 * count
+    assert narrow["u8"] + narrow["bf16"] - 2 * count * RING == pytest.approx(rest, abs=0.01 * count)
+    assert narrow["bf16"] <= rest
+    leaves = leaves_with_paths(step.parts.params)
+    is_split = lambda path, x: any(step.strategy.params(path, x.shape, step.world.mesh))
+    split = sum(math.prod(x.shape) for path, x in leaves if is_split(path, x))
+    for one in (step, module), (narrow_step, narrow_module):
+        assert sent(*one, "reduce-scatter") == {"u8": 0, "bf16": 2 * split * RING, "f32": 0}

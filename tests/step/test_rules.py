@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from axon_dist import World, build_train_step, muon
+from axon_dist import MixedPrecision, World, build_train_step, muon
 from axon_dist.core.errors import AxonDistError, DivisibilityError, UnsupportedError
 from axon_dist.core.weighted import Weighted
 from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
@@ -271,6 +271,12 @@ EXAMPLES = {
     "modules to gather or recompute exist": (
         lambda: build(compose(ddp(), remat(classes=("Blok",)))),
         "'Blok'.* matches no module",
+    ),
+    "units gather what travels in fp8": (
+        lambda: build(
+            ddp(), model=lambda: Net(width=16), precision=MixedPrecision.fp8(gather="fp8")
+        ),
+        "'ddp' no kernel of a layer in fp8 lies split over ranks that have other samples; leave",
     ),
     "statistics are of the whole batch": (
         lambda: build(ddp(bucket_capacity=9), model=lambda: Net(Seen)),
