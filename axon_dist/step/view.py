@@ -19,6 +19,7 @@ from ..parallel import (
     LossOverMesh,
     Strategy,
     TransformerAutoWrapPolicy,
+    lists_of,
     map_experts,
     map_kernels,
     regather_in_backward,
@@ -265,10 +266,13 @@ def fp8_of(strategy: Strategy, parts: ModelParts) -> Fp8Layers | None:
 
 def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
     model = parts.abstract
+    _, lists = lists_of(strategy, model) or ("", ())
+    is_expert = lambda path: any(path.startswith(f"{one.path}/") for one in lists)
     named = strategy.remat.classes if strategy.remat is not None else None
     wrap = strategy.wrap or TransformerAutoWrapPolicy()
     policy = TransformerAutoWrapPolicy(*named) if named else wrap
-    units = policy.units(model)
+    # Experts of a list are computed together, none of them by itself.
+    units = frozenset(path for path in policy.units(model) if not is_expert(path))
     if wrap not in (policy, TransformerAutoWrapPolicy()):
         raise StrategyConflictError(
             f"{wrap} says which modules are gathered as one, and activation checkpointing of "
