@@ -234,8 +234,9 @@ class ExpertLayers:
             patterns = ", ".join(map(repr, names))
             raise UnsupportedError(
                 "expert parallelism found no stacked experts and no list of them: patterns "
-                f"{patterns or 'none'}; the parameters are {', '.join(path for path, _ in leaves)}. Give patterns and the "
-                "dim of the experts, as suggest_plan(model).experts does, or leave it out"
+                f"{patterns or 'none'}; the parameters are "
+                f"{', '.join(path for path, _ in leaves)}. Give patterns and the dim of the "
+                "experts, as suggest_plan(model).experts does, or leave it out"
             )
         said = self.form is not ExpertForm.AUTO or self.capacity is not None
         is_ring = self.form is ExpertForm.RING and self.capacity is None

@@ -110,6 +110,13 @@ def check_lists(lists: Sequence[ExpertList], model: nnx.Module, axis: str, size:
                 f"the list of experts {one.path!r} is in {inside!r}, which holds many layers in "
                 f"each of its arrays. Keep the layers in an nnx.List, too. {STACK}"
             )
+        if (
+            outer := next((o for o in lists if one.path.startswith(f"{o.path}/")), None)
+        ) is not None:
+            raise UnsupportedError(
+                f"the list of experts {one.path!r} is in an expert of {outer.path!r}; only one of "
+                f"them can be split over {axis!r}: leave the other out of experts"
+            )
         for index, expert in enumerate(modules := one.modules(model)):
             name = f"{one.path}/{index}"
             others = nnx.state(expert, nnx.Not(nnx.Param))
@@ -150,18 +157,20 @@ def mixed(
     Yields:
         Each list, and what its experts are not; None where they are.
     """
+    calls = Calls()
+
+    def mark(model: nnx.Module) -> None:
+        for one in lists:
+            mark_experts(one.modules(model), calls, one.path)
+
+    jaxpr = run(mark)
+    read = list(read_outside_units(jaxpr, params, calls.is_one))
     for one in lists:
-        calls = Calls()
-        jaxpr = run(
-            lambda model, one=one, calls=calls: mark_experts(one.modules(model), calls, one.path)
-        )
-        within = lambda path, one=one: is_inside(path, one.path)
-        read = read_outside_units(jaxpr, params, calls.is_one)
-        if (path := next(filter(within, read), None)) is not None:
+        if (path := next((path for path in read if is_inside(path, one.path)), None)) is not None:
             yield one, f"{path!r} is read elsewhere than in a call of the expert"
             continue
         try:
-            found = list(mixtures_in(jaxpr, calls))
+            found = list(mixtures_in(jaxpr, calls, one.path))
         except UnsupportedError as error:
             yield one, str(error)
             continue

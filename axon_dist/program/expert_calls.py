@@ -81,8 +81,12 @@ class Calls:
         name = equation.params.get("name")
         return isinstance(name, str) and NAME.fullmatch(name) is not None
 
-    def of(self, jaxpr: Any) -> list[Mixture]:
+    def of(self, jaxpr: Any, path: Path = "") -> list[Mixture]:
         """The mixtures of a program, in order, without those of the programs that it runs.
+
+        Args:
+            jaxpr: an open jaxpr.
+            path: of the list whose mixtures they are, as it was marked.
 
         Raises:
             UnsupportedError: when experts are called otherwise than each once, with the same
@@ -96,6 +100,8 @@ class Calls:
             match: Any = NAME.fullmatch(equation.params["name"])
             index, count, number = map(int, match.groups())
             entry = self.entries[number]
+            if entry.path != path:
+                continue
             if index in open_:
                 raise UnsupportedError(
                     f"{_named(entry)} calls expert {index} again before all {count} were called"
@@ -217,13 +223,18 @@ def mark_experts(experts: Sequence[nnx.Module], calls: Calls, path: Path = "") -
         wrap_calls(expert, {"__call__": how})
 
 
-def mixtures_in(jaxpr: Any, calls: Calls) -> Iterator[Mixture]:
-    """The mixtures of a program and of all programs that it runs.
+def mixtures_in(jaxpr: Any, calls: Calls, path: Path) -> Iterator[Mixture]:
+    """The mixtures of a list in a program and in all programs that it runs.
+
+    Args:
+        jaxpr: an open jaxpr.
+        calls: of the experts.
+        path: of the list.
 
     Raises:
         UnsupportedError: as `Calls.of`, and when experts of a mixture run different programs.
     """
-    for mixture in calls.of(jaxpr):
+    for mixture in calls.of(jaxpr, path):
         programs = [jaxpr.eqns[position].params for position in mixture.calls]
         for index, other in enumerate(programs):
             if not same_params({"": programs[0]["jaxpr"]}, {"": other["jaxpr"]}):
@@ -234,8 +245,7 @@ def mixtures_in(jaxpr: Any, calls: Calls) -> Iterator[Mixture]:
         yield mixture
     for equation in jaxpr.eqns:
         for inner in inner_programs(equation):
-            if not calls.is_one(equation):
-                yield from mixtures_in(inner, calls)
+            yield from mixtures_in(inner, calls, path)
 
 
 def _named(entry: Entry) -> str:
