@@ -26,8 +26,8 @@ from ..core.reduction import gathered, sum_scatter
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path
 from ..nn import Layout
-from ..program import Known, Rewriting, is_inside, read_outside_units, stacks_of, wrap_calls
-from ..program.expert_calls import Calls, Mixture, mark_experts, mixtures_in
+from ..program import Known, is_inside, read_outside_units, stacks_of, wrap_calls
+from ..program.expert_calls import Calls, Mixture, Mixtures, mark_experts, mixtures_in
 
 STACK = (
     "Stack them, so that one module holds all: self.experts = nnx.vmap(Expert, in_axes=0, "
@@ -227,7 +227,7 @@ class ListedExperts:
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a function whose program is rewritten; traced once more here."""
-        return _Rewriting({}, self._hidden, self).of(function)
+        return Mixtures({}, self._hidden, self.calls, self.run).of(function)
 
     def _hidden(self, equation: Any) -> None:
         raise UnsupportedError(
@@ -235,46 +235,38 @@ class ListedExperts:
             f"derivative of its own, where they cannot be split over {self.axis!r}. {STACK}"
         )
 
-    def run(self, jaxpr: Any, mixture: Mixture, known: Known) -> Any:
+    def run(self, mixture: Mixture, known: Known) -> Any:
         """What becomes of a mixture, with the values known so far."""
-        meeting, axis = mixture.meeting, self.axis
-        own = range(len(mixture.entries) // self.size)
-        weights = [known.read(mixture.weights(jaxpr, index)) for index in own]
-        arguments = known.read(mixture.arguments(jaxpr))
-        sources = known.read(meeting.sources)
+        own = range(mixture.count // self.size)
+        weights = [mixture.weights(known, index) for index in own]
+        arguments, sources = mixture.arguments(known), mixture.sources(known)
         tokens = next((x.shape[0] for x in arguments if jnp.ndim(x) > 1), 0)
-        split = PartitionSpec(axis)
+        split = PartitionSpec(self.axis)
 
         def local(rank: Array, weights: Any, arguments: Any, sources: Any) -> Array:
             rank, arguments, sources = jax.tree.map(lambda x: x[0], (rank, arguments, sources))
             made = [mixture.entries[i](*weights[i], *arguments) for i in own]
-            values = {
-                # An expert's result stands in the place of the same one of all ranks, and is zero
-                # in those of the others.
-                position: jnp.where(index // len(own) == rank, made[index % len(own)], 0)
-                for index, position in enumerate(mixture.calls)
-            }
-            part = meeting.linear(jaxpr, sources, [values[n] for n in meeting.calls])
+            # A result stands in the place of the same one of all ranks, as zero where it is not
+            # of the expert that has the place.
+            here = lambda n: jnp.where(n // len(own) == rank, made[n % len(own)], 0)
+            part = mixture.linear(sources, [here(n) for n in range(mixture.count)])
             return part[None]
 
         # The other axes stay with the compiler, for which the program is one of all its ranks.
         each = jax.shard_map(
             local,
             mesh=self.layout.mesh,
-            axis_names={axis},
+            axis_names={self.axis},
             in_specs=split,
             out_specs=split,
             check_vma=False,
         )
-        enter = lambda x: self._everywhere(x, tokens)
-        parts = each(
-            jnp.arange(self.size),
-            weights,
-            [enter(x) for x in arguments],
-            [enter(x) for x in sources],
-        )
+        # What is read twice, as the tokens may be, travels once.
+        found = {id(x): self._everywhere(x, tokens) for x in (*arguments, *sources)}
+        enter = lambda values: [found[id(x)] for x in values]
+        parts = each(jnp.arange(self.size), weights, enter(arguments), enter(sources))
         total = self._summed(parts, tokens)
-        constant = meeting.constant(jaxpr, known)
+        constant = mixture.constant(known)
         return total if constant is None else constant + total
 
     def _specs(self, shape: tuple[int, ...], tokens: int) -> tuple[Any, Any] | None:
@@ -306,32 +298,3 @@ class ListedExperts:
         own, others = specs
         scatter = lambda part: sum_scatter(part[0], self.axis, 0)
         return self.layout.mapped(scatter, (PartitionSpec(self.axis, *others),), own)(parts)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Rewriting(Rewriting):
-    """Mixtures of lists, wherever they stand in a program.
-
-    Args:
-        listed: runs them.
-    """
-
-    listed: ListedExperts
-
-    def replaces(self, equation: Any) -> bool:
-        """Whether an equation is the call of an expert."""
-        return self.listed.calls.is_one(equation)
-
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], one: Any) -> list[Any]:
-        """Runs a program; what a mixture takes the place of is run where the last of it stands."""
-        mixtures = {mixture.last: mixture for mixture in self.listed.calls.of(jaxpr)}
-        replaced = {position for mixture in mixtures.values() for position in mixture.equations}
-        known = Known(zip(jaxpr.constvars, consts, strict=True))
-        known.write(jaxpr.invars, values)
-        for position, equation in enumerate(jaxpr.eqns):
-            if position in mixtures:
-                mixture = mixtures[position]
-                known[mixture.meeting.result] = self.listed.run(jaxpr, mixture, known)
-            elif position not in replaced:
-                known.write(equation.outvars, one(equation, known.read(equation.invars)))
-        return known.read(jaxpr.outvars)

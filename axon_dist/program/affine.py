@@ -92,7 +92,9 @@ class Meeting:
             known.write(jaxpr.eqns[index].outvars, [Moved(value)])
         for index in self.between:
             equation = jaxpr.eqns[index]
-            operands = known.read(equation.invars)
+            # What is only added is no source of the linear part.
+            literal = lambda v: v.val if isinstance(v, Literal) else known.get(v)
+            operands = [literal(v) for v in equation.invars]
             known.write(equation.outvars, _part_of(equation, operands, constants=constants))
         return known[self.result].part
 
@@ -169,7 +171,10 @@ def _last_reads(jaxpr: Any) -> dict[Any, int]:
 
 
 def _read(equation: Any, moved: Mapping[Any, Any]) -> list[Any]:
-    return [v for v in equation.invars if not isinstance(v, Literal) and v not in moved]
+    """What the part of an equation that is linear in what moves reads beside it."""
+    added = () if equation.primitive.name in BILINEAR | CALLS else _together(equation)
+    atoms = (v for n, v in enumerate(equation.invars) if n not in added)
+    return [v for v in atoms if not isinstance(v, Literal) and v not in moved]
 
 
 def _fewest(

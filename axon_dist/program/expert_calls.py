@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from ..core.typing import Path
 from .affine import Meeting, find_meeting
 from .alike import same_params
 from .calls import wrap_calls
+from .rewrite import Rewriting
 from .units import AsUnit, Call, Structure, run_call
+from .walk import Known, Run
 
 NAME = re.compile(r"axon_expert_(\d+)_of_(\d+)_call_(\d+)")
 """The name of the equation of a call: which expert, of how many, and which entry of `Calls`."""
@@ -138,30 +140,57 @@ class Calls:
             meeting = find_meeting(jaxpr, sorted(of_index))
         except UnsupportedError as error:
             raise UnsupportedError(f"{who} calls experts whose {error}") from None
-        return Mixture(tuple(entries), tuple(of_index), meeting)
+        return Mixture(jaxpr, tuple(entries), tuple(of_index), meeting)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """One use of all experts of a list.
+    """One use of all experts of a list in a program.
 
     Args:
+        jaxpr: the program.
         entries: of the experts, in the order of the list.
         calls: the positions of their equations, likewise.
         meeting: where their results meet.
     """
 
+    jaxpr: Any
     entries: tuple[Entry, ...]
     calls: tuple[int, ...]
     meeting: Meeting
 
-    def weights(self, jaxpr: Any, index: int) -> list[Any]:
-        """The operands that are parameters of an expert."""
-        return jaxpr.eqns[self.calls[index]].invars[: self.entries[index].counts[0]]
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(self.entries)
 
-    def arguments(self, jaxpr: Any) -> list[Any]:
+    def weights(self, known: Known, index: int) -> list[Any]:
+        """The operands that are parameters of an expert."""
+        operands = self.jaxpr.eqns[self.calls[index]].invars
+        return known.read(operands[: self.entries[index].counts[0]])
+
+    def arguments(self, known: Known) -> list[Any]:
         """The operands that all experts have in common."""
-        return jaxpr.eqns[self.calls[0]].invars[self.entries[0].counts[0] :]
+        return known.read(self.jaxpr.eqns[self.calls[0]].invars[self.entries[0].counts[0] :])
+
+    def sources(self, known: Known) -> list[Any]:
+        """What is read beside the results of the experts."""
+        return known.read(self.meeting.sources)
+
+    def constant(self, known: Known) -> Any:
+        """The part of what becomes of the results that these do not move; None where it is zero."""
+        return self.meeting.constant(self.jaxpr, known)
+
+    def linear(self, sources: Sequence[Any], results: Sequence[Any]) -> Any:
+        """The part that is linear in the results.
+
+        Args:
+            sources: as `sources` gives them.
+            results: of the experts, in the order of the list.
+        """
+        of_call = dict(zip(self.calls, results, strict=True))
+        values = [of_call[position] for position in self.meeting.calls]
+        return self.meeting.linear(self.jaxpr, sources, values)
 
     @property
     def last(self) -> int:
@@ -172,6 +201,37 @@ class Mixture:
     def equations(self) -> frozenset[int]:
         """The positions of the equations that it takes the place of."""
         return frozenset((*self.calls, *self.meeting.between))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mixtures(Rewriting):
+    """Computes mixtures in another way, wherever they stand in a program.
+
+    Args:
+        calls: of their experts.
+        compute: (mixture, values known so far) -> what becomes of its results.
+    """
+
+    calls: Calls
+    compute: Callable[[Mixture, Known], Any]
+
+    def replaces(self, equation: Any) -> bool:
+        """Whether an equation is the call of an expert."""
+        return self.calls.is_one(equation)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], one: Run) -> list[Any]:
+        """Runs a program; what a mixture takes the place of is run where the last of it stands."""
+        mixtures = {mixture.last: mixture for mixture in self.calls.of(jaxpr)}
+        replaced = {position for mixture in mixtures.values() for position in mixture.equations}
+        known = Known(zip(jaxpr.constvars, consts, strict=True))
+        known.write(jaxpr.invars, values)
+        for position, equation in enumerate(jaxpr.eqns):
+            if position in mixtures:
+                mixture = mixtures[position]
+                known[mixture.meeting.result] = self.compute(mixture, known)
+            elif position not in replaced:
+                known.write(equation.outvars, one(equation, known.read(equation.invars)))
+        return known.read(jaxpr.outvars)
 
 
 @dataclasses.dataclass(frozen=True)
