@@ -30,9 +30,9 @@ from ..program import Known, is_inside, read_outside_units, stacks_of, wrap_call
 from ..program.expert_calls import Calls, Mixture, Mixtures, mark_experts, mixtures_in
 
 STACK = (
-    "Stack them, so that one module holds all: self.experts = nnx.vmap(Expert, in_axes=0, "
-    "out_axes=0)(keys), called by nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None))"
-    "(self.experts, x), and give expert_parallel suggest_plan(model).experts anew; or leave it out"
+    "Stack them, so that one module holds all: self.experts = nnx.vmap(Expert)(rngs.split(count)), "
+    "called by nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None))(self.experts, x), and give "
+    "expert_parallel suggest_plan(model).experts anew; or leave it out"
 )
 """What to do about a list that cannot be split."""
 
