@@ -1,4 +1,4 @@
-"""Expert parallelism: stacked experts split over a mesh axis, and the tokens travel to them."""
+"""Expert parallelism: experts split over a mesh axis, and the tokens travel to them."""
 
 from __future__ import annotations
 

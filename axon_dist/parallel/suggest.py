@@ -180,7 +180,8 @@ def _trace(
         flow.spoil(node, "is the model's output")
 
     def program(mark: Any) -> Any:
-        return jax.make_jaxpr(lambda *given: call(*given, mark))(params, rest, arrays).jaxpr
+        run = lambda params, rest, arrays: call(params, rest, arrays, mark)
+        return jax.make_jaxpr(run)(params, rest, arrays).jaxpr
 
     return flow, nodes, _lists(program, nnx.merge(graphdef, params, rest), list(nodes))
 

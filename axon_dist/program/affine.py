@@ -217,9 +217,10 @@ def _size(variable: Any) -> int:
 
 def _together(equation: Any) -> tuple[int, ...]:
     """The operands in which an equation is linear together; none where it is linear in none."""
-    found = LINEAR.get(equation.primitive.name, ())
-    count = len(equation.invars)
-    return {ALL: tuple(range(count)), CASES: tuple(range(1, count))}.get(found, found)
+    found, count = LINEAR.get(equation.primitive.name, ()), len(equation.invars)
+    if found in (ALL, CASES):
+        return tuple(range(0 if found is ALL else 1, count))
+    return found
 
 
 def _check(equation: Any, moved: Iterable[Any]) -> None:

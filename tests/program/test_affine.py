@@ -93,6 +93,6 @@ def test_what_is_not_linear_is_named(name):
 
 
 def test_slices_of_one_array_come_as_that_array():
-    closed, calls, (x, gates) = program(gated)
+    closed, calls, (_, gates) = program(gated)
     meeting = find_meeting(closed.jaxpr, sorted(calls))
     assert [v.aval.shape for v in meeting.sources] == [gates.shape]
