@@ -260,7 +260,9 @@ def fp8_of(strategy: Strategy, parts: ModelParts) -> Fp8Layers | None:
     precision = strategy.precision
     if precision is None or precision.products is None:
         return None
-    dot = Fp8Dot(tuple(strategy.batch_axes))
+    # Experts of a list, each its rank's own, have the tokens of all ranks.
+    apart, _ = lists_of(strategy, parts.abstract) or ("", ())
+    dot = Fp8Dot(tuple(axis for axis in strategy.batch_axes if axis != apart))
     return Fp8Layers(dot, fp8_layers(parts.abstract, precision.skip))
 
 

@@ -140,6 +140,20 @@ def test_a_loss_of_an_evaluation_is_that_of_the_model():
 
 
 @pytest.mark.full
+def test_fp8_is_near_one_device():
+    case, losses = listed("loop"), []
+    for strategy, mesh in ((ddp(), "dp=1"), (compose(ddp(), ep()), "dp=2,ep=2")):
+        step = build_train_step(
+            case.make, optax.sgd(0.1), case.loss_fn, strategy, world_of(mesh), precision="fp8"
+        )
+        state = step.init()
+        for number in range(2):
+            state, metrics = step(state, case.batch(number))
+        losses.append(float(metrics["loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+@pytest.mark.full
 def test_bf16_is_near_one_device():
     case = listed("loop")
     step = build_train_step(
