@@ -75,13 +75,24 @@ class Mixture(nnx.Module):
         return self.mix(self, x, nnx.softmax(self.router(x)))
 
 
+class Attending(nnx.Module):
+    """A mixture of what attention gives."""
+
+    def __init__(self, mix, rngs, make):
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.mixture = Mixture(mix, rngs, make)
+
+    def __call__(self, x):
+        return self.mixture(x + self.attention(x))
+
+
 class Listed(nnx.Module):
     """Mixtures one after another."""
 
-    def __init__(self, mix, num_layers=2, make=FeedForward, rngs=None):
-        rngs = rngs or nnx.Rngs(0)
+    def __init__(self, mix, num_layers=2, make=FeedForward, attends=False):
+        rngs, kind = nnx.Rngs(0), Attending if attends else Mixture
         self.inner = nnx.Linear(FEATURES, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Mixture(mix, rngs, make) for _ in range(num_layers)])
+        self.blocks = nnx.List([kind(mix, rngs, make) for _ in range(num_layers)])
         self.outer = nnx.Linear(WIDTH, 4, rngs=rngs)
 
     def __call__(self, x):

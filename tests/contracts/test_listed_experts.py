@@ -10,6 +10,7 @@ from axon_dist import Strategy, World, build_train_step, compose, ddp, zero
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import (
+    context_parallel,
     expert_parallel,
     fsdp,
     suggest_plan,
@@ -42,6 +43,9 @@ def split(**options):
     return fsdp(min_elements=8, **options)
 
 
+LISTED = expert_parallel(experts=[("experts$", None)])
+ATTENDS = "loop, attends"
+
 ROWS = {
     # name: (mesh, strategy, microbatches, optimizer, how results are added up)
     **{mix: ("ep=4", lambda mix=mix: ep(mix=mix), 1, "sgd", mix) for mix in MIXES},
@@ -63,6 +67,7 @@ ROWS = {
         "sgd",
         "loop",
     ),
+    "cp": ("ep=2,cp=2", lambda: compose(LISTED, context_parallel("ulysses")), 1, "sgd", ATTENDS),
     "tp": ("ep=2,tp=2", lambda: compose(ep(), tensor_parallel(plan())), 1, "sgd", "loop"),
     "tp, sequence": (
         "ep=2,tp=2",
@@ -81,9 +86,13 @@ ROWS = {
 }
 
 
+def case_of(mix):
+    return listed("loop", attends=True) if mix == ATTENDS else listed(mix)
+
+
 @functools.cache
 def expected(mix, accumulate, optimizer):
-    return train(listed(mix), OPTIMIZERS[optimizer](), STEPS, accumulate)
+    return train(case_of(mix), OPTIMIZERS[optimizer](), STEPS, accumulate)
 
 
 def world_of(mesh):
@@ -93,7 +102,7 @@ def world_of(mesh):
 @pytest.mark.parametrize("name", part(ROWS, ["fsdp, remat"]))
 def test_equals_one_device(name):
     mesh, strategy, accumulate, optimizer, mix = ROWS[name]
-    case = listed(mix)
+    case = case_of(mix)
     step = build_train_step(
         case.make,
         OPTIMIZERS[optimizer](),
