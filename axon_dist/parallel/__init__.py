@@ -14,6 +14,7 @@ from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
 from .expert import keep_samples_apart as keep_samples_apart
+from .expert import lists_of as lists_of
 from .expert import map_experts as map_experts
 from .expert import sum_over_ranks as sum_over_ranks
 from .expert import sums_samples as sums_samples
@@ -32,6 +33,9 @@ from .gather import reduce_by as reduce_by
 from .gather import regather_in_backward as regather_in_backward
 from .gather import remake_in_backward as remake_in_backward
 from .kernels import map_kernels as map_kernels
+from .listed import ExpertList as ExpertList
+from .listed import ListedExperts as ListedExperts
+from .listed import mixed as mixed
 from .losses import LossOverMesh as LossOverMesh
 from .memory import FSDPMemoryStats as FSDPMemoryStats
 from .memory import estimate as estimate

@@ -170,7 +170,7 @@ def _expert(
     """Expert parallelism over the axis `ep`, which splits the batch, too.
 
     Args:
-        model: whose stacked experts are split.
+        model: whose experts are split, in arrays that stack them or in lists.
         world: the devices, and the mesh they form.
         form: how tokens travel: `ring` brings those of all ranks to each and sums the results back,
             `all_to_all` sends each expert its slots, `auto` takes the one that moves fewer bytes.

@@ -395,7 +395,9 @@ def _joined_axes(parts: Sequence[Strategy]) -> tuple[str, ...]:
                     f"{part.name!r}; give each its own mesh axis"
                 )
             axes[axis] = part.name
-    return tuple(axes)
+    # Ranks that are to have the samples of each other lie next to each other.
+    resident = {axis for part in parts for axis in part.resident}
+    return tuple(sorted(axes, key=lambda axis: axis in resident))
 
 
 def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:

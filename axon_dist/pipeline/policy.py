@@ -24,6 +24,8 @@ class Staged(Policy):
         rows: the paths of all rows.
         min_elements: leaves outside the blocks with fewer elements stay whole.
         state_rows: the paths of the rows in the state of the optimizer, whatever their shapes.
+        label: what the rows are of, in tables: stages of a `pipeline`, or experts.
+        spreads: whether what is in no row is split over the axis, too.
     """
 
     inner: Policy
@@ -31,11 +33,13 @@ class Staged(Policy):
     rows: frozenset[Path]
     min_elements: int = 1024
     state_rows: frozenset[Path] = frozenset()
+    label: str = "pipeline"
+    spreads: bool = True
 
     @property
     def name(self) -> str:
-        """`pipeline`, and the inner policy's name."""
-        return "pipeline" if self.inner == Replicate() else f"pipeline + {self.inner.name}"
+        """The label, and the inner policy's name."""
+        return self.label if self.inner == Replicate() else f"{self.label} + {self.inner.name}"
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -54,6 +58,8 @@ class Staged(Policy):
         if path in self.rows:
             own = self.inner.decide(path, shape[1:], mesh)
             return Decision(PartitionSpec(self.axis, *own.spec), self.name, "one row of blocks")
+        if not self.spreads:
+            return self.inner.decide(path, shape, mesh, taken)
         spread = LargestDim((self.axis,), self.min_elements, "pipeline")
         both = spread if self.inner == Replicate() else Merge((self.inner, spread))
         return both.decide(path, shape, mesh, taken)

@@ -196,7 +196,7 @@ def _experts(make: Callable[[], nnx.Module], params: Any) -> dict[str, int]:
         patterns = suggest_plan(make).experts
     except AxonDistError:  # A model that cannot be tried without inputs.
         patterns = EXPERTS
-    policy = ByExperts(patterns, "ep")
+    policy = ByExperts(tuple((p, dim) for p, dim in patterns if dim is not None), "ep")
     dims = {path: policy.dim_of(path, shape) for path, shape in flat.items()}
     counts = [flat[path][dim] for path, dim in dims.items() if dim is not None]
     stacked = sum(math.prod(flat[path]) for path, dim in dims.items() if dim is not None)

@@ -4,6 +4,8 @@ Imports `core` alone. Start reading in `walk.py`, the few ways in which all othe
 then `units.py`, `layer_scan.py` and `piece.py`.
 """
 
+from .affine import Meeting as Meeting
+from .affine import find_meeting as find_meeting
 from .calls import HELD as HELD
 from .calls import Layers as Layers
 from .calls import layers_of as layers_of

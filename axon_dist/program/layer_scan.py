@@ -304,7 +304,7 @@ def _remat_of_model(
     return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
 
 
-def has_units(equation: Any) -> bool:
+def has_units(equation: Any, is_unit: Callable[[Any], bool] = is_unit) -> bool:
     """Whether units are called in the programs that an equation runs."""
     return any(is_unit(e) for inner in inner_programs(equation) for e in equations(inner))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -13,27 +13,30 @@ from .layer_scan import has_units, is_unit
 from .walk import CALLS, LOOPS, REMATS, called
 
 
-def read_outside_units(jaxpr: Any, names: Sequence[str]) -> Iterator[str]:
+def read_outside_units(
+    jaxpr: Any, names: Sequence[str], is_unit: Callable[[Any], bool] = is_unit
+) -> Iterator[str]:
     """The inputs that are computed with elsewhere than in the units they are handed to.
 
     Args:
         jaxpr: whose first inputs have names; units in it are marked.
         names: of these inputs.
+        is_unit: whether an equation is the call of a unit.
 
     Returns:
         The names, each as often as it is read; a change of dtype reads nothing.
     """
-    return _read(jaxpr, dict(zip(jaxpr.invars, names, strict=False)))
+    return _read(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), is_unit)
 
 
-def _read(jaxpr: Any, names: dict[Any, str]) -> Iterator[str]:
+def _read(jaxpr: Any, names: dict[Any, str], is_unit: Callable[[Any], bool]) -> Iterator[str]:
     for equation in jaxpr.eqns:
         read = {v: names[v] for v in equation.invars if not isinstance(v, Literal) and v in names}
         if not read or is_unit(equation):
             continue
         if equation.primitive.name == "convert_element_type":
             names[equation.outvars[0]] = next(iter(read.values()))
-        elif has_units(equation):
+        elif has_units(equation, is_unit):
             for inner in inner_programs(equation):
                 # Branches have an index before their operands.
                 outer = equation.invars[len(equation.invars) - len(inner.invars) :]
@@ -43,7 +46,7 @@ def _read(jaxpr: Any, names: dict[Any, str]) -> Iterator[str]:
                     for new, old in pairs
                     if not isinstance(old, Literal) and old in read
                 ]
-                yield from _read(inner, dict(named))
+                yield from _read(inner, dict(named), is_unit)
         else:
             yield from read.values()
 

@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from ..core.compat import eval_equation, in_place_of, inner_programs
-from .walk import interpret
+from .walk import Run, interpret
 
 Replace: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[Any] | None]
 """(equation, operands) -> its results, or None where it may stay as it is."""
@@ -79,10 +79,18 @@ class Rewriting:
 
         return Rewriting({**self.replace, **other.replace}, hidden)
 
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], one: Run) -> list[Any]:
+        """Runs one program, each equation as `one` does it."""
+        return interpret(jaxpr, consts, values, one)
+
+    def replaces(self, equation: Any) -> bool:
+        """Whether an equation may be replaced."""
+        return equation.primitive.name in self.replace
+
     def concerns(self, jaxpr: Any) -> bool:
         """Whether a program holds an equation that may be replaced, at any depth."""
         return any(
-            equation.primitive.name in self.replace
+            self.replaces(equation)
             or any(self.concerns(inner) for inner in inner_programs(equation))
             for equation in jaxpr.eqns
         )
@@ -101,7 +109,7 @@ class _Run:
     done: dict[int, tuple[Any, Any]]
 
     def program(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        return interpret(jaxpr, consts, values, self.equation)
+        return self.rewriting.run(jaxpr, consts, values, self.equation)
 
     def equation(self, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         name = equation.primitive.name

@@ -173,8 +173,7 @@ class AsUnit:
         Raises:
             UnsupportedError: when the module holds many layers and is called as a whole.
         """
-        if (count := num_stacked(module)) is not None:
-            raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
+        self.check(module)
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
@@ -188,6 +187,11 @@ class AsUnit:
         nnx.update(module, rest)
         nnx.update(nodes, changed)
         return output
+
+    def check(self, module: nnx.Module) -> None:
+        """Raises for a module that cannot be called as one."""
+        if (count := num_stacked(module)) is not None:
+            raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,14 +258,26 @@ def _named() -> Any:
     """A jitted function whose equations have the name of units."""
 
     def axon_unit(module: Structure, how: Call, params: Any, rest: Any, given: Any) -> Any:
-        run = functools.partial(_run, module.graphdef, how)
+        run = functools.partial(run_call, module.graphdef, how)
         protected = run if how.remat is None else jax.checkpoint(run, policy=RealOnly(how.remat))
         return protected(params, rest, given)
 
     return jax.jit(axon_unit, static_argnums=(0, 1))
 
 
-def _run(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
+def run_call(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
+    """Runs a call that a unit stands for.
+
+    Args:
+        graphdef: the structure of the module.
+        how: all of the call that is no array.
+        params: the module's parameters.
+        rest: its other state.
+        given: the arrays among its arguments, and the state of modules among them.
+
+    Returns:
+        What the call returns, the state that it has changed, and that of its arguments.
+    """
     module = nnx.merge(graphdef, gathered(params), rest, copy=True)
     before = {keys: variable.get_value() for keys, variable in _variables_of(module)}
     arrays, state = given

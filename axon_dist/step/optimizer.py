@@ -52,13 +52,12 @@ def optimizer_for(
     fitting = _fitting(optax.with_extra_args_support(optimizer), parts)
     if storage.rows is None:
         return fitting, storage
-    pipeline: Any = storage.strategy.pipeline
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
     rows = storage.rows
     if parts.frozen_paths:
         rows = rows.like(storage.stacks.apart(parts.params))
-    staged = StagedOptimizer(fitting, rows, mesh, pipeline.axis)
+    staged = StagedOptimizer(fitting, rows, mesh, storage.axis)
     return staged, storage.with_state_rows(staged.state_form.row_paths)
 
 

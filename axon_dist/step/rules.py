@@ -51,8 +51,9 @@ def _residents(spec: StepSpec) -> Found:
 
 def _stage_experts(spec: StepSpec) -> Found:
     strategy, storage = spec.strategy, spec.storage
-    if storage.rows is None or not strategy.resident:
+    if strategy.pipeline is None or not strategy.resident:
         return None
+    assert storage.rows is not None
     axis = strategy.resident[0]
 
     def along(policy: Policy, tree: PyTree) -> list[Path]:
@@ -85,7 +86,7 @@ def _statistics(spec: StepSpec) -> Found:
 
 def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.storage.rows
-    if rows is None or remat is None or not remat.classes:
+    if rows is None or spec.storage.lists or remat is None or not remat.classes:
         return None
     modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract
