@@ -24,7 +24,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     one tick in front, in which everything else waits, and one behind.
 
     Args:
-        schedule: a valid table; one with `V` already is returned as it is.
+        schedule: a valid table; one that has all three is returned as it is, and one that has `V`
+            alone keeps it.
         costs: by which the shortest in step of several delays is taken.
 
     Returns:
@@ -44,8 +45,10 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     Source: Yeung et al., Balancing Pipeline Parallelism with Vocabulary Parallelism,
     arXiv:2411.05288.
     """
-    if schedule.splits_vocabulary:
+    if schedule.splits_embedding:
         return schedule
+    if schedule.splits_vocabulary:
+        return _delayed(schedule, 0)
     last, where = schedule.num_stages - 1, schedule.where
     ends = [where[Action(last, Phase.F, m)].tick for m in range(schedule.num_microbatches)]
     least = max(0, *(end + 2 - _back(schedule, last, m) for m, end in enumerate(ends)))
@@ -59,13 +62,15 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
     """The table one tick later, backwards by so many more, with the actions of all between them."""
     last, where = schedule.num_stages - 1, schedule.where
     # A tick later than the stage's action in this table there is its place in the new one.
+    ticks = {
+        Phase.E: lambda m: where[Action(0, Phase.F, m)].tick,
+        Phase.G: lambda m: _back(schedule, 0, m) + delay + 2,
+    }
+    if not schedule.splits_vocabulary:
+        ticks[Phase.V] = lambda m: where[Action(last, Phase.F, m)].tick + 2
     found = {
         phase: {tick_of(m): m for m in range(schedule.num_microbatches)}
-        for phase, tick_of in {
-            Phase.E: lambda m: where[Action(0, Phase.F, m)].tick,
-            Phase.V: lambda m: where[Action(last, Phase.F, m)].tick + 2,
-            Phase.G: lambda m: _back(schedule, 0, m) + delay + 2,
-        }.items()
+        for phase, tick_of in ticks.items()
     }
     length = schedule.num_ticks + delay + 2
 

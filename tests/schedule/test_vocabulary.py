@@ -62,6 +62,16 @@ def test_every_named_schedule_has_a_place_for_it(name, sizes, executes):
     assert others == set(plain.where)
 
 
+def test_a_table_with_a_split_head_gets_a_split_embedding():
+    both = with_vocabulary(eager_1f1b(2, 2))
+    head = lambda cell: tuple(action for action in cell if action.phase not in (Phase.E, Phase.G))
+    rows = tuple(tuple(map(head, row[1:-1])) for row in both.rows)
+    table = dataclasses.replace(both, rows=rows)
+    assert table.splits_vocabulary
+    assert not table.splits_embedding
+    assert with_vocabulary(table) == both
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v"])
 def test_the_validator_agrees_with_brute_force_on_mutants(name, executes):
     rng = random.Random(name)
@@ -97,7 +107,8 @@ def test_outputs_and_their_gradients_outlive_no_slot(name):
     home, place = table.placement[last], lambda action: where[action][2:]
     part = lambda m: place(Action(table.stages_of(home)[0], Phase.V, m))
     back = lambda m: min(place(a) for p in (Phase.B, Phase.I) if (a := Action(last, p, m)) in where)
-    first, begin = lambda phase, m: place(Action(0, phase, m)), lambda m: place(first_back(table, m))
+    first = lambda phase, m: place(Action(0, phase, m))
+    begin = lambda m: place(first_back(table, m))
     lives = {
         ("outputs", last): {m: (place(Action(last, Phase.F, m)), part(m)) for m in range(8)},
         ("gradients", last): {m: (part(m), back(m)) for m in range(8)},
