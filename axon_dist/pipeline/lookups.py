@@ -14,7 +14,7 @@ from ..nn import own_rows
 from ..program.lookups import BOUNDS, Rows
 from .loss_trace import LossTrace
 from .stage import Data, Rest
-from .state import State, Sums, from_rank, get, put
+from .state import State, from_rank, get, put
 from .tables import Tick
 
 
@@ -47,7 +47,7 @@ class Lookup:
             axis: the mesh axis whose ranks have a part each.
         """
         ids = self._ids(part, data, axis)
-        own = own_rows(lambda own: self._cast(part[own]), ids, len(part), axis)
+        own = own_rows(lambda at: self._cast(part[at]), ids, len(part), axis)
         rows = all_sum(own, axis)
         if self.rows.mode is not BOUNDS.FILL_OR_DROP:
             return rows
@@ -129,6 +129,8 @@ class Embedding:
             rows = [each.found(parts[each.table], data, self.axis) for each in self.lookups]
             return put(buffers, tick["lookups"], rows)
 
+        if not self.lookups:
+            return state
         # All ranks take this branch in the same ticks: sums within it wait for nobody.
         lookups = jax.lax.cond(tick["active"], found, lambda same: same, state.lookups)
         return state._replace(lookups=lookups)
@@ -141,15 +143,20 @@ class Embedding:
             state: as it is.
         """
         is_home = jax.lax.axis_index(self.axis) == self.home
+        # There is no sum for what is frozen.
+        trained = {each.table for each in self.lookups} & state.sums.rest.keys()
 
-        def run(sums: Sums) -> Sums:
-            data, total = self.data(tick["microbatch"]), dict(sums.rest)
+        def run(sums: dict[int, Array]) -> dict[int, Array]:
+            data = self.data(tick["microbatch"])
             gradients = from_rank(get(state.scatters, tick["scatters"]), is_home, self.axis)
             for each, gradient in zip(self.lookups, gradients, strict=True):
-                # There is no sum for what is frozen.
-                if each.table in total:
-                    total[each.table] = each.added(total[each.table], gradient, data, self.axis)
-            return sums._replace(rest=total)
+                if each.table in sums:
+                    total = each.added(sums[each.table], gradient, data, self.axis)
+                    sums = {**sums, each.table: total}
+            return sums
 
-        sums = jax.lax.cond(tick["active"], run, lambda same: same, state.sums)
-        return state._replace(sums=sums)
+        if not trained:
+            return state
+        own = {table: state.sums.rest[table] for table in sorted(trained)}
+        added = jax.lax.cond(tick["active"], run, lambda same: same, own)
+        return state._replace(sums=state.sums._replace(rest={**state.sums.rest, **added}))

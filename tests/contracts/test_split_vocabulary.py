@@ -12,9 +12,11 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, fsdp, linear_cross_entropy, zero
+from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.models import next_token_loss
 from axon_dist.nn import VocabParallelEmbedding
 from axon_dist.parallel import pipelined
+from axon_dist.step import PortableForm
 
 from .models import SAMPLES, Case, token_batch, transformer
 from .reference import METRICS, assert_trained_alike, train
@@ -209,3 +211,63 @@ def test_equals_one_device(row):
 @pytest.mark.parametrize("row", FULL, ids=str)
 def test_equals_one_device_full(row):
     check(row)
+
+
+def losses_of(mesh, strategy, model="learned", count=NUM_STEPS, **options):
+    """The losses of some steps, and the step with the state behind them."""
+    sizes = [int(part.split("=")[1]) for part in mesh.split(",")]
+    world, case = World.emulate(math.prod(sizes), mesh), MODELS[model]
+    step = build_train_step(case.make(), optax.adam(0.01), case.loss_fn, strategy, world, **options)
+    state, losses = step.init(), []
+    for number in range(count):
+        state, metrics = step(state, case.batch(number))
+        losses.append(float(metrics["loss"]))
+    return losses, step, state
+
+
+SPLIT = pipelined(2, 4, split_vocabulary=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_a_checkpoint_goes_on_elsewhere(model, tmp_path):
+    case = MODELS[model]
+    _, step, state = losses_of("pp=2", SPLIT, model)
+    portable = PortableForm(step).of(state)
+    names = nnx.to_pure_dict(nnx.state(case.make(), nnx.Param))
+    assert jax.tree.structure(portable.params) == jax.tree.structure(names)
+    save_checkpoint(tmp_path / "c", portable)
+    _, metrics = step(state, case.batch(NUM_STEPS))
+    others = {
+        "fsdp=4": fsdp(min_elements=8),
+        "pp=4": pipelined(4, 8, "1f1b", split_vocabulary=True),
+        "pp=2,dp=2": compose(pipelined(2, 4), ddp()),
+    }
+    for mesh, strategy in others.items():
+        _, other, _ = losses_of(mesh, strategy, model, count=0)
+        form = PortableForm(other)
+        restored = form.take_up(load_checkpoint(tmp_path / "c", form.target))
+        _, found = other(restored, case.batch(NUM_STEPS))
+        np.testing.assert_allclose(float(found["loss"]), float(metrics["loss"]), rtol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_a_frozen_embedding_stays_as_it_is(model):
+    trainable = lambda path, _: "token_embedding" not in path
+    whole, *_ = losses_of("dp=2", ddp(), model, trainable=trainable)
+    split, step, state = losses_of("pp=2", SPLIT, model, trainable=trainable)
+    np.testing.assert_allclose(split, whole, rtol=1e-5)
+    table = MODELS[model].make().token_embedding.embedding[...]
+    assert (step.storage.weights(state.params, state.frozen)["token_embedding"]["embedding"]
+            == table).all()  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "zero_bubble_h1"])
+def test_in_half_precision(schedule):
+    half = fsdp(mixed_precision=True, min_elements=8)
+    pipe = pipelined(2, 4, schedule, split_vocabulary=True)
+    whole, *_ = losses_of("fsdp=2", half, "tied")
+    split, *_ = losses_of("pp=2,fsdp=2", compose(pipe, half), "tied")
+    np.testing.assert_allclose(split, whole, rtol=2e-3)
