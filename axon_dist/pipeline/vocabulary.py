@@ -71,12 +71,16 @@ def parted_by_tokens(
             )
         path = "/".join(map(str, named[way.source]))
         reads = readings_of(trace, way.source)
-        if reads.rows and not (embedding and way.dim == 0):
+        if way.dim != 0:
+            # Its rows are no tokens.
+            rows = (each.equation for each in reads.rows)
+            reads = Readers((), (*reads.others, *rows), reads.forms)
+        if reads.rows and not embedding:
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is the "
-                "embedding too, which this table leaves whole: it has V, and no E and G. Take the "
-                "table without V, to which split_vocabulary=True adds all three, or give the model "
-                f"a head of its own, such as a Transformer's tied_head=False; {LEFT_OUT}"
+                "embedding too, which this table leaves whole: it has V, and no E and G. Give "
+                "split_vocabulary=True, which adds them, or give the model a head of its own, such "
+                "as a Transformer's tied_head=False"
             )
         if other := way.other_reader(trace.jaxpr, reads):
             raise UnsupportedError(

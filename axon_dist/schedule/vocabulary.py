@@ -48,7 +48,9 @@ def with_vocabulary(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     if schedule.splits_embedding:
         return schedule
     if schedule.splits_vocabulary:
-        return _delayed(schedule, 0)
+        both = _delayed(schedule, 0)
+        validate(both)
+        return both
     last, where = schedule.num_stages - 1, schedule.where
     ends = [where[Action(last, Phase.F, m)].tick for m in range(schedule.num_microbatches)]
     least = max(0, *(end + 2 - _back(schedule, last, m) for m, end in enumerate(ends)))

@@ -32,6 +32,7 @@ def model(**changes):
 
 def compiled(make=model, loss_fn=next_token_loss, split=True, strategy=None):
     strategy = strategy or pipelined(SIZE, COUNT, "1f1b", split_vocabulary=split)
+    assert strategy.pipeline is not None
     size = strategy.pipeline.schedule.num_devices
     world = World.emulate(size, f"pp={size}")
     step = build_train_step(make, optax.sgd(0.1), loss_fn, strategy, world)
