@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -258,7 +259,8 @@ def test_a_frozen_embedding_stays_as_it_is(model):
     whole, *_ = losses_of("dp=2", ddp(), model, trainable=trainable)
     split, step, state = losses_of("pp=2", SPLIT, model, trainable=trainable)
     np.testing.assert_allclose(split, whole, rtol=1e-5)
-    table = MODELS[model].make().token_embedding.embedding[...]
+    first: Any = MODELS[model].make()
+    table = first.token_embedding.embedding[...]
     assert (step.storage.weights(state.params, state.frozen)["token_embedding"]["embedding"]
             == table).all()  # fmt: skip
 
