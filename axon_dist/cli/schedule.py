@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocabulary",
         type=as_number,
         metavar="TIME",
-        help="splits head and loss over the ranks as actions V: the time of one rank's part, both "
-        "ways",
+        help="splits embedding and head over the ranks as actions of all: the time of one rank's "
+        "part of head and loss V, both ways; lookups E and their gradients G take none",
     )
     parser.add_argument("--ahead", action="store_true", help="draws ranks that run ahead freely")
     parser.add_argument("--search", action="store_true", help="finds the fastest table in step")

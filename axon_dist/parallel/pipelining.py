@@ -65,11 +65,12 @@ def pipelined(
         backward: `"recompute"` keeps a stage's input and recomputes the stage, `"residuals"` keeps
             all that the backward pass needs, and the name of a policy of
             `ActivationCheckpointing` keeps what it says of each block.
-        split_vocabulary: splits the head over the ranks by the vocabulary, and gives head and loss
-            actions of their own, `V`, that all ranks do together: the last stage is then not the
-            slowest, no rank holds the head whole, and backwards start one or two ticks later. The
-            loss must end in `linear_cross_entropy`, of a head that is not tied. A table that has
-            `V` has it split in any case.
+        split_vocabulary: splits embedding and head over the ranks by the vocabulary, and gives
+            head and loss actions of their own, `V`, that all ranks do together, and the lookups
+            `E`, and the gradients of these `G`: the last stage is then not the slowest, no rank
+            holds embedding or head whole, and backwards start one or two ticks later. The loss must
+            end in `linear_cross_entropy`; its head may be tied to the embedding. A table that has
+            these actions has them split in any case.
 
     Returns:
         The strategy.
@@ -87,8 +88,8 @@ def pipelined(
     table = read_schedule(schedule, num_stages, num_microbatches, chunks)
     if not isinstance(split_vocabulary, bool):
         raise ConfigError(
-            f"got split_vocabulary={split_vocabulary!r}; it must be True, for a head that is split "
-            "over the ranks of the pipeline, or False"
+            f"got split_vocabulary={split_vocabulary!r}; it must be True, for an embedding and a "
+            "head that are split over the ranks of the pipeline, or False"
         )
     table = with_vocabulary(table) if split_vocabulary else table
     if backward not in (valid := [*BACKWARD, *POLICIES]):

@@ -135,8 +135,8 @@ def _pipeline(
         boundaries: the first block of each stage, and the number of blocks; None cuts evenly.
         backward: `recompute` keeps a stage's input and recomputes the stage, `residuals` keeps all
             that the backward pass needs, and a policy of `remat` what that says of each block.
-        split_vocabulary: every rank computes its part of the vocabulary of head and loss, which
-            else the last stage computes; for a loss of `linear_cross_entropy`, untied.
+        split_vocabulary: every rank computes its part of the vocabulary of embedding, head and
+            loss, which else the end stages compute; for a loss of `linear_cross_entropy`.
     """
     if "pp" not in world.mesh.shape:
         raise MeshError(f"mesh {world.spec} has no axis for a pipeline; add pp")

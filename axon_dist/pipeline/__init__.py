@@ -29,6 +29,7 @@ from .storage import ModelStorage as ModelStorage
 from .storage import storage_for as storage_for
 from .switch import SwitchStages as SwitchStages
 from .uniform import UniformStages as UniformStages
+from .vocabulary import lookups_in as lookups_in
 from .vocabulary import parted_by_tokens as parted_by_tokens
 from .vocabulary import with_parted_loss as with_parted_loss
 from .weight import mean_weight as mean_weight

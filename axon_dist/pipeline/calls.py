@@ -92,14 +92,15 @@ class Calls:
         return all(len(stages) == 1 for stages in homes) and not self.late(list(map(min, homes)))
 
 
-def levels_of(jaxpr: Any, homes: Mapping[int, int]) -> dict[Any, int]:
+def levels_of(jaxpr: Any, homes: Mapping[int, int], given: Collection[Any] = ()) -> dict[Any, int]:
     """The stage in which every value that depends on a call is made.
 
     Args:
         jaxpr: an open jaxpr.
         homes: the stage of each call, by its position; a call waits for its operands all the same.
+        given: variables that the first stage has, as if it made them.
     """
-    levels: dict[Any, int] = {}
+    levels: dict[Any, int] = dict.fromkeys(given, 0)
     for index, equation in enumerate(jaxpr.eqns):
         level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
         # A value made beside the blocks belongs to the earliest stage that can make it.

@@ -11,18 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
 from ..program.piece import as_it_lies
 from ..schedule import Phase, Schedule, SlotPlan, assign_slots
 from .backward import DividedBackward, Operands, pull_back
+from .lookups import Embedding, Lookup
 from .packing import Packing
 from .stage import Data, Frozen, Loss, Rest, StageProgram, Wire
-from .state import State, Sums, add, empty, get, put, zeros
-from .tables import NONE, Channel, Lane, Program, inputs_of, program_of
+from .start import Start, reads_rows
+from .state import State, Sums, add, add_rest, add_trained, empty, from_rank, get, put, zeros
+from .tables import NONE, Channel, Lane, Program, Tick, inputs_of, lookups_of, program_of
 
-Tick: TypeAlias = dict[str, Array]
-"""A lane's entries for this rank in one tick."""
+Into: TypeAlias = tuple[Sums, list[Array]]
+"""Where gradients of what stands before the first block go: sums, and slots of what is not one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +53,7 @@ class Executor:
             of a microbatch are what the one before has left, and in the order of the table.
         parted: the numbers of the rest of which every rank has its part of the vocabulary, where
             that is an action of its own; `last` of the stages then computes the loss of all ranks.
+        lookups: those in what is parted, which all ranks do together where the table says so.
     """
 
     schedule: Schedule
@@ -66,20 +68,21 @@ class Executor:
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
     learned: Mapping[int, Array] = dataclasses.field(default_factory=dict)
     parted: Collection[int] = ()
+    lookups: Sequence[Lookup] = ()
 
     def run(self) -> Sums:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
         rank = jax.lax.axis_index(self.axis)
         # All ranks run one program; what differs between them is this row of the tables.
         own = lambda table: jnp.asarray(table)[rank]
-        lanes = [_columns(lane, own) for lane in self.program.lanes]
+        lanes = [lane.columns(own) for lane in self.program.lanes]
         channels = [own(channel.slot) for channel in self.program.channels]
         # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
         # is kept per tick and memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
         homes = {i: stage for program in self.stages for i, stage in program.learns.items()}
         is_home = lambda i: rank == self.schedule.placement[homes[i]]
-        found = {i: _from_rank(x[-1], is_home(i), self.axis) for i, x in state.learned.items()}
+        found = {i: from_rank(x[-1], is_home(i), self.axis) for i, x in state.learned.items()}
         return state.sums._replace(learned=found)
 
     @cached_property
@@ -90,13 +93,28 @@ class Executor:
     @cached_property
     def program(self) -> Program:
         """The tables."""
-        return program_of(self.schedule, self.slots, self.keeps)
+        return program_of(self.schedule, self.slots, self.keeps, self._keeps_lookups)
 
     @cached_property
     def _wire(self) -> Wire:
         """The shapes of what stages pass on."""
-        make = lambda: self.stages[0].first(self._all_rest, self.data(jnp.int32(0)))
+        rows = zeros(self._embedding.shapes)
+        make = lambda: self.stages[0].first(self._all_rest, self._example._replace(rows=rows))
         return jax.eval_shape(make)
+
+    @cached_property
+    def _embedding(self) -> Embedding:
+        return Embedding(self.lookups, self.axis, self.schedule.placement[0], self.data)
+
+    @property
+    def _example(self) -> Data:
+        return self.data(jnp.int32(0))
+
+    @cached_property
+    def _keeps_lookups(self) -> bool:
+        program = next(program for program in self.stages if 0 in program.stages)
+        start = self._start_of(program, self._example)
+        return reads_rows(start, zeros(self._embedding.shapes), zeros(self._wire.floats))
 
     @cached_property
     def _parts(self) -> list[DividedBackward]:
@@ -119,7 +137,7 @@ class Executor:
 
     def _divide(self, program: StageProgram) -> DividedBackward:
         rest = self._pick(program.middle_uses)
-        shapes = lambda: (self.data(jnp.int32(0)), jnp.int32(0), zeros(self._wire))
+        shapes = lambda: (self._example, jnp.int32(0), zeros(self._wire))
         frozen = self._frozen(program)
         at = Operands(self._rows(program), rest, *jax.eval_shape(shapes), frozen=frozen)
         return DividedBackward.of(program, at, self._wire.floats, self.keeps)
@@ -127,12 +145,15 @@ class Executor:
     def _start(self) -> State:
         shape = self._wire
         inputs = inputs_of(self.slots, self.keeps)
+        looked_up = lookups_of(self.slots, self._keeps_lookups)
         return State(
             inputs=empty(shape, max(inputs.num_slots, 1)),
             gradients=empty(shape.floats, max(self.slots.gradients.num_slots, 1)),
             stash=empty(list(self._stash.packed), self.slots.stash.num_slots),
             held=empty(list(self._held.packed), self.slots.held.num_slots),
             outputs=empty(shape, self.slots.outputs.num_slots),
+            lookups=empty(self._embedding.shapes, looked_up.num_slots),
+            scatters=empty(self._embedding.shapes, self.slots.scatters.num_slots),
             sums=Sums(
                 rows=zeros(self.weights, wide=True),
                 rest={i: zeros(self.rest[i], wide=True) for i in self._used},
@@ -158,7 +179,7 @@ class Executor:
     @cached_property
     def _loss_shape(self) -> Loss:
         wire = zeros(self._wire)
-        make = lambda: self.stages[-1].last(self._all_rest, self.data(jnp.int32(0)), wire)
+        make = lambda: self.stages[-1].last(self._all_rest, self._example, wire)
         return jax.eval_shape(make)
 
     def _tick(self, state: State, tables: tuple[list[Tick], list[Array]]) -> tuple[State, None]:
@@ -188,11 +209,13 @@ class Executor:
     def _do(self, lane: Lane, tick: Tick, state: State) -> tuple[State, PyTree]:
         """Runs one lane; returns the new state and what may be sent."""
         act = {
+            Phase.E: self._look_up,
             Phase.F: self._forward,
             Phase.V: self._vocabulary,
             Phase.B: self._backward,
             Phase.I: self._input_gradient,
             Phase.W: self._weight_gradient,
+            Phase.G: self._scatter,
         }[lane.phase]
         with jax.named_scope(f"{lane.phase}"):
             state, result = act(tick, state)
@@ -234,8 +257,8 @@ class Executor:
         def run(i: int, program: StageProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
             inputs, stash, learned = operand
             data = self._data(tick, learned)
-            before = lambda: program.first(self._all_rest, data)
-            x = _when(program, stage, 0, before, lambda: get(inputs, tick["inputs"]))
+            before = lambda: program.first(self._all_rest, _looked_up(data, tick, state))
+            x = program.at(0, stage, before, lambda: get(inputs, tick["inputs"]))
             rest = self._pick(program.middle_uses)
             at = Operands(self._rows(program), rest, data, stage, x, self._frozen(program))
             if not self.keeps:
@@ -263,14 +286,20 @@ class Executor:
         inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
         return state._replace(inputs=inputs), y
 
+    def _look_up(self, tick: Tick, state: State) -> tuple[State, None]:
+        """What enters the first stage, by all ranks together."""
+        return self._embedding.look_up(tick, state, self._all_rest), None
+
+    def _scatter(self, tick: Tick, state: State) -> tuple[State, None]:
+        return self._embedding.scatter(tick, state), None
+
     def _vocabulary(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
         """The loss by all ranks together; the last stage's one keeps it, and the gradient."""
         is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
 
         def run(operand: tuple[Wire, Sums]) -> tuple[list[Array], Sums]:
             outputs, sums = operand
-            own = get(outputs, tick["outputs"])
-            y = jax.tree.map(lambda x: _from_rank(x, is_home, self.axis), own)
+            y = from_rank(get(outputs, tick["outputs"]), is_home, self.axis)
             return self._loss(self.stages[-1], tick, y, sums, is_home)
 
         idle = lambda operand: (zeros(self._wire.floats), operand[1])
@@ -282,8 +311,8 @@ class Executor:
         return state._replace(sums=sums, gradients=gradients), result
 
     def _backward(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
-        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, Sums, dict]:
-            state, sums, learned = operand
+        def run(i: int, program: StageProgram, operand: Any) -> tuple:
+            state, sums, scatters, learned = operand
             at = self._operands(program, tick, state, learned)
             if self.keeps:
                 y, kept = self._kept(i, tick, state)
@@ -296,18 +325,20 @@ class Executor:
                 weights, rest, inputs = pull(seed)
                 learned = self._learned(program, tick, y, learned, in_backward=True)
             sums = self._add(program, sums, weights, rest)
-            return inputs, self._before(program, tick, inputs, sums), learned
+            back = self._before(program, tick, inputs, state, (sums, scatters))
+            return inputs, *back, learned
 
         idle = lambda operand: (zeros(self._wire.floats), *operand[1:])
         # A branch gets what it changes as an operand of its own: XLA writes such a buffer in place
         # and copies one that stands among others that are only read.
-        operand = (state._replace(sums=None, learned={}), state.sums, state.learned)
-        result, sums, learned = self._choose(tick, tick["active"], run, idle, operand)
-        return state._replace(sums=sums, learned=learned), result
+        read = state._replace(sums=None, scatters=[], learned={})
+        operand = (read, state.sums, state.scatters, state.learned)
+        result, sums, back, learned = self._choose(tick, tick["active"], run, idle, operand)
+        return state._replace(sums=sums, scatters=back, learned=learned), result
 
     def _input_gradient(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
-        def run(i: int, program: StageProgram, operand: Any) -> tuple[list, list, Sums, dict]:
-            state, buffers, sums, learned = operand
+        def run(i: int, program: StageProgram, operand: Any) -> tuple:
+            state, buffers, sums, scatters, learned = operand
             at = self._operands(program, tick, state, learned)
             if self.keeps:
                 y, kept = self._kept(i, tick, state)
@@ -317,13 +348,14 @@ class Executor:
             seed, sums = self._seed(program, tick, y, state, sums)
             result, held = self._parts[i].input_gradient(at, kept, seed)
             buffers = put(buffers, tick["held"], self._held.pack(i, held))
-            return result, buffers, self._before(program, tick, result, sums), learned
+            back = self._before(program, tick, result, state, (sums, scatters))
+            return result, buffers, *back, learned
 
         idle = lambda operand: (zeros(self._wire.floats), *operand[1:])
-        read = state._replace(sums=None, held=None, learned={})
-        operand = (read, state.held, state.sums, state.learned)
-        result, held, sums, learned = self._choose(tick, tick["active"], run, idle, operand)
-        return state._replace(sums=sums, held=held, learned=learned), result
+        read = state._replace(sums=None, held=[], scatters=[], learned={})
+        operand = (read, state.held, state.sums, state.scatters, state.learned)
+        result, held, sums, back, learned = self._choose(tick, tick["active"], run, idle, operand)
+        return state._replace(sums=sums, held=held, scatters=back, learned=learned), result
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
         def run(i: int, program: StageProgram, operand: Any) -> Sums:
@@ -396,7 +428,7 @@ class Executor:
         received = lambda: (get(state.gradients, tick["gradients"]), sums)
         if self.schedule.splits_vocabulary:
             return received()
-        return _when(program, tick["stage"], self.schedule.num_stages - 1, of_loss, received)
+        return program.at(self.schedule.num_stages - 1, tick["stage"], of_loss, received)
 
     def _loss(
         self, program: StageProgram, tick: Tick, y: Wire, sums: Sums, counts: Array | None = None
@@ -415,30 +447,33 @@ class Executor:
         of_rest = {i: grad if i in self.parted else once(grad) for i, grad in grads[0].items()}
         new = add(jax.tree.leaves(sums.loss), list(map(once, jax.tree.leaves(loss))))
         total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
-        return grads[1], _add_rest(total, of_rest)
+        return grads[1], add_rest(total, of_rest)
 
-    def _before(self, program: StageProgram, tick: Tick, gradient: list[Array], sums: Sums) -> Sums:
+    def _before(
+        self, program: StageProgram, tick: Tick, gradient: list[Array], state: State, into: Into
+    ) -> Into:
         """Adds the gradients of what stands before the first block, at the first stage."""
-        data = self.data(tick["microbatch"])
+        data = _looked_up(self.data(tick["microbatch"]), tick, state)
+        start = self._start_of(program, data)
 
-        def of_first() -> Sums:
-            # What stands before the first block is run again, once per microbatch, instead of kept.
-            run = lambda rest: program.first({**rest, **frozen}, data).floats
-            _, pull = jax.vjp(run, trained)
-            return _add_rest(sums, pull(gradient)[0])
+        def of_first() -> Into:
+            sums, scatters = into
+            of_rest, of_rows = start.back(data.rows, gradient)
+            return add_rest(sums, of_rest), put(scatters, tick["scatters"], of_rows)
 
-        trained = self._pick(program.first_uses)
-        frozen = self._pick_frozen(program.first_uses)
-        if frozen and not trained:
-            return sums
+        if start.is_frozen and not data.rows:
+            return into
+        return program.at(0, tick["stage"], of_first, lambda: into)
 
-        return _when(program, tick["stage"], 0, of_first, lambda: sums)
+    def _start_of(self, program: StageProgram, data: Data) -> Start:
+        uses = program.first_uses
+        return Start(program.first, self._pick(uses), self._pick_frozen(uses), data)
 
     def _add(self, program: StageProgram, sums: Sums, weights: Any, rest: Rest) -> Sums:
         rows = list(sums.rows)
         for row, grads in zip(program.rows, weights, strict=True):
-            rows[row] = _add_trained(rows[row], grads)
-        return _add_rest(sums._replace(rows=rows), rest)
+            rows[row] = add_trained(rows[row], grads)
+        return add_rest(sums._replace(rows=rows), rest)
 
     def _rows(self, program: StageProgram) -> list[list[Array]]:
         return [self.weights[row] for row in program.rows]
@@ -457,36 +492,6 @@ class Executor:
         return {i: frozen[i] for i in numbers if frozen and frozen[i] is not None}
 
 
-def _add_trained(totals: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    return jax.tree.map(lambda total, grad: add([total], [grad])[0], list(totals), list(grads))
-
-
-def _add_rest(sums: Sums, rest: Rest) -> Sums:
-    total = dict(sums.rest)
-    for i, grad in rest.items():
-        (total[i],) = add([total[i]], [grad])
-    return sums._replace(rest=total)
-
-
-def _from_rank(x: Array, is_source: Array, axis: str) -> Array:
-    """The value of one rank, on all."""
-    # Flags have no sum.
-    value = x.astype(jnp.int32) if x.dtype == bool else x
-    return all_sum(jnp.where(is_source, value, jnp.zeros_like(value)), axis).astype(x.dtype)
-
-
-def _when(
-    program: StageProgram, stage: Array, which: int, then: Callable, otherwise: Callable
-) -> Any:
-    """Runs `then` at one stage and `otherwise` at others; a branch only where both can happen."""
-    if which not in program.stages:
-        return otherwise()
-    if program.stages == (which,):
-        return then()
-    laid = [lambda run=run: as_it_lies(run()) for run in (then, otherwise)]
-    return jax.lax.cond(stage == which, *laid)
-
-
-def _columns(lane: Lane, own: Callable) -> Tick:
-    names = [field.name for field in dataclasses.fields(Lane) if field.name != "phase"]
-    return {name: own(getattr(lane, name)) for name in names}
+def _looked_up(data: Data, tick: Tick, state: State) -> Data:
+    """What the first stage knows of a microbatch."""
+    return data._replace(rows=get(state.lookups, tick["lookups"]))

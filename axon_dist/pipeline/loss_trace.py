@@ -33,6 +33,8 @@ class LossTrace:
         metrics: the names of the metrics.
         new_buffers: the atoms of the buffers afterwards.
         buffer_tree: the structure of the buffers.
+        looked_up: the variables that are known ahead of the first stage, of rows of tables that lie
+            in parts over the ranks.
     """
 
     jaxpr: Any
@@ -44,6 +46,7 @@ class LossTrace:
     metrics: list[str]
     new_buffers: list[Any]
     buffer_tree: Any
+    looked_up: tuple[Any, ...] = ()
 
     @property
     def calls(self) -> list[int]:
@@ -57,7 +60,7 @@ class LossTrace:
         array is a permutation, as in `tokens[:, 1:]`, and in a branch that only one stage takes it
         would wait for the other stages forever.
         """
-        return cut(self.jaxpr, outputs, known, self._of_batch)
+        return cut(self.jaxpr, outputs, {*known, *self.looked_up}, self._of_batch)
 
     @cached_property
     def _of_batch(self) -> frozenset[Any]:
@@ -83,12 +86,20 @@ class LossTrace:
         found = [i for i in self.changing if not own.issuperset(self.made_of(i)[1])]
         return {i: self.new_buffers[i] for i in found}
 
-    def known(self, rest: dict[Keys, Any], buffers: Sequence[Any], batch: Sequence[Any]) -> dict:
+    def known(
+        self,
+        rest: dict[Keys, Any],
+        buffers: Sequence[Any],
+        batch: Sequence[Any],
+        rows: Sequence[Any] = (),
+    ) -> dict:
         """The values of the inputs, without the parameters of blocks."""
         known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         known.update(zip(self.buffers, buffers, strict=True))
         known.update(zip(self.batch, batch, strict=True))
         known.update((self.params[keys], value) for keys, value in rest.items())
+        # Only the first stage knows them.
+        known.update(zip(self.looked_up, rows, strict=False))
         return known
 
 

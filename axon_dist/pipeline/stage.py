@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from ..core.typing import Array
+from ..program.piece import as_it_lies
 
 
 class Wire(NamedTuple):
@@ -34,10 +37,13 @@ class Data(NamedTuple):
     Args:
         buffers: leaves of the model's buffers before the microbatch.
         batch: leaves of the microbatch.
+        rows: what was looked up for it in tables that lie in parts over the ranks; only the first
+            stage knows it.
     """
 
     buffers: list[Any]
     batch: list[Any]
+    rows: Sequence[Any] = ()
 
 
 class Loss(NamedTuple):
@@ -100,3 +106,12 @@ class StageProgram:
     middle_uses: tuple[int, ...]
     last_uses: tuple[int, ...]
     learns: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+    def at(self, which: int, stage: Array, then: Callable, otherwise: Callable) -> Any:
+        """Runs `then` at one stage and `otherwise` at others; a branch where both can happen."""
+        if which not in self.stages:
+            return otherwise()
+        if self.stages == (which,):
+            return then()
+        laid = [lambda run=run: as_it_lies(run()) for run in (then, otherwise)]
+        return jax.lax.cond(stage == which, *laid)

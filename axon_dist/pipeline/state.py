@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
-from .stage import Loss, Wire
+from .stage import Loss, Rest, Wire
 
 
 class Sums(NamedTuple):
@@ -38,6 +39,8 @@ class State(NamedTuple):
         stash: what forwards keep.
         held: what input gradients leave for weight gradients.
         outputs: outputs of the last stage, where the vocabulary is an action of its own.
+        lookups: what was looked up for the first stage, where that is an action of its own.
+        scatters: the gradients of that.
         sums: `Sums`, what has been added up; None where an action only reads the buffers.
         learned: by number, what each buffer that stages change is before each microbatch and behind
             the last, as far as the stages of this rank have got; zeros where others change it.
@@ -48,6 +51,8 @@ class State(NamedTuple):
     stash: list[Array]
     held: list[Array]
     outputs: Wire
+    lookups: list[Array]
+    scatters: list[Array]
     sums: Any
     learned: dict[int, Array]
 
@@ -95,6 +100,30 @@ def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None)
     return jax.tree.map(write, buffers, values)
 
 
+def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
+    """The values of one rank, on all."""
+
+    def of(x: Array) -> Array:
+        # Flags have no sum.
+        value = x.astype(jnp.int32) if x.dtype == bool else x
+        return all_sum(jnp.where(is_source, value, jnp.zeros_like(value)), axis).astype(x.dtype)
+
+    return jax.tree.map(of, tree)
+
+
 def add(totals: Sequence[Array], values: Sequence[Array]) -> list[Array]:
     """Adds values to totals, in the dtype of the totals."""
     return [t + v.astype(t.dtype) for t, v in zip(totals, values, strict=True)]
+
+
+def add_trained(totals: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    """Adds the gradients of a row to its sums; None at the places of frozen leaves."""
+    return jax.tree.map(lambda total, grad: add([total], [grad])[0], list(totals), list(grads))
+
+
+def add_rest(sums: Sums, rest: Rest) -> Sums:
+    """Adds gradients of parameters outside the blocks."""
+    total = dict(sums.rest)
+    for i, grad in rest.items():
+        (total[i],) = add([total[i]], [grad])
+    return sums._replace(rest=total)

@@ -60,9 +60,9 @@ class SwitchStages:
             stages=(stage,),
             chunk=chunk,
             rows=[row for home in self._kept_at(stage) for row in self._rows_of(home)],
-            # Nothing enters the first stage: what stands before the first block is a part of its
-            # piece.
-            first=lambda rest, data: zeros(Wire(*map(list, self._packed))),
+            # Nothing enters the first stage but what is looked up in parts: what stands before the
+            # first block is a part of its piece.
+            first=self._first,
             middle=lambda weights, rest, data, _, wire: self._middle(
                 stage, weights, rest, data, wire
             ),
@@ -73,18 +73,28 @@ class SwitchStages:
             learns=dict.fromkeys(self._learned_at(stage), stage),
         )
 
+    def _first(self, rest: Rest, data: Data) -> Wire:
+        if not self.trace.looked_up:
+            return zeros(Wire(*map(list, self._packed)))
+        rows = dict(zip(self.trace.looked_up, data.rows, strict=True))
+        return self._pack(0, [rows[v] for v in self._crossing[0]])
+
     @property
     def _num_stages(self) -> int:
         return self.storage.stages.num_stages
 
     @cached_property
     def _levels(self) -> dict[Any, int]:
-        """The stage in which every value that depends on a block is made; S after the last."""
+        """The stage in which every value that depends on a block is made; S after the last.
+
+        What is looked up in parts is there ahead of the first, which makes what depends on it.
+        """
         last = self.trace.jaxpr.eqns[self.trace.calls[-1]]
         after = depends_on(self.trace.jaxpr, last.outvars) - set(last.outvars)
         # What depends on the last call's result is the loss's, behind the last stage.
-        found = levels_of(self.trace.jaxpr, self._homes)
-        return {v: self._num_stages if v in after else level for v, level in found.items()}
+        found = levels_of(self.trace.jaxpr, self._homes, self.trace.looked_up)
+        levels = {v: self._num_stages if v in after else level for v, level in found.items()}
+        return levels | dict.fromkeys(self.trace.looked_up, -1)
 
     @cached_property
     def _homes(self) -> dict[int, int]:
@@ -180,7 +190,7 @@ class SwitchStages:
 
     def _known(self, rest: Rest, data: Data) -> dict[Any, Any]:
         named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
-        return self.trace.known(named, data.buffers, data.batch)
+        return self.trace.known(named, *data)
 
     def _uses(self, piece: Piece) -> tuple[int, ...]:
         rest = enumerate(self.storage.rest)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..schedule import Action, Cell, Phase, Placed, Schedule, SlotPlan
+from ..core.typing import Array
+from ..schedule import TOGETHER, Action, Cell, Phase, Placed, Schedule, SlotPlan, Slots
+
+Tick: TypeAlias = dict[str, Array]
+"""A lane's entries for one rank in one tick."""
 
 NONE = -1
 """In a table of slots: nowhere."""
@@ -27,6 +32,8 @@ class Lane:
         stash: [D, T] the slot of what a forward keeps for its backward.
         held: [D, T] the slot of what an input gradient leaves for the weight gradient.
         outputs: [D, T] the slot of the last stage's output until its vocabulary action.
+        lookups: [D, T] the slot of what was looked up for the first stage.
+        scatters: [D, T] the slot of the gradient of that.
         hand_over: [D, T] the slot where the neighbouring stage on the same rank looks for the
             result.
     """
@@ -40,7 +47,14 @@ class Lane:
     stash: np.ndarray
     held: np.ndarray
     outputs: np.ndarray
+    lookups: np.ndarray
+    scatters: np.ndarray
     hand_over: np.ndarray
+
+    def columns(self, of: Callable[[np.ndarray], Any]) -> dict[str, Any]:
+        """Something of each of its tables, by name."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "phase"]
+        return {name: of(getattr(self, name)) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +87,9 @@ class Program:
     num_ticks: int
 
 
-def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Program:
+def program_of(
+    schedule: Schedule, slots: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
+) -> Program:
     """Turns a valid schedule into the tables that one scan over ticks reads.
 
     Args:
@@ -81,6 +97,7 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
         slots: where its values lie.
         stashes: whether forwards leave residuals in `slots.stash`; a stage's input is then needed
             only until its forward, and lies in `slots.activations`.
+        keeps_lookups: whether the first stage's backward reads what was looked up, too.
 
     Returns:
         The tables.
@@ -93,6 +110,7 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
             for lane, action in zip(_lanes_for(cell, phases), cell, strict=True):
                 placed = Placed(action, device, tick, lane)
                 _fill(lanes[lane], placed, schedule.num_stages - 1, slots, stashes)
+                _fill_lookups(lanes[lane], placed, slots, keeps_lookups)
                 _route(placed, lanes[lane], schedule, slots, stashes, arrivals)
     channels = [_channel(lane, sent, schedule) for (lane, _), sent in sorted(arrivals.items())]
     return Program(tuple(lanes), tuple(channels), schedule.num_ticks)
@@ -101,9 +119,9 @@ def program_of(schedule: Schedule, slots: SlotPlan, stashes: bool = False) -> Pr
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     """A short sequence of phases of which every cell is a subsequence.
 
-    The same on every process, and F, V, B, I, W where cells leave it open: a value is then written
-    by one lane and read by a later one. XLA updates such a buffer in place, and copies one that is
-    read before it is written.
+    The same on every process, and in the order of `Phase` where cells leave it open: a value is
+    then written by one lane and read by a later one. XLA updates such a buffer in place, and copies
+    one that is read before it is written.
 
     Example:
         >>> parse = lambda *texts: tuple(map(Action.parse, texts))
@@ -163,6 +181,19 @@ def _fill(lane: Lane, placed: Placed, last: int, slots: SlotPlan, stashes: bool)
     lane.outputs[at] = slots.outputs.slot.get(key, 0)
 
 
+def lookups_of(slots: SlotPlan, keeps: bool) -> Slots:
+    """The buffer in which the first stage finds what was looked up for it."""
+    return slots.kept_lookups if keeps else slots.lookups
+
+
+def _fill_lookups(lane: Lane, placed: Placed, slots: SlotPlan, keeps: bool) -> None:
+    # On whatever rank: they are about what enters the first stage.
+    key = 0, placed.action.microbatch
+    at = placed.device, placed.tick
+    lane.lookups[at] = lookups_of(slots, keeps).slot.get(key, 0)
+    lane.scatters[at] = slots.scatters.slot.get(key, 0)
+
+
 def _route(
     placed: Placed,
     lane: Lane,
@@ -189,7 +220,7 @@ def _route(
 
 
 def _receiver(action: Action, num_stages: int) -> Action | None:
-    if action.phase in (Phase.V, Phase.W):
+    if action.phase in (*TOGETHER, Phase.W):
         return None
     stage = action.stage + 1 if action.phase is Phase.F else action.stage - 1
     return action._replace(stage=stage) if 0 <= stage < num_stages else None

@@ -68,6 +68,10 @@ class UniformStages:
         before = [self._prologue, self._shared, *free]
         block_params = {self.trace.params[k] for k in self.trace.params if k not in self._rest}
         separate = all(made.isdisjoint(p.needs | p.made) for p in before)
+        # What is looked up in parts is there for the first stage alone.
+        looked_up = set(self.trace.looked_up)
+        behind = (*before[1:], self._epilogue)
+        separate = separate and all(looked_up.isdisjoint(p.needs) for p in behind)
         separate = separate and between.isdisjoint(self._epilogue.needs)
         owned = all(block_params.isdisjoint(p.needs) for p in (*before, self._epilogue))
         return separate and owned and self._weights is not None and self._learned is not None
@@ -189,7 +193,7 @@ class UniformStages:
 
     def _known(self, rest: Rest, data: Data) -> dict:
         named = {keys: rest[i] for keys, i in self._rest.items() if i in rest}
-        return self.trace.known(named, data.buffers, data.batch)
+        return self.trace.known(named, *data)
 
     def _wire(self, values: Sequence[Any]) -> Wire:
         pairs = list(zip(values, self._is_float, strict=True))

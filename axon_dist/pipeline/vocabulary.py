@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -12,8 +12,10 @@ from jax.extend.core import Literal
 from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, find
 from ..core.typing import Array
-from ..program import Rewriting, variables
+from ..program import Rewriting, depends_on, made_by, variables
+from ..program.lookups import Readers, readers_of
 from .layout import Keys
+from .lookups import Lookup, lookup_of
 from .loss_trace import LossTrace
 from .stage import StageProgram
 
@@ -22,19 +24,26 @@ _BY_TOKENS = {1: 1, 4: 0}
 """The operands of the loss that have a dim of tokens: the kernel and the bias, and which dim."""
 
 
-def parted_by_tokens(trace: LossTrace, axis: str, size: int) -> dict[Keys, int]:
+def parted_by_tokens(
+    trace: LossTrace, rest: Sequence[Keys], axis: str, size: int, embedding: bool = True
+) -> dict[Keys, int]:
     """The parameters that every rank shall have its part of the vocabulary of, and their dims.
 
     Args:
         trace: the jaxpr of the loss, blocks as calls.
+        rest: the keys of the parameters outside the blocks.
         axis: the mesh axis of the pipeline.
         size: its ranks.
+        embedding: whether tables that the loss looks tokens up in are among them, those with a row
+            for each token of the head; else these stay whole.
 
     Returns:
-        The dim of the tokens of the head's kernel, and of its bias where there is one, by keys.
+        The dim of the tokens of the head's kernel, of its bias where there is one, and of the
+        tables, by keys.
 
     Raises:
-        UnsupportedError: when the loss has no linear head, or something else reads its parameters.
+        UnsupportedError: when the loss has no linear head, or something else reads its parameters
+            or those of an embedding.
         DivisibilityError: when its tokens do not divide over the ranks.
     """
     losses = [e for e in trace.jaxpr.eqns if e.primitive.name == LINEAR_CROSS_ENTROPY]
@@ -47,49 +56,131 @@ def parted_by_tokens(trace: LossTrace, axis: str, size: int) -> dict[Keys, int]:
             f'logits="chunked"; {LEFT_OUT}'
         )
     (loss,) = losses
-    named = {variable: keys for keys, variable in trace.params.items()}
+    named = {trace.params[keys]: keys for keys in rest}
     found: dict[Keys, int] = {}
     for position, dim in _BY_TOKENS.items():
         if position >= len(loss.invars):
             continue
-        source, at = _source(trace.jaxpr, loss, loss.invars[position], dim)
-        if source not in named:
-            what = "kernel" if position == 1 else "bias"
+        way = _Way.to(trace.jaxpr, loss, loss.invars[position], dim)
+        what = "kernel" if position == 1 else "bias"
+        if way is None or way.source not in named:
             raise UnsupportedError(
                 f"split_vocabulary splits the head over {axis!r}, and its {what} is no parameter "
-                "that the loss alone reads, cast or transposed: a tied head is the embedding too, "
-                "which the first stage reads. Give the model a head of its own, such as a "
-                f"Transformer's tied_head=False; {LEFT_OUT}"
+                "outside the blocks that the loss reads, cast or transposed. Give the model a head "
+                f"of its own, such as a Transformer's tied_head=False; {LEFT_OUT}"
             )
-        count = source.aval.shape[at]
+        path = "/".join(map(str, named[way.source]))
+        reads = readings_of(trace, way.source)
+        if way.dim != 0:
+            # Its rows are no tokens.
+            rows = (each.equation for each in reads.rows)
+            reads = Readers((), (*reads.others, *rows), reads.forms)
+        if reads.rows and not embedding:
+            raise UnsupportedError(
+                f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is the "
+                "embedding too, which this table leaves whole: it has V, and no E and G. Give "
+                "split_vocabulary=True, which adds them, or give the model a head of its own, such "
+                "as a Transformer's tied_head=False"
+            )
+        if other := way.other_reader(trace.jaxpr, reads):
+            raise UnsupportedError(
+                f"split_vocabulary splits the head over {axis!r}, and its {what} {path!r} is read "
+                f"by {other}, too; only linear_cross_entropy may read it, cast or transposed, and "
+                "lookups by ids that follow from the batch, where it is the embedding as well. "
+                "Give the model a head of its own, such as a Transformer's tied_head=False; "
+                f"{LEFT_OUT}"
+            )
+        count = way.source.aval.shape[way.dim]
         if count % size:
-            path = "/".join(map(str, named[source]))
             raise DivisibilityError(
                 f"the head {path!r} has {count} tokens, and split_vocabulary splits them over the "
                 f"{size} ranks of {axis!r}; make them a multiple, such as "
                 f"{-(-count // size) * size}, {LEFT_OUT}"
             )
-        found[named[source]] = at
-    return found
+        found[named[way.source]] = way.dim
+    count = loss.invars[1].aval.shape[1]
+    tables = [keys for keys in rest if keys not in found and embedding]
+    return found | {keys: 0 for keys in tables if _is_embedding(trace, keys, count, axis)}
 
 
-def _source(jaxpr: Any, loss: Any, atom: Any, dim: int) -> tuple[Any, int]:
-    """The variable that an operand is a cast or transposed form of, read by nothing else."""
-    made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-    reader = loss
-    while not isinstance(atom, Literal):
-        readers = [e for e in jaxpr.eqns if atom in variables(e.invars)]
-        if readers != [reader] or atom in variables(jaxpr.outvars):
-            return None, dim
-        reader = made.get(atom)
-        if reader is None:
-            return atom, dim
-        if reader.primitive.name == "transpose":
-            dim = reader.params["permutation"][dim]
-        elif reader.primitive.name != "convert_element_type":
-            return None, dim
-        (atom,) = reader.invars
-    return None, dim
+def readings_of(trace: LossTrace, table: Any) -> Readers:
+    """What reads a parameter, by ids only where these are known ahead of parameters and blocks."""
+    found = readers_of(trace.jaxpr, table)
+    made = made_by(trace.jaxpr.eqns[call] for call in trace.calls)
+    learned = [trace.buffers[i] for i in trace.learned]
+    late = depends_on(trace.jaxpr, [*trace.params.values(), *made, *learned])
+    is_early = lambda rows: late.isdisjoint(variables(rows.operands))
+    others = (rows.equation for rows in found.rows if not is_early(rows))
+    return Readers(tuple(filter(is_early, found.rows)), (*found.others, *others), found.forms)
+
+
+def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
+    """Whether the loss looks up tokens in a parameter, of as many as the head has."""
+    variable = trace.params[keys]
+    if variable.aval.ndim != 2 or variable.aval.shape[0] != count:
+        return False
+    reads = readings_of(trace, variable)
+    if reads.rows and reads.others:
+        path = "/".join(map(str, keys))
+        raise UnsupportedError(
+            f"split_vocabulary splits the embedding {path!r} over {axis!r}, and it is read by "
+            f"{_name(reads.others[0])}, too; only lookups by ids that follow from the batch may "
+            f"read it, as those of an nnx.Embed do. Give what else reads it its own; {LEFT_OUT}"
+        )
+    return bool(reads.rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Way:
+    """How a parameter becomes an operand of the loss: cast or transposed, step by step.
+
+    Args:
+        source: the variable of the parameter.
+        dim: of the source, which becomes that of the tokens.
+        steps: each variable on the way and the equation that reads it, the last first.
+    """
+
+    source: Any
+    dim: int
+    steps: tuple[tuple[Any, Any], ...]
+
+    @classmethod
+    def to(cls, jaxpr: Any, loss: Any, atom: Any, dim: int) -> _Way | None:
+        """The way to an operand, or None where it is something else made of parameters."""
+        made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+        reader, steps = loss, []
+        while not isinstance(atom, Literal):
+            steps.append((atom, reader))
+            reader = made.get(atom)
+            if reader is None:
+                return cls(atom, dim, tuple(steps))
+            if reader.primitive.name == "transpose":
+                dim = reader.params["permutation"][dim]
+            elif reader.primitive.name != "convert_element_type":
+                return None
+            (atom,) = reader.invars
+        return None
+
+    def other_reader(self, jaxpr: Any, reads: Readers) -> str:
+        """The name of what else reads the parameter, or what becomes of it; "" where nothing does.
+
+        Args:
+            jaxpr: of the loss.
+            reads: what reads the parameter.
+        """
+        own = {id(reader) for _, reader in self.steps}
+        others = [each for each in reads.others if id(each) not in own]
+        for atom, _ in self.steps:
+            if atom in reads.forms:
+                continue
+            others += [e for e in jaxpr.eqns if atom in variables(e.invars) and id(e) not in own]
+            others += [None] if atom in variables(jaxpr.outvars) else []
+        return _name(others[0]) if others else ""
+
+
+def _name(equation: Any) -> str:
+    """What messages call a reader; None is the program itself, whose result it is."""
+    return "the results of the loss" if equation is None else repr(equation.primitive.name)
 
 
 def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
@@ -103,3 +194,17 @@ def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
     rewriting = Rewriting({LINEAR_CROSS_ENTROPY: of_all}, lambda equation: None)
     last = functools.wraps(program.last)(rewriting.of(program.last))
     return dataclasses.replace(program, last=last)
+
+
+def lookups_in(trace: LossTrace, tables: Mapping[int, Keys]) -> list[Lookup]:
+    """The lookups of a loss in parameters of which every rank has a part.
+
+    Args:
+        trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
+        tables: the keys of the parameters, by their numbers.
+    """
+    return [
+        lookup_of(trace, number, rows)
+        for number, keys in tables.items()
+        for rows in readings_of(trace, trace.params[keys]).rows
+    ]

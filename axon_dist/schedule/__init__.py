@@ -5,6 +5,7 @@ is plain Python: it imports the standard library and `core.errors`, no jax.
 Start reading in `table.py`, then `one_f_one_b.py` and `order.py`.
 """
 
+from .action import TOGETHER as TOGETHER
 from .action import Action as Action
 from .action import Cell as Cell
 from .action import Phase as Phase

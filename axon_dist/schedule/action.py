@@ -15,11 +15,13 @@ class Phase(StrEnum):
     """What an action computes for its stage and microbatch.
 
     `B` is the whole backward. `I` and `W` are its two halves, split as in zero-bubble pipelines
-    (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage. `V` is there where
-    the head is split over all ranks (Yeung et al., arXiv:2411.05288), who do it together; it is
-    named after the first stage of the rank.
+    (Qi et al., arXiv:2401.10241): only `I` is on the path to the previous stage. `E`, `V` and `G`
+    are there where embedding and head are split over all ranks (Yeung et al., arXiv:2411.05288),
+    who do them together; they are named after the first stage of the rank.
     """
 
+    E = "E"
+    """A rank's part of the embedding: its rows of what enters the first stage."""
     F = "F"
     """The forward pass."""
     V = "V"
@@ -30,9 +32,15 @@ class Phase(StrEnum):
     """The gradient of the stage's input alone."""
     W = "W"
     """The gradient of the stage's weights alone."""
+    G = "G"
+    """The gradient of a rank's part of the embedding."""
 
     # Enum hashes by member name through a Python call; tables are full of dictionary look-ups.
     __hash__ = str.__hash__
+
+
+TOGETHER = (Phase.E, Phase.V, Phase.G)
+"""What all devices do in one tick, each for its part of the vocabulary."""
 
 
 class Action(NamedTuple):
@@ -77,8 +85,9 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"got {text!r}, which is not an action. An action is a stage, one of F, V, B, I, "
-                "W, and a microbatch, such as 2F0; several in one tick are joined by '+'."
+                f"got {text!r}, which is not an action. An action is a stage, one of "
+                f"{', '.join(Phase)}, and a microbatch, such as 2F0; several in one tick are "
+                "joined by '+'."
             )
         stage, phase, microbatch = match.groups()
         return cls(int(stage), Phase(phase), int(microbatch))
@@ -87,7 +96,7 @@ class Action(NamedTuple):
 Cell = tuple[Action, ...]
 """What one device does in one tick, left to right; empty when it is idle."""
 
-_PATTERN = re.compile(r"([0-9]+)([FVBIW])([0-9]+)")
+_PATTERN = re.compile(r"([0-9]+)([EFVBIWG])([0-9]+)")
 
 
 _MOST_ACTIONS = 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError
@@ -10,11 +11,13 @@ from .simulate import Timeline
 from .table import Schedule
 
 MEANINGS = {
+    Phase.E: "embedding",
     Phase.F: "forward",
     Phase.V: "vocabulary",
     Phase.B: "backward",
     Phase.I: "input gradient",
     Phase.W: "weight gradient",
+    Phase.G: "gradient of the embedding",
 }
 
 
@@ -36,7 +39,7 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
             several actions share evenly.
 
     Returns:
-        The boxes of each device, from left to right.
+        The boxes of each device, from left to right; none of what takes no time.
     """
     if timeline is not None and not isinstance(timeline, Timeline):
         raise ScheduleError(
@@ -50,7 +53,11 @@ def boxes(schedule: Schedule, timeline: Timeline | None) -> tuple[tuple[Box, ...
     }
     if timeline is not None:
         return tuple(
-            tuple(Box(*span, action, chunk_of[action.stage]) for action, span in row)
+            tuple(
+                Box(*span, action, chunk_of[action.stage])
+                for action, span in row
+                if span[1] > span[0]
+            )
             for row in timeline.spans
         )
     return tuple(
@@ -73,9 +80,9 @@ def label(schedule: Schedule, action: Action) -> str:
     return str(action) if schedule.chunks > 1 else f"{action.phase}{action.microbatch}"
 
 
-def phases(schedule: Schedule) -> list[Phase]:
-    """The phases that a schedule uses, in the order of `Phase`."""
-    used = {placed.action.phase for placed in schedule.placed()}
+def phases(rows: Sequence[Sequence[Box]]) -> list[Phase]:
+    """The phases that boxes are of, in the order of `Phase`."""
+    used = {box.action.phase for row in rows for box in row}
     return [phase for phase in Phase if phase in used]
 
 

@@ -14,11 +14,13 @@ from .table import Schedule
 
 # ANSI 256-colour backgrounds: two shades each, for even and odd chunks.
 _BACKGROUND = {
+    Phase.E: (217, 211),
     Phase.F: (117, 75),
     Phase.V: (183, 141),
     Phase.B: (120, 77),
     Phase.I: (158, 79),
     Phase.W: (222, 214),
+    Phase.G: (181, 174),
 }
 _Column = tuple[str, str]  # a letter and its ANSI style
 _BLANK: _Column = (" ", "")
@@ -37,7 +39,7 @@ def draw(
         schedule: one action per rank and tick.
         timeline: its simulation, to draw time to scale; None draws the ticks of the table.
         color: uses ANSI colours: forward blue, vocabulary violet, backward green, input gradient
-            mint, weight gradient orange; odd chunks are darker.
+            mint, weight gradient orange, embedding and its gradient pink; odd chunks are darker.
         width: columns of the terminal, at least 40; longer rows continue below. None does not wrap.
 
     Returns:
@@ -74,7 +76,7 @@ def draw(
             text.append(name.ljust(margin) + _text(line[first : first + step], color))
     legend = (
         _text([(letter, _style(phase, 0)) for letter in f"{phase} {MEANINGS[phase]}"], color)
-        for phase in phases(schedule)
+        for phase in phases(rows)
     )
     return "\n".join([*text, "   ".join(legend)])
 

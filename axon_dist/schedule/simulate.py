@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ..core.errors import ScheduleError
-from .action import Action, Phase
+from .action import TOGETHER, Action, Phase
 from .memory import STASH_ENDS, peak_live
 from .order import earliest_starts
 from .table import Schedule
@@ -38,6 +38,8 @@ class Costs:
         v: one rank's part of a split vocabulary, forward and backward, whatever its chunks.
         transfer: from the end of an action until another device can use its result.
         stage_weights: relative cost of each stage, 1 being an equal share; empty if all are equal.
+        e: one rank's part of looking a microbatch up in a split embedding, and of adding its
+            gradients: next to nothing beside products, but for the transfers.
 
     Raises:
         ScheduleError: a time or a weight that is negative or not finite, a forward that takes no
@@ -55,9 +57,10 @@ class Costs:
     v: float = 1.0
     transfer: float = 0.0
     stage_weights: tuple[float, ...] = ()
+    e: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("f", "i", "w", "b", "v", "transfer"):
+        for name in ("f", "i", "w", "b", "v", "e", "transfer"):
             value: Any = getattr(self, name)
             if name == "b" and self.b is None:
                 continue
@@ -90,6 +93,8 @@ class Costs:
         """The time of a phase over all layers of a device."""
         if phase is Phase.B:
             return self.i + self.w if self.b is None else self.b
+        if phase in (Phase.E, Phase.G):
+            return self.e
         return {Phase.F: self.f, Phase.V: self.v, Phase.I: self.i, Phase.W: self.w}[phase]
 
 
@@ -206,7 +211,7 @@ def times_of(schedule: Schedule, costs: Costs) -> _Times:
             f"got {len(weights)} stage_weights for the {schedule.num_stages} stages of "
             f"{schedule.name!r}. Give one weight per stage through the whole model, or none."
         )
-    share = lambda phase, weight: 1.0 if phase is Phase.V else weight / schedule.chunks
+    share = lambda phase, weight: 1.0 if phase in TOGETHER else weight / schedule.chunks
     return {
         (stage, phase): costs.of(phase) * share(phase, weight)
         for stage, weight in enumerate(weights)
@@ -228,7 +233,7 @@ def _walk_freely(schedule: Schedule, times: _Times, transfer: float) -> _Walk:
 
 def _walk_ticks(schedule: Schedule, times: _Times, transfer: float) -> _Walk:
     sending = {sent.tick for sent in transfers(schedule)}
-    sending |= {done.tick for done in schedule.placed() if done.action.phase is Phase.V}
+    sending |= {done.tick for done in schedule.placed() if done.action.phase in TOGETHER}
     rows: list[list[tuple[Action, Span]]] = [[] for _ in schedule.rows]
     clock = 0.0
     for tick in range(schedule.num_ticks):

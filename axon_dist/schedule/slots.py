@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from .action import Action, Phase
+from .action import TOGETHER, Action, Phase
 from .dependency import dependencies
 from .table import Placed, Schedule
 
@@ -51,6 +51,10 @@ class SlotPlan:
             own and has none, unless the `V` leave it one.
         held: what a split backward passes from `I` to `W`.
         outputs: the last stage's output from its `F` to the `V`; without `V` there are none.
+        lookups: what is looked up for the first stage, from the `E` to its `F`; without `E` there
+            is none.
+        kept_lookups: the same to the first stage's `B` or `I`, where that reads it again.
+        scatters: the gradient of what was looked up, from that `B` or `I` to the `G`.
     """
 
     inputs: Slots
@@ -59,6 +63,9 @@ class SlotPlan:
     gradients: Slots
     held: Slots
     outputs: Slots
+    lookups: Slots
+    kept_lookups: Slots
+    scatters: Slots
 
 
 class _Life(NamedTuple):
@@ -99,13 +106,16 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
 def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
     """The lives that an action tells of: of what it reads, and of what it leaves for later."""
     action, where = user.action, schedule.where
-    if action.phase in (Phase.V, Phase.W):
+    if action.phase in (*TOGETHER, Phase.W):
         return
     stage, now = action.stage, _moment(user)
-    made = _received(dependencies(action, schedule.num_stages, where)[-1:], user, where)
+    # What enters the first stage it makes itself.
+    sources = dependencies(action, schedule.num_stages, where)[-1:] if _is_sent(action) else []
+    made = _received(sources, user, where)
     is_last = stage + 1 == schedule.num_stages
     home = schedule.stages_of(user.device)[0] if is_last else stage
     part = where.get(Action(home, Phase.V, action.microbatch))
+    found = where.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 
     def life(start: Moment, end: Moment) -> _Life:
         return _Life(start, end, user.device, (stage, action.microbatch))
@@ -118,13 +128,24 @@ def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
             yield "activations", life(made, now)
         if is_last and part is not None:
             yield "outputs", life(now, _moment(part))
+        if found is not None:
+            back = where.get(action._replace(phase=Phase.I), end)
+            yield "lookups", life(_moment(found), now)
+            yield "kept_lookups", life(_moment(found), _moment(back))
         return
+    if found is not None:
+        yield "scatters", life(now, _moment(where[action._replace(phase=Phase.G)]))
     if not is_last:
         yield "gradients", life(made, now)
     elif part is not None:
         yield "gradients", life(_moment(part), now)
     if action.phase is Phase.I:
         yield "held", life(now, _moment(where[action._replace(phase=Phase.W)]))
+
+
+def _is_sent(action: Action) -> bool:
+    """Whether what it reads comes from another stage."""
+    return action.phase is not Phase.F or action.stage > 0
 
 
 def _moment(placed: Placed) -> Moment:

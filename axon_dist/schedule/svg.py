@@ -11,11 +11,13 @@ from .simulate import Timeline
 from .table import Schedule
 
 _FILL = {
+    Phase.E: ("#f5bdd0", "#e58aa9"),
     Phase.F: ("#9cc3f5", "#5e97e0"),
     Phase.V: ("#d3b5f0", "#b48ae0"),
     Phase.B: ("#a5dda0", "#5fb766"),
     Phase.I: ("#a8e3d9", "#55bcab"),
     Phase.W: ("#f7d08a", "#e5a83c"),
+    Phase.G: ("#e0b0b0", "#c98484"),
 }
 _LEFT, _TOP, _ROW, _PAD = 78, 62, 30, 12
 _LETTER = 7.2  # pixels of one letter at the size of the labels
@@ -51,7 +53,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
         f'width="{width:.0f}" height="{bottom + 30}" font-family="monospace" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{_PAD}" y="20" font-size="14" font-weight="bold">{escape(heading)}</text>',
-        *_legend(schedule),
+        *_legend(schedule, rows),
         *_lanes(schedule.num_devices, scale * end),
         f'<text x="{_PAD}" y="{bottom + 18}" fill="#555">{"time" if timeline else "tick"}</text>',
         *_axis(end, scale, bottom),
@@ -61,9 +63,9 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _legend(schedule: Schedule) -> Iterator[str]:
+def _legend(schedule: Schedule, rows: Sequence[Sequence[Box]]) -> Iterator[str]:
     x = _LEFT
-    for phase in phases(schedule):
+    for phase in phases(rows):
         text = f"{phase} {MEANINGS[phase]}"
         yield f'<rect x="{x}" y="32" width="14" height="14" fill="{_FILL[phase][0]}"/>'
         yield f'<text x="{x + 19}" y="43">{text}</text>'

@@ -162,6 +162,11 @@ class Schedule:
         """Whether head and loss are actions of their own, `V`, of all devices."""
         return any(placed.action.phase is Phase.V for placed in self.placed())
 
+    @cached_property
+    def splits_embedding(self) -> bool:
+        """Whether looking microbatches up is an action of its own, `E`, of all devices."""
+        return any(placed.action.phase is Phase.E for placed in self.placed())
+
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages that a device holds, in the order of the model."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from .action import Phase
+from .action import TOGETHER, Phase
 from .table import Placed, Schedule
 
 
@@ -38,7 +38,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
 
     A forward of stage `k` sends its output to stage `k + 1`; a backward (`B` or `I`) sends the
     gradient of its input to stage `k - 1`. Neighbouring stages on one device send nothing. What
-    devices exchange within a `V` that they do together is not listed.
+    devices exchange within an `E`, `V` or `G` that they do together is not listed.
 
     Args:
         schedule: a valid table.
@@ -57,7 +57,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
 
 def _sent(placed: Placed, placement: tuple[int, ...]) -> Transfer | None:
     stage, phase, microbatch = placed.action
-    if phase in (Phase.V, Phase.W):
+    if phase in (*TOGETHER, Phase.W):
         return None
     payload = Payload.ACTIVATION if phase is Phase.F else Payload.GRADIENT
     receiver = stage + 1 if phase is Phase.F else stage - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.errors import ScheduleError
-from .action import Action, Phase
+from .action import TOGETHER, Action, Phase
 from .dependency import dependencies
 from .grid import render_grid
 from .memory import STASH_ENDS
@@ -17,7 +17,7 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
     """Raises unless a table is a complete, executable pipeline step.
 
     It holds that every stage does every microbatch's `F` once, and its `B`, or `I` and `W`, once;
-    that all devices do its `V` together, or none does;
+    that all devices do its `V` together, and its `E` and `G`, or none does;
     that every action stands on its stage's device; and that everything an action needs is there:
     made by an earlier action of the device, or by another device in an earlier tick.
 
@@ -90,7 +90,7 @@ def _check_complete(schedule: Schedule) -> None:
     where = schedule.where
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            phases = (phase for phase in Phase if phase is not Phase.V)
+            phases = (phase for phase in Phase if phase not in TOGETHER)
             f, b, i, w = (Action(stage, phase, microbatch) for phase in phases)
             missing = _missing({a for a in (f, b, i, w) if a in where}, f, b, i, w)
             if missing:
@@ -119,49 +119,61 @@ def _missing(present: set[Action], f: Action, b: Action, i: Action, w: Action) -
 
 def _check_vocabulary(schedule: Schedule) -> None:
     """What all devices do together they do in one tick, and in one place of it."""
-    if not schedule.splits_vocabulary:
+    used = [phase for phase in TOGETHER if any(a.phase is phase for a in schedule.where)]
+    if not used:
         return
-    where, stages = schedule.where, [schedule.stages_of(d) for d in range(schedule.num_devices)]
+    if used not in ([Phase.V], list(TOGETHER)):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {' and '.join(used)}, and what is split by the "
+            "vocabulary is the head, V, or head and embedding, E, V and G. Add what is missing, as "
+            "with_vocabulary does to a table without any."
+        )
+    stages = [schedule.stages_of(device) for device in range(schedule.num_devices)]
     if not all(stages):
         raise _fail(
             schedule,
-            f"device {stages.index(())} has no stage, and V is of all devices. Leave the V out, or "
-            "place a stage on every device.",
+            f"device {stages.index(())} has no stage, and {used[0]} is of all devices. Leave the "
+            f"{used[0]} out, or place a stage on every device.",
         )
-    for microbatch in range(schedule.num_microbatches):
-        wanted = {Action(own[0], Phase.V, microbatch) for own in stages}
-        found = {a for a in where if a.phase is Phase.V and a.microbatch == microbatch}
-        parts = sorted((where[action] for action in found), key=lambda part: part.device)
-        if found != wanted:
-            raise _fail(
-                schedule,
-                f"microbatch {microbatch} has {_names(found)}, and V is of all devices, each named "
-                f"after its first stage. It needs {_names(wanted)}.",
-                *parts,
-            )
-        if len({part.tick for part in parts}) != 1:
-            raise _fail(
-                schedule,
-                f"the V of microbatch {microbatch} stand in the ticks "
-                f"{sorted({part.tick for part in parts})}. The devices wait for each other in it: "
-                "put them in one tick.",
-                *parts,
-            )
+    for phase in used:
+        for microbatch in range(schedule.num_microbatches):
+            _check_together(schedule, {Action(own[0], phase, microbatch) for own in stages})
     order = list(Phase)
+    # Of what all do together each device takes the microbatches alike, too.
+    place = lambda a: (order.index(a.phase), a.microbatch if a.phase in TOGETHER else 0)
     for device, row in enumerate(schedule.rows):
         for tick, cell in enumerate(row):
-            if list(cell) != sorted(cell, key=lambda action: order.index(action.phase)):
+            if list(cell) != sorted(cell, key=place):
                 raise _fail(
                     schedule,
                     f"device {device} does {'+'.join(map(str, cell))} in tick {tick}. In a table "
-                    "with V the actions of a cell stand in the order F, V, B, I, W, so that all "
-                    "devices come to it at once.",
+                    f"with {used[0]} the actions of a cell stand in the order {', '.join(order)}, "
+                    "so that all devices come to it at once.",
                     Placed(cell[0], device, tick, 0),
                 )
 
 
-def _names(actions: set[Action]) -> str:
-    return ", ".join(map(str, sorted(actions))) or "no V"
+def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
+    """One microbatch's actions of one phase, one on each device."""
+    _, phase, microbatch = next(iter(wanted))
+    found = {action for action in schedule.where if action[1:] == (phase, microbatch)}
+    parts = sorted((schedule.where[action] for action in found), key=lambda part: part.device)
+    if found != wanted:
+        names = lambda actions: ", ".join(map(str, sorted(actions))) or f"no {phase}"
+        raise _fail(
+            schedule,
+            f"microbatch {microbatch} has {names(found)}, and {phase} is of all devices, each "
+            f"named after its first stage. It needs {names(wanted)}.",
+            *parts,
+        )
+    ticks = sorted({part.tick for part in parts})
+    if len(ticks) != 1:
+        raise _fail(
+            schedule,
+            f"the {phase} of microbatch {microbatch} stand in the ticks {ticks}. The devices wait "
+            "for each other in it: put them in one tick.",
+            *parts,
+        )
 
 
 def _check_placement(schedule: Schedule) -> None:

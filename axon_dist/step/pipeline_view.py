@@ -29,6 +29,7 @@ from ..pipeline import (
     buffers_over_time,
     buffers_together,
     check_order,
+    lookups_in,
     mean_weight,
     parted_by_tokens,
     with_joined_rows,
@@ -206,8 +207,10 @@ class StagedPlan:
         # Not yet spelled for its mesh, which outside the manual region would be for all of it.
         trace = self.trace(buffers, batch, lambda forward: forward)
         axis = self.pipeline.axis
-        dims = parted_by_tokens(trace, axis, self.mesh.shape[axis])
-        return {i: dims[keys] for i, keys in enumerate(self.rows.rest) if keys in dims}
+        embedding = self.pipeline.schedule.splits_embedding
+        rest, size = self.rows.rest, self.mesh.shape[axis]
+        dims = parted_by_tokens(trace, rest, axis, size, embedding)
+        return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
     def given_rest(self, parted: Parted) -> Any:
         """Where the rest lies when it enters the manual region."""
@@ -257,6 +260,9 @@ class StagedPlan:
             drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
         drawing = self.stacks.buffers_apart(drawing)
         trace = self.trace(drawing, batch)
+        lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
+        looked_up = tuple(each.rows.result for each in lookups)
+        trace = dataclasses.replace(trace, looked_up=looked_up)
         programs, count = self.programs(trace), self.pipeline.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         check_order(trace, drawing, self.pipeline.schedule, learned)
@@ -281,6 +287,7 @@ class StagedPlan:
             frozen_rest=frozen[1],
             learned={i: first[i] for i in learned},
             parted=parted,
+            lookups=lookups,
         ).run()
         after = [sums.learned.get(i, x) for i, x in enumerate(jax.tree.leaves(changed))]
         changed = jax.tree.unflatten(jax.tree.structure(changed), after)

@@ -19,7 +19,7 @@ from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.schedule import Phase, peak_live
 
 ROWS, TOKENS, WIDTH, FFN, VOCABULARY = 2, 8, 16, 32, 48
-LANE = re.compile(r"/body/\w+/([FVBIW])/cond$")
+LANE = re.compile(r"/body/\w+/([EFVBIWG])/cond$")
 
 
 def make(num_layers, logits="whole"):
@@ -122,6 +122,8 @@ def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
     idle, part = branches["V"]
     # Logits, and the gradients by the hidden state and by the kernel: three products.
     head = 3 * 2 * (ROWS * TOKENS) * WIDTH * VOCABULARY
+    # Lookups, and the gradients of tables by them, are no products.
+    assert [branch.high for lane in "EG" for branch in branches[lane]] == [0] * 4
     assert (idle.high, part.low, part.high) == (0, head // 4, head // 4)
     stage = branches["B"][1]
     # Where no backward pass needs its stage's output for the loss, none makes the last product of
@@ -132,17 +134,21 @@ def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
 
 
 @pytest.mark.parametrize(
-    ("name", "backward"),
+    ("name", "backward", "split"),
     [
-        ("1f1b", "recompute"),
-        ("zero_bubble_h1", "recompute"),
-        pytest.param("1f1b", "residuals", marks=pytest.mark.full),
+        ("1f1b", "recompute", False),
+        ("1f1b", "recompute", True),
+        ("zero_bubble_h1", "recompute", False),
+        pytest.param("1f1b", "residuals", False, marks=pytest.mark.full),
+        pytest.param("1f1b", "residuals", True, marks=pytest.mark.full),
+        pytest.param("zero_bubble_h1", "recompute", True, marks=pytest.mark.full),
     ],
 )
-def test_sums_of_head_and_embedding_are_never_copied(name, backward):
+def test_sums_of_head_and_embedding_are_never_copied(name, backward, split):
     # Every branch of a tick hands them through, and the stages between the ends only do that.
-    module = as_module(build(name, 4, 8, backward)[1])
-    sums = {(VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
+    module = as_module(build(name, 4, 8, backward, split)[1])
+    tokens = VOCABULARY // 4 if split else VOCABULARY
+    sums = {(tokens, WIDTH), (WIDTH, tokens)}
     carried = [
         shape.dims
         for visit in visits(module)

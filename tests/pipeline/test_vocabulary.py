@@ -1,9 +1,10 @@
-"""A head that lies over the ranks by the vocabulary: where it lies, and when it is refused."""
+"""Embedding and head over the ranks by the vocabulary: where they lie, when they are refused."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -13,6 +14,10 @@ from axon_dist.core.errors import ConfigError, DivisibilityError, UnsupportedErr
 from axon_dist.hlo import as_module
 from axon_dist.hlo.walk import visits
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.pipeline.stage import Data, Wire
+from axon_dist.pipeline.start import Start, reads_rows
+from axon_dist.pipeline.tables import lookups_of
+from axon_dist.schedule import Schedule, assign_slots, one_f_one_b, peak_live, with_vocabulary
 
 SIZE, COUNT, WIDTH, TOKENS, POSITIONS = 4, 4, 32, 96, 16
 
@@ -25,9 +30,11 @@ def model(**changes):
     return Transformer(config, rngs=nnx.Rngs(0))
 
 
-def compiled(make=model, loss_fn=next_token_loss, split=True):
-    strategy = pipelined(SIZE, COUNT, "1f1b", split_vocabulary=split)
-    world = World.emulate(SIZE, f"pp={SIZE}")
+def compiled(make=model, loss_fn=next_token_loss, split=True, strategy=None):
+    strategy = strategy or pipelined(SIZE, COUNT, "1f1b", split_vocabulary=split)
+    assert strategy.pipeline is not None
+    size = strategy.pipeline.schedule.num_devices
+    world = World.emulate(size, f"pp={size}")
     step = build_train_step(make, optax.sgd(0.1), loss_fn, strategy, world)
     return step.lower({"tokens": jax.ShapeDtypeStruct((2 * COUNT, 9), jnp.int32)}).compile()
 
@@ -42,17 +49,29 @@ def shapes(program):
     ]
 
 
-def test_no_rank_has_the_head_its_sums_or_its_logits_whole():
-    split, whole = shapes(compiled()), shapes(compiled(split=False))
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_no_rank_has_anything_of_the_vocabulary_whole(tied):
+    make = functools.partial(model, tied_head=tied)
+    split, whole = set(shapes(compiled(make))), set(shapes(compiled(make, split=False)))
     per_rank = TOKENS // SIZE
-    of_head = lambda found, count: [d for d in found if d in ((WIDTH, count), (count, WIDTH))]
-    # The embedding, [V, D], is whole on every rank; the head, [D, V], is not.
-    assert (WIDTH, TOKENS) in whole
-    assert (WIDTH, TOKENS) not in split
-    assert of_head(split, per_rank)
-    assert (POSITIONS, TOKENS) in whole
-    assert (POSITIONS, TOKENS) not in split
-    assert (POSITIONS, per_rank) in split
+    # Tables, their casts, and the sums of their gradients; and logits.
+    assert {(TOKENS, WIDTH), (POSITIONS, TOKENS)} <= whole
+    assert {(per_rank, WIDTH), (POSITIONS, per_rank)} <= split
+    assert not [dims for dims in split if TOKENS in dims]
+
+
+def test_each_rank_keeps_its_part_of_tables_and_moments():
+    strategy = pipelined(SIZE, COUNT, split_vocabulary=True)
+    world = World.emulate(SIZE, f"pp={SIZE}")
+    make = functools.partial(model, tied_head=True)
+    state = build_train_step(make, optax.adam(0.1), next_token_loss, strategy, world).init()
+    tables = [x for x in jax.tree.leaves(state) if x.shape == (TOKENS, WIDTH)]
+    # The parameter, and two moments.
+    assert len(tables) == 3
+    for table in tables:
+        held = {shard.device: shard.data for shard in table.addressable_shards}
+        assert len(held) == SIZE
+        assert {data.nbytes for data in held.values()} == {TOKENS * WIDTH * 4 // SIZE}
 
 
 class Twice(nnx.Module):
@@ -69,12 +88,22 @@ class Twice(nnx.Module):
         return x
 
 
-def with_bias(model, batch, beside=0.0):
+def with_bias(model, batch, beside=0.0, scale=1.0):
     head, tokens = model.head, batch["tokens"]
-    loss = linear_cross_entropy(
-        model.hidden(tokens), head.kernel[...], tokens[:, 1:], bias=head.bias[...]
-    )
+    kernel = head.kernel[...] if scale == 1 else head.kernel[...] * scale
+    loss = linear_cross_entropy(model.hidden(tokens), kernel, tokens[:, 1:], bias=head.bias[...])
     return loss.mean + beside * jnp.sum(head.kernel[...] ** 2) if beside else loss
+
+
+def beside_table(model, batch):
+    """A penalty on the embedding."""
+    return next_token_loss(model, batch).mean + jnp.sum(model.token_embedding.embedding[...])
+
+
+def guided(model, batch):
+    """Ids that follow from a parameter."""
+    found = jnp.argmax(model.final_norm.scale[...]) + batch["tokens"]
+    return next_token_loss(model, batch).mean + jnp.mean(model.token_embedding(found))
 
 
 def test_a_bias_is_split_with_its_kernel():
@@ -94,16 +123,34 @@ def test_a_bias_is_split_with_its_kernel():
             "calls linear_cross_entropy 0 times",
         ),
         (
-            functools.partial(model, tied_head=True),
-            next_token_loss,
-            UnsupportedError,
-            "its kernel is no parameter that the loss alone reads",
-        ),
-        (
             lambda: Twice(nnx.Rngs(0)),
             functools.partial(with_bias, beside=0.1),
             UnsupportedError,
-            "its kernel is no parameter that the loss alone reads",
+            "its kernel 'head/kernel' is read by 'integer_pow', too; only linear_cross_entropy",
+        ),
+        (
+            lambda: Twice(nnx.Rngs(0)),
+            functools.partial(with_bias, scale=2.0),
+            UnsupportedError,
+            "its kernel is no parameter outside the blocks that the loss reads, cast or transposed",
+        ),
+        (
+            functools.partial(model, tied_head=True),
+            beside_table,
+            UnsupportedError,
+            "its kernel 'token_embedding/embedding' is read by 'reduce_sum', too",
+        ),
+        (
+            model,
+            beside_table,
+            UnsupportedError,
+            "splits the embedding 'token_embedding/embedding' over 'pp', and it is read by 'reduce",
+        ),
+        (
+            functools.partial(model, tied_head=True),
+            guided,
+            UnsupportedError,
+            "its kernel 'token_embedding/embedding' is read by 'jit', too",
         ),
         (
             functools.partial(model, vocab_size=50),
@@ -133,3 +180,52 @@ def test_a_table_with_it_needs_no_option():
     split = table(split_vocabulary=True)
     assert split.splits_vocabulary
     assert table(split) == table(split, split_vocabulary=True) == split
+
+
+V_ALONE = "0F0,,0V0,,0B0\n,1F0,1V0,1B0,"
+
+
+def test_a_table_with_v_alone_has_no_part_of_a_tied_embedding():
+    table, tied = Schedule.from_csv(V_ALONE), functools.partial(model, tied_head=True)
+    with pytest.raises(UnsupportedError, match=r"is the embedding too, .* V, and no E and G"):
+        compiled(tied, strategy=pipelined(2, 1, table))
+    # The option asks for both.
+    plan = pipelined(2, 1, table, split_vocabulary=True).pipeline
+    assert plan is not None
+    assert plan.schedule.splits_embedding
+
+
+@pytest.mark.full
+def test_a_table_with_v_alone_leaves_an_embedding_whole():
+    found = shapes(compiled(strategy=pipelined(2, 1, Schedule.from_csv(V_ALONE))))
+    assert (TOKENS, WIDTH) in found
+    assert (WIDTH, TOKENS) not in found
+
+
+def loss_of(tokens, split):
+    world = World.emulate(2, "pp=2")
+    strategy = pipelined(2, 2, split_vocabulary=split)
+    make = functools.partial(model, tied_head=True)
+    step = build_train_step(make, optax.sgd(0.1), next_token_loss, strategy, world)
+    return float(step(step.init(), {"tokens": tokens})[1]["loss"])
+
+
+@pytest.mark.full
+def test_ids_that_the_table_has_no_row_for_are_what_they_are_on_one_device():
+    tokens = np.arange(36, dtype=np.int32).reshape(4, 9)
+    for odd in (-1, TOKENS):
+        tokens[1, 3] = odd
+        losses = [loss_of(tokens, split) for split in (True, False)]
+        assert np.isnan(losses[0]) == np.isnan(losses[1]) == (odd == TOKENS)
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_was_looked_up_is_kept_only_where_the_way_back_reads_it(norm):
+    row = lambda data: data.rows[0] * (data.rows[0] if norm else 3.0)
+    start = Start(lambda rest, data: Wire([row(data)], []), {}, {}, Data([], []))
+    assert reads_rows(start, [jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm
+    table = with_vocabulary(one_f_one_b(2, 8))
+    # One for the forward pass that is next, and those in flight.
+    kept = peak_live(table)[0] if norm else 1
+    assert lookups_of(assign_slots(table), norm).num_slots == kept + 1

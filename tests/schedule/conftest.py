@@ -4,6 +4,7 @@ It passes tokens between devices as the definition of a table says, tick by tick
 plain on purpose. `random_table` builds tables with it, `executes` judges tables.
 """
 
+import itertools
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from axon_dist.schedule import Action, Phase, Schedule
 class Machine:
     """Devices with a memory of tokens; `run` does one action or says that it cannot."""
 
-    def __init__(self, placement, splits=False):
+    def __init__(self, placement, splits=""):
         self.placement, self.splits = placement, splits
         self.memory = {device: set() for device in placement}
         self.sent = []  # (device, token), delivered by end_of_tick
@@ -24,16 +25,26 @@ class Machine:
         have = self.memory.get(device, set())
         if self.placement[stage] != device:
             return False
+        if phase == "E":
+            return ("ran E", m) not in have
         if phase == "F":
-            return (stage == 0 or ("x", stage, m) in have) and ("ran F", stage, m) not in have
+            x = ("x", stage, m) in have if stage else self._all("rows", device, m, "E")
+            return x and ("ran F", stage, m) not in have
+        if phase == "G":
+            return ("dx", m) in have and ("ran G", m) not in have
         if phase == "W":
             return ("cross", stage, m) in have
         if phase == "V":
             return ("y", m) in have and ("ran V", m) not in have
         last = stage + 1 == len(self.placement)
-        if last and self.splits and not all(("part", d, m) in have for d in self.memory):
+        if last and not self._all("part", device, m, "V"):
             return False
         return ("saved", stage, m) in have and (last or ("dy", stage, m) in have)
+
+    def _all(self, what, device, m, phase):
+        """Whether a device has got what every device makes in a phase, where there is such."""
+        parts = ((what, each, m) for each in self.memory)
+        return phase not in self.splits or all(part in self.memory[device] for part in parts)
 
     def run(self, device, action):
         stage, phase, m = action
@@ -44,9 +55,12 @@ class Machine:
             if stage + 1 == len(self.placement):
                 have.add(("y", m))
                 self.sent += [(other, ("y", m)) for other in self.memory]
-        elif phase == "V":
-            have.add(("ran V", m))
-            self._send(device, len(self.placement) - 1, ("part", device, m))
+        elif phase in ("E", "V"):
+            have.add((f"ran {phase}", m))
+            what, to = ("rows", 0) if phase == "E" else ("part", len(self.placement) - 1)
+            self._send(device, to, (what, device, m))
+        elif phase == "G":
+            have.add(("ran G", m))
         elif phase == "W":
             have.remove(("cross", stage, m))
             have.add(("done", stage, m))
@@ -54,6 +68,9 @@ class Machine:
             have.remove(("saved", stage, m))
             have.add(("cross" if phase == "I" else "done", stage, m))
             self._send(device, stage - 1, ("dy", stage - 1, m))
+            if stage == 0:
+                have.add(("dx", m))
+                self.sent += [(other, ("dx", m)) for other in self.memory]
 
     def _send(self, device, stage, token):
         if 0 <= stage < len(self.placement):
@@ -76,25 +93,28 @@ class Machine:
         )
 
 
-def _is_together(schedule):
-    """Whether the devices come to every `V` in one tick, by their first stages, in one place."""
-    for m in range(schedule.num_microbatches):
+def _is_together(schedule, splits):
+    """Whether devices do what they do together in one tick, by first stages, in one place."""
+    if splits not in ("V", "EVG"):
+        return False
+    for phase, m in itertools.product(splits, range(schedule.num_microbatches)):
         ticks = []
         for device, row in enumerate(schedule.rows):
             own = [stage for stage, home in enumerate(schedule.placement) if home == device][:1]
-            found = [(t, a.stage) for t, c in enumerate(row) for a in c if a[1:] == ("V", m)]
+            found = [(t, a.stage) for t, c in enumerate(row) for a in c if a[1:] == (phase, m)]
             if [stage for _, stage in found] != own or not own:
                 return False
             ticks += [tick for tick, _ in found]
         if len(set(ticks)) != 1:
             return False
-    texts = ["".join(action.phase for action in cell) for row in schedule.rows for cell in row]
-    return all(list(text) == sorted(text, key="FVBIW".index) for text in texts)
+    place = lambda a: ("EFVBIWG".index(a.phase), a.microbatch * (a.phase in splits))
+    return all(list(cell) == sorted(cell, key=place) for row in schedule.rows for cell in row)
 
 
 def _executes(schedule):
-    splits = any(action.phase == "V" for action, *_ in schedule.placed())
-    if splits and not _is_together(schedule):
+    used = {action.phase for action, *_ in schedule.placed()}
+    splits = "".join(phase for phase in "EVG" if phase in used)
+    if splits and not _is_together(schedule, splits):
         return False
     machine = Machine(schedule.placement, splits)
     for tick in range(schedule.num_ticks):

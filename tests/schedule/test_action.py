@@ -21,5 +21,5 @@ def test_what_is_not_an_action(text):
 
 
 def test_phases_are_the_letters():
-    assert [*Phase] == ["F", "V", "B", "I", "W"]
+    assert [*Phase] == ["E", "F", "V", "B", "I", "W", "G"]
     assert {Phase.F: 1}["F"] == 1

@@ -44,7 +44,7 @@ def test_every_action_is_drawn_once(name, timed):
     text = draw(table, simulate(table) if timed else None)
     rows = [line for line in text.splitlines() if line.startswith("device")]
     for device, row in enumerate(rows):
-        drawn = re.findall(r"\|([0-9]*[FVBIW][0-9]+)", row)
+        drawn = re.findall(r"\|([0-9]*[EFVBIWG][0-9]+)", row)
         actions = [str(a) if table.chunks > 1 else str(a)[1:] for a in table.order(device)]
         assert drawn == actions
 
