@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ..core.errors import ConfigError, did_you_mean
 from ..hlo.groups import Groups
-from .options import ASYNC_GATHERS, NO_WINDOWS, PIPELINED, SPARSE_CORE, SUMS_STAY
+from .options import ASYNC_GATHERS, GATHERS_STAY, NO_WINDOWS, PIPELINED, SPARSE_CORE, SUMS_STAY
 
 Platform: TypeAlias = Literal["cpu", "cuda", "tpu"]
 """Which compiler a chip needs."""
@@ -70,7 +70,8 @@ class Hardware:
         aliases: other names that targets may call it.
         wiring: how it is put together; None for a machine that cannot be compiled for.
         options: what a step is compiled with for it, as names and values.
-        sum_options: what besides, and instead, where nothing travels but sums of gradients.
+        whole_options: what besides, and instead, where no loop of a step gathers weights.
+        sum_options: the same where nothing travels but sums of gradients.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -97,6 +98,7 @@ class Hardware:
     aliases: tuple[str, ...] = ()
     wiring: Wiring | None = None
     options: Options = ()
+    whole_options: Options = ()
     sum_options: Options = ()
 
     def __post_init__(self) -> None:
@@ -192,6 +194,7 @@ _TORUS_3D = Wiring("tpu", ("2x2x2", "4x4x4"), (3,), 16, 4)
 _TORUS_V4 = dataclasses.replace(_TORUS_3D, topology=(("chip_config_name", "megacore"),))
 
 _ON_GPU, _SUMS_ON_GPU = tuple(PIPELINED.items()), tuple(SUMS_STAY.items())
+_WHOLE_ON_GPU = tuple(GATHERS_STAY.items())
 _ON_V5E = tuple({**NO_WINDOWS, **ASYNC_GATHERS}.items())
 _ON_SPARSE_CORE = tuple({**NO_WINDOWS, **SPARSE_CORE}.items())
 
@@ -207,7 +210,7 @@ def _gpu(
     return Hardware(
         name, memory, flops, hbm, link, network, 8, 0.5, float8_rate, _NVLINK_HOP, _NETWORK_HOP,
         source, (kind,), wiring=_NODES, options=_ON_GPU,
-        sum_options=_SUMS_ON_GPU,
+        whole_options=_WHOLE_ON_GPU, sum_options=_SUMS_ON_GPU,
     )  # fmt: skip
 
 
@@ -292,8 +295,8 @@ def chip_names() -> dict[str, str]:
 
 def option_names() -> tuple[str, ...]:
     """The names of all compiler options that are set for some chip."""
-    rows = HARDWARE.values()
-    return tuple(sorted({name for row in rows for name, _ in row.options + row.sum_options}))
+    every = (row.options + row.whole_options + row.sum_options for row in HARDWARE.values())
+    return tuple(sorted({name for options in every for name, _ in options}))
 
 
 MOST_DEVICES = 2**20

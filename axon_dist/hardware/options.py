@@ -25,6 +25,13 @@ SUMS_STAY: MappingProxyType[str, str | bool] = MappingProxyType(
 """Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
 that of the last iteration comes after the loop with nothing beside it."""
 
+GATHERS_STAY: MappingProxyType[str, str | bool] = MappingProxyType(
+    gpu_pipelining("all_gather", on=False)
+)
+"""Where weights are whole for a step, all that is computed of a microbatch comes of what its loop
+does not change, and what XLA gathers of it, such as rows of a table's gradient, would be moved into
+the iteration before with all of that: both passes ran twice."""
+
 NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(
     {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 )

@@ -19,6 +19,7 @@ def compiler_options(
     world: World,
     given: Mapping[str, OptionValue | None] | None = None,
     deterministic: bool = False,
+    whole: bool = False,
     only_sums: bool = False,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
@@ -31,6 +32,7 @@ def compiler_options(
         world: the devices, and the mesh they form.
         given: names and values for the compiler; None as a value takes an option of the chip away.
         deterministic: whether every run has to give the same bits.
+        whole: whether no loop of the step gathers weights.
         only_sums: whether nothing travels in the step but sums of gradients.
 
     Returns:
@@ -49,7 +51,9 @@ def compiler_options(
     given, chip = dict(given or {}), machine_of(world.mesh)
     fixed = deterministic_options(world) if deterministic else {}
     _check_conflicts(given, fixed)
-    own = {} if chip is None else dict(chip.options + chip.sum_options * only_sums)
+    own = {}
+    if chip is not None:
+        own = dict(chip.options + chip.whole_options * whole + chip.sum_options * only_sums)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
     if chosen:

@@ -103,7 +103,8 @@ class StepSpec:
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
         given, deterministic = self.options.compiler_options, self.options.deterministic
-        return compiler_options(self.world, given, deterministic, self.strategy.sends_only_sums)
+        whole, sums = self.strategy.keeps_weights_whole, self.strategy.sends_only_sums
+        return compiler_options(self.world, given, deterministic, whole, sums)
 
     @property
     def is_local(self) -> bool:

@@ -12,7 +12,16 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import World, build_train_step, compose, ddp, fsdp, tensor_parallel, zero
+from axon_dist import (
+    Reduction,
+    World,
+    build_train_step,
+    compose,
+    ddp,
+    fsdp,
+    tensor_parallel,
+    zero,
+)
 from axon_dist.core.errors import ConfigError
 from axon_dist.hardware.options import PIPELINED
 from axon_dist.step.compiling import compiler_options
@@ -64,6 +73,28 @@ def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch
     make = lambda **options: build(world, strategy, **options).compiler_options
     assert make() == {NAME: "dce" if alone else "algsimp"}
     assert make(compiler_options={NAME: "cse"}) == {NAME: "cse"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "whole"),
+    [
+        (ddp("dp"), True), (zero(2, "dp", min_elements=8), True),
+        (fsdp("shard_grad_op", axes=("dp",), min_elements=8), True),
+        (fsdp(axes=("dp",), min_elements=8, reduction=Reduction(per="step")), True),
+        (fsdp(axes=("dp",), min_elements=8), False),
+        (compose(zero(1, "dp", min_elements=8), tensor_parallel({"": "column"}, axis="tp")), False),
+    ],
+    ids=["ddp", "zero2", "shard_grad_op", "full_shard per step", "full_shard", "zero1 + tp"],
+)  # fmt: skip
+def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole, monkeypatch):
+    """Above those of the chip, below those of sums alone."""
+    row = dataclasses.replace(chip, whole_options=((NAME, "dce"),))
+    monkeypatch.setattr("axon_dist.step.compiling.machine_of", lambda mesh: row)
+    world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
+    assert build(world, strategy).compiler_options == {NAME: "dce" if whole else "algsimp"}
+    row = dataclasses.replace(row, sum_options=((NAME, "cse"),))
+    last = build(world, strategy).compiler_options
+    assert last == {NAME: "cse" if strategy.sends_only_sums else "dce" if whole else "algsimp"}
 
 
 def test_every_program_of_the_step_is_compiled_with_them(world, chip):

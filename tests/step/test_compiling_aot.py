@@ -11,7 +11,8 @@ from flax import nnx
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp, lora, zero
 from axon_dist.core.errors import ConfigError
 from axon_dist.hardware import missing_compiler, target_options
-from axon_dist.inspect import collectives, target_devices
+from axon_dist.hardware.options import GATHERS_STAY
+from axon_dist.inspect import collectives, flops, target_devices
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 
 pytestmark = [
@@ -37,9 +38,29 @@ def build(num_layers=1, scan=False, accumulate=1, per="microbatch", **options):
 def ledger_of(num_layers, scan=False, accumulate=1, per="microbatch", bare=False):
     without = dict.fromkeys(target_options("h100:8")) if bare else None
     step = build(num_layers, scan, accumulate, per, compiler_options=without)
-    assert step.compiler_options == ({} if bare else target_options("h100:8"))
+    own = target_options("h100:8") | (dict(GATHERS_STAY) if per == "step" else {})
+    assert step.compiler_options == ({} if bare else own)
     tokens = jax.ShapeDtypeStruct((8 * accumulate, LENGTH + 1), jnp.int32)
     return collectives(step.lower({"tokens": tokens}).compile(), step.world.mesh)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_microbatches_are_computed_once(stage):
+    """XLA gathers rows for a gradient, and would move that and all before it a turn ahead."""
+    config = TransformerConfig(
+        vocab_size=32_768, width=256, num_layers=2, num_heads=2, max_length=512, attention="cudnn"
+    )
+    world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
+
+    def operations(accumulate):
+        step = build_train_step(
+            lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.adamw(3e-4), next_token_loss,
+            zero(stage, "fsdp"), world, accumulate=accumulate, precision="bf16",
+        )  # fmt: skip
+        tokens = jax.ShapeDtypeStruct((8 * accumulate, 513), jnp.int32)
+        return flops(step.lower({"tokens": tokens}).compile()).high
+
+    assert operations(2) == pytest.approx(2 * operations(1), rel=0.01)
 
 
 def test_the_step_itself_hides_its_collectives():
