@@ -202,10 +202,10 @@ class Strategy:
 
     @property
     def keeps_weights_whole(self) -> bool:
-        """Whether no loop of a step gathers weights: what ranks compute with is whole in all."""
+        """Whether no loop of a step gathers weights over ranks that have other samples."""
         splits = not set(self.data_axes).isdisjoint(self.params.split_axes)
         once = self.gathers_once or (self.reduction is not None and self.reduction.per == "step")
-        return (once or not splits) and not self.layers and self.pipeline is None
+        return (once or not splits) and self.pipeline is None
 
     def holds_whole_gradients(self, num_microbatches: int) -> bool:
         """Whether a data-parallel rank holds a whole gradient while microbatches are added up.

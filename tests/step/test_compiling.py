@@ -82,7 +82,7 @@ def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch
         (fsdp("shard_grad_op", axes=("dp",), min_elements=8), True),
         (fsdp(axes=("dp",), min_elements=8, reduction=Reduction(per="step")), True),
         (fsdp(axes=("dp",), min_elements=8), False),
-        (compose(zero(1, "dp", min_elements=8), tensor_parallel({"": "column"}, axis="tp")), False),
+        (compose(zero(1, "dp", min_elements=8), tensor_parallel({"": "column"}, axis="tp")), True),
     ],
     ids=["ddp", "zero2", "shard_grad_op", "full_shard per step", "full_shard", "zero1 + tp"],
 )  # fmt: skip

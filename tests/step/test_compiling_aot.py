@@ -8,7 +8,17 @@ import optax
 import pytest
 from flax import nnx
 
-from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step, fsdp, lora, zero
+from axon_dist import (
+    ActivationCheckpointing,
+    Reduction,
+    World,
+    build_train_step,
+    compose,
+    context_parallel,
+    fsdp,
+    lora,
+    zero,
+)
 from axon_dist.core.errors import ConfigError
 from axon_dist.hardware import missing_compiler, target_options
 from axon_dist.hardware.options import GATHERS_STAY
@@ -44,18 +54,29 @@ def ledger_of(num_layers, scan=False, accumulate=1, per="microbatch", bare=False
     return collectives(step.lower({"tokens": tokens}).compile(), step.world.mesh)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_microbatches_are_computed_once(stage):
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (zero(1, "fsdp"), {}),
+        (zero(2, "fsdp"), {}),
+        (fsdp(), {}),
+        (fsdp(), {"unroll": 2}),
+        (compose(zero(2, "fsdp"), context_parallel()), {}),
+    ],
+    ids=["zero1", "zero2", "full_shard", "full_shard written out", "zero2 + cp"],
+)
+def test_microbatches_are_computed_once(strategy, options):
     """XLA gathers rows for a gradient, and would move that and all before it a turn ahead."""
     config = TransformerConfig(
         vocab_size=32_768, width=256, num_layers=2, num_heads=2, max_length=512, attention="cudnn"
     )
-    world = World.init("fsdp=8", devices=list(target_devices("h100:8")))
+    mesh = "fsdp=4,cp=2" if "context" in strategy.name else "fsdp=8"
+    world = World.init(mesh, devices=list(target_devices("h100:8")))
 
     def operations(accumulate):
         step = build_train_step(
             lambda: Transformer(config, rngs=nnx.Rngs(0)), optax.adamw(3e-4), next_token_loss,
-            zero(stage, "fsdp"), world, accumulate=accumulate, precision="bf16",
+            strategy, world, accumulate=accumulate, precision="bf16", **options,
         )  # fmt: skip
         tokens = jax.ShapeDtypeStruct((8 * accumulate, 513), jnp.int32)
         return flops(step.lower({"tokens": tokens}).compile()).high
