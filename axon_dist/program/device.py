@@ -449,6 +449,7 @@ class _Reader:
             if carried == splits[consts : consts + carry]:
                 break
             splits[consts : consts + carry] = carried
+        self._lay_out(equation.invars[consts:], operands[consts:], carried)
         stacked = [(NONE, *s) for s in found[carry:]]
         length = equation.params["length"]
         places = [*carried, *stacked]
@@ -459,6 +460,14 @@ class _Reader:
                 sums = (Sum(self.nodes[-1], axes, self.sizes[value.buffer], length),)
                 value.partial = sums
         return values
+
+    def _lay_out(self, given: Sequence[Any], values: list[Value], splits: list[Splits]) -> None:
+        """Splits what a loop begins with as what it hands on, where that is one number repeated."""
+        repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
+        for variable, value, split in zip(given, values, splits, strict=False):
+            if value.buffer in repeated:
+                self.sizes[value.buffer] = self.local_bytes(variable.aval, split)
+                value.splits = split
 
     def _while(self, equation: Any, operands: list[Value]) -> list[Value]:
         params = equation.params

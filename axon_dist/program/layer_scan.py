@@ -81,10 +81,16 @@ class LayerScan:
     prefetch: bool
     unroll: int = 1
 
-    def loops(self, chain: Chain) -> bool:
-        """Whether a chain runs as a loop; groups are iterations, so that they always do."""
-        length = len(chain.calls)
-        return length > self.unroll or self.group(length) > 1
+    def loops(self, jaxpr: Any, chain: Chain) -> bool:
+        """Whether a chain runs as a loop.
+
+        Groups are iterations, so that they always do; and of units that loop themselves, as over
+        time, all is on stacks anyway.
+        """
+        length, unit = len(chain.calls), jaxpr.eqns[chain.calls[0]].params["jaxpr"]
+        if length > self.unroll or self.group(length) > 1:
+            return True
+        return any(each.primitive.name in LOOPS for each in equations(unit))
 
     def protect(self, body: Callable[..., Any], times: int) -> Callable[..., Any]:
         """What runs so many times, under `jax.checkpoint`.
@@ -213,7 +219,7 @@ def _same(old: Any, new: Any) -> bool:
 
 def _evaluate(closed: Any, values: Sequence[Any], how: LayerScan) -> list[Any]:
     jaxpr = closed.jaxpr
-    chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(chain)}
+    chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(jaxpr, chain)}
     inside = {call for chain in chains.values() for call in chain.calls}
     env = Known(zip(jaxpr.constvars, closed.consts, strict=True))
     env.write(jaxpr.invars, values)

@@ -125,6 +125,30 @@ def test_a_group_is_an_iteration_of_a_loop():
     assert scans(rolled, params, rest, X) == [2]
 
 
+class Turns(Block):
+    """A block that is a loop itself."""
+
+    def __call__(self, x, shared):
+        turn = lambda carry, _: (super(Turns, self).__call__(carry, shared), None)
+        return jax.lax.scan(turn, x, None, 2)[0]
+
+
+def test_units_that_loop_are_a_loop():
+    model = Net(nnx.Rngs(0), 3)
+    model.blocks = nnx.List([Turns(nnx.Rngs(index)) for index in range(3)])
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def run(params, rest, x, mark=True):
+        module = nnx.merge(graphdef, params, rest, copy=True)
+        if mark:
+            mark_units(module, by_class("Turns"))
+        return module(x), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+
+    rolled = scan_over_layers(run, unroll=4)
+    assert_same(rolled, functools.partial(run, mark=False), params, rest, X)
+    assert scans(rolled, params, rest, X) == [3]
+
+
 def test_dropout_state_is_threaded_through_the_scan():
     model = Net(nnx.Rngs(0, dropout=1), rate=0.5)
     plain, rolled, params, rest = functions(model, 2, NOTHING)
