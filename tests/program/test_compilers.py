@@ -321,3 +321,21 @@ def test_a_table_of_more_rows_than_tokens_compiled():
 
 def kinds_of(found):
     return {one.kind for one, _ in found.sends()}
+
+
+def test_what_a_loop_begins_with_lies_as_what_it_hands_on():
+    """Zeros that shards are added to are shards."""
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def run(xs):
+        def add(total, x):
+            return jax.lax.with_sharding_constraint(total + x @ x, split), None
+
+        return jax.lax.scan(add, jnp.zeros((64, 64)), xs)[0]
+
+    found = tape(run, jnp.ones((3, 64, 64)), axes={"fsdp": 8}, platform="cuda")
+    zeros = next(node for node in found.nodes if node.name == "broadcast_in_dim")
+    assert found.sizes[zeros.writes[0]] == MATRIX // 8
+    (loop,) = (node for node in found.nodes if node.name == "scan")
+    assert found.sizes[loop.writes[0]] == MATRIX // 8
