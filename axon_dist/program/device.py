@@ -22,10 +22,10 @@ from .flops import flops_of
 from .gathering import gathers, gathers_rows
 from .lowered import lowered
 from .partial import ADDS, Sum, Value, handed, is_added_to
-from .placement import NONE, Axes, Splits, of_spec, once, placed, whole
+from .placement import NONE, Axes, Splits, either, of_spec, once, placed, whole
 from .postponed import postponed
 from .tape import COLLECTIVES, IN_PLACE, SPREAD, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
-from .walk import LOOPS
+from .walk import LOOPS, is_kept_apart
 
 
 def tape_of(
@@ -126,7 +126,7 @@ class _Reader:
             return self._mapped(equation, operands)
         inner = None if name in LOOPS or name == "pallas_call" else called_program(equation)
         if inner is not None:
-            if equation.params.get("differentiated") and _is_kept_apart(equation):
+            if equation.params.get("differentiated") and is_kept_apart(equation):
                 operands = self._behind_barrier(operands)
             return self.run(inner.jaxpr, inner.consts, operands[-len(inner.jaxpr.invars) :])
         if name == "optimization_barrier":
@@ -415,7 +415,7 @@ class _Reader:
             body, results = self._body(branch, [one.splits for one in operands[1:]])
             bodies.append(body)
             own = [one.splits for one in results]
-            joined = own if splits is None else list(map(_either, splits, own))
+            joined = own if splits is None else list(map(either, splits, own))
             splits = joined
         return self._loop(equation, operands[1:], tuple(bodies), splits or [], 1, 0, 0)
 
@@ -445,7 +445,7 @@ class _Reader:
             carries = range(consts, consts + carry)
             body, results = self._body(inner, [*splits[: consts + carry], *rows], carries)
             found = [one.splits for one in results]
-            carried = list(map(_either, splits[consts : consts + carry], found[:carry]))
+            carried = list(map(either, splits[consts : consts + carry], found[:carry]))
             if carried == splits[consts : consts + carry]:
                 break
             splits[consts : consts + carry] = carried
@@ -494,13 +494,3 @@ class _Reader:
         node = Node(name, "loop", reads, writes, 0.0, (), bodies, trips, consts, carry)
         self.nodes.append(node)
         return results
-
-
-def _is_kept_apart(equation: Any) -> bool:
-    """Whether what is recomputed is kept apart from the first computation by a barrier."""
-    prevents = equation.params.get("prevent_cse", False)
-    return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
-
-
-def _either(one: Splits, other: Splits) -> Splits:
-    return once([a or b for a, b in zip(one, other, strict=True)])

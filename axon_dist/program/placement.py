@@ -50,6 +50,11 @@ def once(splits: Sequence[Axes]) -> Splits:
     return tuple(found)
 
 
+def either(one: Splits, other: Splits) -> Splits:
+    """The axes that split the dims of one of two arrays, or else of the other."""
+    return once([a or b for a, b in zip(one, other, strict=True)])
+
+
 def placed(equation: Any, operands: Sequence[Splits]) -> list[Placed]:
     """Where the results of an equation lie that runs no program of its own.
 

@@ -91,6 +91,12 @@ def opened(closed: Any, values: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, _open))(*values)
 
 
+def is_kept_apart(equation: Any) -> bool:
+    """Whether what is recomputed is kept apart from the first computation by a barrier."""
+    prevents = equation.params.get("prevent_cse", False)
+    return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a jaxpr, each followed by those of the programs that it runs.
 
