@@ -68,11 +68,17 @@ def test_experts_cost_what_the_tokens_do_that_go_to_them():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shards", "ranks", "form"),
-    [("ep=8", 1, 8, "ring"), ("fsdp=2,ep=4", 2, 4, "ring"), ("fsdp=2,ep=4", 2, 4, "all_to_all")],
+    ("target", "mesh", "shards", "ranks", "form"),
+    [
+        ("h100:8", "ep=8", 1, 8, "ring"),
+        ("h100:8", "fsdp=2,ep=4", 2, 4, "ring"),
+        ("h100:8", "fsdp=2,ep=4", 2, 4, "all_to_all"),
+        ("h100:8x8", "fsdp=8,ep=8", 8, 8, "ring"),
+        ("h100:8x8", "fsdp=8,ep=8", 8, 8, "all_to_all"),
+    ],
 )
-def test_bytes_on_each_axis(mesh, shards, ranks, form):
-    world = World.init(mesh, devices=list(target_devices("h100:8")))
+def test_bytes_on_each_axis(target, mesh, shards, ranks, form):
+    world = World.init(mesh, devices=list(target_devices(target)))
     capacity = CAPACITY if form == "all_to_all" else None
     split = expert_parallel(form, capacity)
     step = build_train_step(
