@@ -42,6 +42,11 @@ from .walk import (
 
 SHARED, STACKED = "shared", "stacked"
 
+UNROLLED = 4
+"""Up to how many blocks are written out that keep what their backward pass reads: a loop puts it on
+stacks, which takes a tenth of the time of four small blocks, and more memory; blocks written out
+take time to compile, each."""
+
 Protect: TypeAlias = Callable[[Callable[..., Any], int], Callable[..., Any]]
 """Puts what runs so many times under `jax.checkpoint`, or leaves it as it is."""
 
@@ -73,24 +78,22 @@ class LayerScan:
         group: (number of iterations) -> how many of them are recomputed together.
         remat: what the backward pass keeps of them; None keeps all.
         prefetch: whether it may gather the weights of an iteration in the one before.
-        unroll: up to how many units of a chain are called one after another, without a loop.
+        unroll: up to how many units of a chain are called one after another, without a loop; None
+            is `UNROLLED`, of units that do not loop themselves.
     """
 
     group: Callable[[int], int]
     remat: RematPolicy | None
     prefetch: bool
-    unroll: int = 1
+    unroll: int | None = 1
 
     def loops(self, jaxpr: Any, chain: Chain) -> bool:
-        """Whether a chain runs as a loop.
-
-        Groups are iterations, so that they always do; and of units that loop themselves, as over
-        time, all is on stacks anyway.
-        """
+        """Whether a chain runs as a loop; groups are iterations, so that they always do."""
         length, unit = len(chain.calls), jaxpr.eqns[chain.calls[0]].params["jaxpr"]
-        if length > self.unroll or self.group(length) > 1:
+        if length > (self.unroll or UNROLLED) or self.group(length) > 1:
             return True
-        return any(each.primitive.name in LOOPS for each in equations(unit))
+        # What a unit keeps that loops itself, as over time, is on stacks anyway.
+        return self.unroll is None and any(e.primitive.name in LOOPS for e in equations(unit))
 
     def protect(self, body: Callable[..., Any], times: int) -> Callable[..., Any]:
         """What runs so many times, under `jax.checkpoint`.
@@ -111,7 +114,7 @@ def scan_over_layers(
     remat: RematPolicy | None = None,
     *,
     prefetch: bool = False,
-    unroll: int = 1,
+    unroll: int | None = 1,
 ) -> Callable[..., Any]:
     """Makes a function whose chains of units run as scans.
 
@@ -126,7 +129,8 @@ def scan_over_layers(
             before. Only where units move nothing but weights: the compiler would prefetch gathered
             activations too, with all the compute that leads up to them, and do it twice.
         unroll: chains of at most so many units stay calls one after another: what they keep for
-            the backward pass is put on no stacks then, and each is compiled by itself.
+            the backward pass is put on no stacks then, and each is compiled by itself. None is
+            `UNROLLED`, of units that do not loop themselves.
 
     Returns:
         A function of the same arguments with the same results.

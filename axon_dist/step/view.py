@@ -59,11 +59,6 @@ MakeGather: TypeAlias = Callable[[Path], Any]
 Bundle: TypeAlias = Callable[[Path, Any], Any]
 """(path of a parameter, its value) -> what it is gathered from."""
 
-UNROLLED = 4
-"""Up to how many blocks are written out that keep what their backward pass reads: a loop puts it on
-stacks, which takes a tenth of the time of four small blocks, and more memory; blocks written out
-take time to compile, each."""
-
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -81,8 +76,8 @@ class View:
         fp8: the layers that compute in fp8; None where there are none.
         sends_pieces: whether the activations that move are pieces that go round a ring, of which
             the compiler fetches none before its time.
-        unroll: up to how many units that call each other are written out; None is `UNROLLED`
-            where they keep what their backward pass reads, and else 1.
+        unroll: up to how many units that call each other are written out; None leaves it to the
+            scan where they keep what their backward pass reads, and is else 1.
     """
 
     precision: MixedPrecision | None
@@ -193,7 +188,7 @@ class View:
         remat = self.remat.remat if self.remat else self._cheap
         group = self.remat.group_size if self.remat else 1
         prefetch = self.sends_pieces or not self.moves_activations
-        unroll = self.unroll or (1 if self.remat else UNROLLED)
+        unroll = self.unroll or (1 if self.remat else None)
         return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 

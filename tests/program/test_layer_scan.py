@@ -133,7 +133,7 @@ class Turns(Block):
         return jax.lax.scan(turn, x, None, 2)[0]
 
 
-def test_units_that_loop_are_a_loop():
+def test_units_that_loop_are_a_loop_unless_asked():
     model = Net(nnx.Rngs(0), 3)
     model.blocks = nnx.List([Turns(nnx.Rngs(index)) for index in range(3)])
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -144,9 +144,10 @@ def test_units_that_loop_are_a_loop():
             mark_units(module, by_class("Turns"))
         return module(x), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
-    rolled = scan_over_layers(run, unroll=4)
-    assert_same(rolled, functools.partial(run, mark=False), params, rest, X)
-    assert scans(rolled, params, rest, X) == [3]
+    for unroll, lengths in ((None, [3]), (4, [])):
+        rolled = scan_over_layers(run, unroll=unroll)
+        assert_same(rolled, functools.partial(run, mark=False), params, rest, X)
+        assert scans(rolled, params, rest, X) == lengths
 
 
 def test_dropout_state_is_threaded_through_the_scan():
