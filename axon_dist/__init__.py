@@ -38,11 +38,9 @@ from .collectives import sync_gradient as sync_gradient
 from .collectives import sync_gradients as sync_gradients
 from .collectives import world_size as world_size
 from .core.errors import AxonDistError as AxonDistError
-from .core.linear_loss import linear_cross_entropy as linear_cross_entropy
-from .core.linear_loss import linear_scores as linear_scores
-from .core.per_sample import per_sample as per_sample
-from .core.shared import Shared as Shared
+from .core.weighted import Shared as Shared
 from .core.weighted import Weighted as Weighted
+from .core.weighted import per_sample as per_sample
 from .loop import Trainer as Trainer
 from .mesh import Backend as Backend
 from .mesh import MeshSpec as MeshSpec
@@ -57,6 +55,11 @@ from .nn import TensorParallelAttention as TensorParallelAttention
 from .nn import VocabParallelEmbedding as VocabParallelEmbedding
 from .nn import lora as lora
 from .nn import merge_lora as merge_lora
+from .ops.linear_loss import linear_cross_entropy as linear_cross_entropy
+from .ops.linear_loss import linear_scores as linear_scores
+from .ops.precision import GradScaler as GradScaler
+from .ops.precision import MixedPrecision as MixedPrecision
+from .ops.precision import autocast as autocast
 from .optim import hidden_matrices as hidden_matrices
 from .optim import muon as muon
 from .parallel import DDP as DDP
@@ -84,9 +87,6 @@ from .parallel import pipelined as pipelined
 from .parallel import suggest_plan as suggest_plan
 from .parallel import tensor_parallel as tensor_parallel
 from .parallel import zero as zero
-from .precision import GradScaler as GradScaler
-from .precision import MixedPrecision as MixedPrecision
-from .precision import autocast as autocast
 from .schedule import PipelineMemoryStats as PipelineMemoryStats
 from .schedule import PipelineSchedule as PipelineSchedule
 from .step import TrainState as TrainState

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, Reduction, World, build_train_step
-from axon_dist.hardware import prepare_environment
 from axon_dist.inspect import report, target_devices
+from axon_dist.mesh.targets import prepare_environment
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import STRATEGIES, compose
 from axon_dist.schedule import Costs, PipelineSchedule, Schedule, summarize

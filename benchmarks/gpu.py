@@ -35,8 +35,8 @@ from flax import nnx
 from axon_dist import ActivationCheckpointing, World, build_train_step, fsdp
 from axon_dist.app import check_numerics, tiny, tune, verify
 from axon_dist.config import RunConfig
-from axon_dist.hardware import machine_of
 from axon_dist.inspect import memory
+from axon_dist.mesh.chips import machine_of
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 
 from .timing import alternate

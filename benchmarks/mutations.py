@@ -70,7 +70,7 @@ MUTATIONS = (
         "step/test_update.py::test_a_loss_or_a_gradient_alone_undoes_a_step",
     ),
     row(
-        "precision/clipping.py", "max_norm / (norm + _EPSILON)", "max_norm / (norm**2 + _EPSILON)",
+        "ops/precision.py", "max_norm / (norm + _EPSILON)", "max_norm / (norm**2 + _EPSILON)",
         "step/test_update.py::test_long_gradients_are_scaled_down_to_the_limit",
     ),
     row(
@@ -97,11 +97,11 @@ MUTATIONS = (
         "step/test_padding.py::test_own_weights_stay_and_fillings_weigh_nothing",
     ),
     row(
-        "precision/scaler.py", "wide(g) / state.scale", "wide(g) * state.scale",
+        "ops/precision.py", "wide(g) / state.scale", "wide(g) * state.scale",
         "precision/test_scaler.py::test_scale_and_unscale",
     ),
     row(
-        "precision/scaler.py", "state.good_steps + 1 >= self", "state.good_steps >= self",
+        "ops/precision.py", "state.good_steps + 1 >= self", "state.good_steps >= self",
         "precision/test_scaler.py",
     ),
     # Collectives: the scale of a mean, slices, buckets.
@@ -114,7 +114,7 @@ MUTATIONS = (
         "collectives/test_move.py::test_scatter_gives_slices_in_the_order_of_a_list",
     ),
     row(
-        "collectives/plan.py", "+ sizes[index] > capacity", "+ sizes[index] >= capacity",
+        "collectives/buckets.py", "+ sizes[index] > capacity", "+ sizes[index] >= capacity",
         "collectives/test_plan.py",
     ),
     row(
@@ -126,7 +126,7 @@ MUTATIONS = (
         "mesh/test_group.py::test_parallel_groups_of_three_axes",
     ),
     row(
-        "mesh/shares.py", "rows * mesh.shape[axis] +", "rows +",
+        "mesh/world.py", "rows * mesh.shape[axis] +", "rows +",
         "mesh/test_shares.py",
     ),
     # Shards: which dim, how many, whose rows.
@@ -148,11 +148,11 @@ MUTATIONS = (
         "nn/test_linear.py::test_both_views_equal_the_dense_product",
     ),
     row(
-        "core/linear_loss.py", "axis_index(axis) * classes", "axis_index(axis)",
+        "ops/linear_loss.py", "axis_index(axis) * classes", "axis_index(axis)",
         "parallel/test_losses.py::test_equals_the_dense_loss_and_reduces_the_head_once",
     ),
     row(
-        "core/linear_loss.py", "back * at.weights[:, None]", "back",
+        "ops/linear_loss.py", "back * at.weights[:, None]", "back",
         "nn/test_linear_loss.py::test_value_and_gradients_equal_those_of_all_logits",
     ),
     row(
@@ -200,7 +200,7 @@ MUTATIONS = (
         "schedule/test_validate.py::test_what_is_wrong_is_said_and_marked",
     ),
     row(
-        "schedule/slots.py", "made = where[source[0]]\n", "made = user\n",
+        "schedule/memory.py", "made = where[source[0]]\n", "made = user\n",
         "schedule/test_slots.py::test_no_value_is_overwritten",
     ),
     row(
@@ -214,7 +214,7 @@ MUTATIONS = (
         "program/test_randomness.py::test_rows_of_the_global_draw",
     ),
     row(
-        "data/sampling.py", ".seed(seed)", ".seed(0)",
+        "data/samples.py", ".seed(seed)", ".seed(0)",
         "data/test_sampling.py::test_epochs_and_seeds_have_orders_of_their_own",
     ),
     row(
@@ -231,11 +231,11 @@ MUTATIONS = (
         "checkpoint/test_save_load.py::test_every_damage_is_noticed_and_the_file_named",
     ),
     row(
-        "checkpoint/checksum.py", "shape[dim + 1 :]", "shape[dim:]",
+        "checkpoint/seal.py", "shape[dim + 1 :]", "shape[dim:]",
         "checkpoint/test_checksum.py::test_the_formula",
     ),
     row(
-        "checkpoint/retention.py", "by_age[-self.last :]", "by_age[: self.last]",
+        "checkpoint/manager.py", "by_age[-self.last :]", "by_age[: self.last]",
         "checkpoint/test_retention.py",
     ),
     # Starting processes.
@@ -249,15 +249,15 @@ MUTATIONS = (
     ),
     # What the witness reads off a program, and what the planner says of one.
     row(
-        "hlo/loops.py", "return iteration\n", "return iteration + 1\n",
+        "inspect/walk.py", "return iteration\n", "return iteration + 1\n",
         "hlo/test_loops.py",
     ),
     row(
-        "hlo/groups.py", "iota.transpose(order or range(len(dims)))", "iota",
+        "mesh/replica_groups.py", "iota.transpose(order or range(len(dims)))", "iota",
         "hlo/test_groups.py::test_every_notation_becomes_lists_of_devices",
     ),
     row(
-        "inspect/collective.py", "2 if kind == \"all-reduce\" else 1", "1",
+        "inspect/ledger.py", "2 if kind == \"all-reduce\" else 1", "1",
         "inspect/test_ledger.py::test_ring_costs",
     ),
     row(

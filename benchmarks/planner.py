@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from axon_dist import ActivationCheckpointing, World, build_train_step
-from axon_dist.hardware import parse_target, prepare_environment
 from axon_dist.inspect import report, target_devices
 from axon_dist.mesh import paper_world
+from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.parallel import STRATEGIES, compose
 from axon_dist.planner import Reading, read_program
 

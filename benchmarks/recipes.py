@@ -29,8 +29,8 @@ from rich.table import Table
 from axon_dist.config import RunConfig, load_config
 from axon_dist.config.models import make_model
 from axon_dist.core.tree import num_params
-from axon_dist.hardware import parse_target
 from axon_dist.mesh import MeshSpec
+from axon_dist.mesh.targets import parse_target
 
 FOLDER = pathlib.Path(__file__).parents[1] / "configs" / "recipes"
 ROWS = (

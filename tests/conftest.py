@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from axon_dist.hardware import HARDWARE, hardware
+from axon_dist.mesh.chips import HARDWARE, hardware
 
 
 @pytest.fixture
@@ -43,5 +43,5 @@ def chip(monkeypatch):
     options = (("xla_disable_hlo_passes", "algsimp"),)
     row = dataclasses.replace(hardware("v5p"), name="emulated", kinds=("cpu",), options=options)
     rows = types.MappingProxyType({**HARDWARE, row.name: row})
-    monkeypatch.setattr("axon_dist.hardware.chips.HARDWARE", rows)
+    monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", rows)
     return row

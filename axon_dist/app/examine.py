@@ -8,9 +8,9 @@ from typing import Any
 from axon_dist.core.errors import MeshError
 from axon_dist.core.told import told
 from axon_dist.core.words import byte_size
-from axon_dist.hardware import Target, parse_target, prepare_environment
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
+from axon_dist.mesh.targets import Target, parse_target, prepare_environment
 
 from ..config.build import abstract_batch, build_step, build_world
 from ..config.load import CONFIG

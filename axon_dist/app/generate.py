@@ -17,7 +17,7 @@ from axon_dist.core.tree import map_with_path
 from axon_dist.data import Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.mesh import World
 from axon_dist.models import generate
-from axon_dist.precision import autocast
+from axon_dist.ops.precision import autocast
 
 from ..config.build import build_step
 from ..config.schema import RunConfig

@@ -26,7 +26,9 @@ from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
-from axon_dist.precision import Int8Form, int8, narrowed, widened, without_gathers
+from axon_dist.ops import int8
+from axon_dist.ops.int8 import Int8Form, narrowed, widened
+from axon_dist.ops.precision import without_gathers
 from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
 from axon_dist.step.replicas import mean_rows
 

@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 from axon_dist.core.errors import AxonDistError, OutOfMemoryError
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size
-from axon_dist.hardware import hardware, machine_of
+from axon_dist.mesh.chips import hardware, machine_of
 from axon_dist.planner import recommend
 
 from ..config.build import Run

@@ -11,10 +11,11 @@ import jax
 
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.told import told
-from axon_dist.hardware import Hardware
 from axon_dist.inspect import Report
 from axon_dist.mesh import paper_world
-from axon_dist.parallel.slow_plan import APART
+from axon_dist.mesh.chips import Hardware
+from axon_dist.ops.precision import MixedPrecision
+from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
     Apart,
     Arrangement,
@@ -28,7 +29,6 @@ from axon_dist.planner import (
 )
 from axon_dist.planner.plan import USABLE
 from axon_dist.planner.recommend import SIMPLICITY, evaluated, quickest
-from axon_dist.precision import MixedPrecision
 
 from ..config.build import abstract_batch, build_step, model_of
 from ..config.load import CONFIG

@@ -19,8 +19,8 @@ from axon_dist.core.told import told
 from axon_dist.core.typing import PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
+from axon_dist.ops.precision import without_gathers
 from axon_dist.parallel import ddp
-from axon_dist.precision import without_gathers
 from axon_dist.step import TrainStep, build_train_step
 
 from ..config.build import (

@@ -5,26 +5,26 @@ Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.
 """
 
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError
-from .agree import is_main as is_main
-from .agree import on_main as on_main
-from .export import export_safetensors as export_safetensors
-from .full import gather as gather
 from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
 from .layout import LeafSpec as LeafSpec
+from .layout import is_main as is_main
+from .layout import on_main as on_main
 from .layout import step_name as step_name
 from .layout import step_of as step_of
-from .leaves import target_of as target_of
+from .layout import target_of as target_of
 from .load import load_checkpoint as load_checkpoint
 from .manager import CheckpointManager as CheckpointManager
+from .manager import Entry as Entry
 from .manager import Restored as Restored
+from .manager import Retention as Retention
 from .manifest import Manifest as Manifest
 from .manifest import StateDictType as StateDictType
-from .retention import Entry as Entry
-from .retention import Retention as Retention
 from .save import save_checkpoint as save_checkpoint
 from .seal import is_checkpoint as is_checkpoint
 from .seal import read_manifest as read_manifest
+from .stores import export_safetensors as export_safetensors
+from .stores import gather as gather
 from .tensorfile import TensorEntry as TensorEntry
 from .tensorfile import list_tensors as list_tensors
 from .tensorfile import open_tensors as open_tensors

@@ -9,13 +9,23 @@ step_00000012/        the checkpoint; `step_00000012.tmp` while it is being writ
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ..core.errors import ConfigError
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from ..core.errors import AxonDistError, CheckpointError, ConfigError
+from ..core.tree import is_key, leaves_with_paths
+from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
+from ..mesh import process_index
 
 MARKER = "COMMITTED"
 MANIFEST = "manifest.json"
@@ -129,3 +139,161 @@ def shortened(sentences: list[str]) -> str:
     """
     more = len(sentences) - _SHOWN
     return "; ".join(sentences[:_SHOWN] + ([f"and {more} more"] if more > 0 else []))
+
+
+def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
+    """The leaves of a tree by path.
+
+    Raises:
+        CheckpointError: when two leaves spell the same path.
+    """
+    pairs = leaves_with_paths(tree)
+    leaves = dict(pairs)
+    if len(leaves) < len(pairs):
+        paths = [path for path, _ in pairs]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise CheckpointError(
+            f"two leaves of the state have the path {twice!r}; rename a key that holds a slash"
+        )
+    return leaves
+
+
+def as_array(path: LeafPath, leaf: Any) -> Array:
+    """A leaf as a JAX array; numbers and numpy arrays are put on the default device.
+
+    Raises:
+        CheckpointError: when it is nothing that JAX makes an array of, or when JAX would change its
+            dtype, as it does to int64 by default.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        array = jnp.asarray(leaf)
+    except OverflowError as error:
+        raise CheckpointError(
+            f"leaf {path} of the state is the number {leaf}: {error}; keep it smaller, or set "
+            "jax_enable_x64"
+        ) from error
+    except (TypeError, ValueError) as error:
+        dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+        raise CheckpointError(
+            f"leaf {path} of the state is of type {type(leaf).__name__}{dtype}; only arrays, "
+            "random keys and numbers can be saved: take it out of the state, or put it into meta"
+        ) from error
+    if isinstance(leaf, (np.ndarray, np.generic)) and array.dtype != leaf.dtype:
+        raise CheckpointError(
+            f"leaf {path} is a numpy {leaf.dtype}, which JAX would turn into {array.dtype}; "
+            f"convert it, or set jax_enable_x64"
+        )
+    return array
+
+
+def to_stored(leaf: Array) -> Array:
+    """What is stored of a leaf: its values, or the words of its keys, [..., words] uint32."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def stored_target(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Describes what `to_stored` made of a leaf; keys keep their words on one device."""
+    if not is_key(leaf):
+        return leaf
+    words = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
+
+
+def from_stored(stored: Array, target: jax.ShapeDtypeStruct) -> Array:
+    """The inverse of `to_stored`, for a leaf that `target` describes."""
+    return jax.random.wrap_key_data(stored, impl=_key_impl(target)) if is_key(target) else stored
+
+
+def described(path: LeafPath, leaf: Any) -> jax.ShapeDtypeStruct:
+    """What a leaf of a target asks for, with the sharding it has to say.
+
+    Raises:
+        CheckpointError: when it does not say where it shall live.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        raise CheckpointError(
+            f"leaf {path} of the target is a {type(leaf).__name__} without a sharding; give "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=...), as target_of makes them"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:
+    """Puts shapes and shardings together into what `load_checkpoint` restores onto.
+
+    Args:
+        abstract: arrays or `ShapeDtypeStruct`s, such as `step.abstract_state`.
+        shardings: the same tree of shardings, such as `step.state_shardings`.
+
+    Returns:
+        The same tree of `ShapeDtypeStruct`s with shardings.
+
+    Example:
+        >>> from axon_dist.mesh import World
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> split = NamedSharding(World.emulate(8).mesh, PartitionSpec("dp"))
+        >>> target_of({"w": jnp.zeros(16)}, {"w": split})["w"].sharding.shard_shape((16,))
+        (2,)
+    """
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+    )
+
+
+def _key_impl(target: jax.ShapeDtypeStruct) -> Any:
+    """The implementation of described keys, which only an array, or a tracer of one, tells."""
+    found = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), target)
+    return found[0]
+
+
+def is_main() -> bool:
+    """Whether this process is the one that decides, and that writes what is written once."""
+    return process_index() == 0
+
+
+def from_main(value: Any) -> Any:
+    """The value that process 0 holds, on every process; all of them must call this.
+
+    Args:
+        value: anything JSON holds; that of the other processes is ignored.
+    """
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    sent = np.zeros(size, np.uint8)
+    sent[: text.size] = text[:size]
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))))
+
+
+def on_main(action: Callable[[], Any]) -> Any:
+    """Runs something on process 0 alone; its result, or its error, reaches every process.
+
+    Args:
+        action: returns what JSON holds.
+
+    Raises:
+        AxonDistError: whatever error of this library the action raised.
+    """
+    outcome: dict[str, Any] = {}
+    if is_main():
+        try:
+            outcome = {"result": action()}
+        except AxonDistError as error:
+            outcome = {"kind": type(error).__name__, "text": str(error)}
+    outcome = from_main(outcome)
+    if "kind" in outcome:
+        raise _error_class(outcome["kind"])(outcome["text"])
+    return outcome["result"]
+
+
+def _error_class(name: str) -> type[AxonDistError]:
+    """The error of this library with a name; process 0 raised it, so it exists."""
+    found, waiting = {}, [AxonDistError]
+    while waiting:
+        cls = waiting.pop()
+        found[cls.__name__] = cls
+        waiting += cls.__subclasses__()
+    return found[name]

@@ -12,12 +12,17 @@ from ..core.files import as_path
 from ..core.told import TEXTS
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
-from .agree import on_main
-from .checksum import leaf_checksums
-from .layout import differences, shortened
-from .leaves import described, from_stored, named_leaves, stored_target
+from .layout import (
+    described,
+    differences,
+    from_stored,
+    named_leaves,
+    on_main,
+    shortened,
+    stored_target,
+)
 from .manifest import Manifest, spec_of
-from .seal import check_files, read_manifest, stray_in
+from .seal import check_files, leaf_checksums, read_manifest, stray_in
 from .stores import STORES
 
 

@@ -4,24 +4,88 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..core.errors import CheckpointError, DamagedCheckpointError
+from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..core.files import as_path, kind_at
-from ..core.told import NUMBER, Kind
+from ..core.told import NUMBER, WHOLE, Kind
 from ..core.typing import PyTree
-from .agree import from_main, is_main, on_main
-from .layout import UNFINISHED, step_name, step_of
+from .layout import UNFINISHED, from_main, is_main, on_main, step_name, step_of
 from .load import load_checkpoint
 from .manifest import Manifest, StateDictType
-from .replaceable import foreign_in
-from .retention import Entry, Retention
 from .save import PendingSave
-from .seal import read_manifest, remove
+from .seal import foreign_in, read_manifest, remove
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A finished checkpoint in a folder of them.
+
+    Args:
+        step: how many steps its state had taken.
+        serial: how many were written before it; a run that went back has steps out of order.
+        score: lower is better; None without one.
+    """
+
+    step: int
+    serial: int
+    score: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay when a new one is complete.
+
+    Args:
+        last: how many of the newest, at least 1.
+        best: how many of those with the lowest scores.
+        every: those whose step is a multiple of it, too; 0 for none.
+
+    Raises:
+        ConfigError: for a count out of range.
+
+    Example:
+        >>> entries = [Entry(step, serial=step) for step in (10, 20, 30, 40)]
+        >>> [entry.step for entry in Retention(last=1, every=20).outdated(entries)]
+        [10, 30]
+    """
+
+    last: int = 3
+    best: int = 0
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless at least one checkpoint stays."""
+        for name in ("last", "best", "every"):
+            WHOLE.check("Retention", name, getattr(self, name))
+        if self.last < 1 or self.best < 0 or self.every < 0:
+            raise ConfigError(
+                f"got last={self.last}, best={self.best} and every={self.every}; the first must "
+                "be at least 1, the others at least 0"
+            )
+
+    def outdated(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The checkpoints to delete, oldest first."""
+        by_age = sorted(entries, key=lambda entry: entry.serial)
+        scored = [entry for entry in by_age if not math.isnan(_score(entry))]
+        by_score = sorted(scored, key=lambda entry: (_score(entry), -entry.serial))
+        kept = {*by_age[-self.last :], *by_score[: self.best]}
+        if self.every:
+            kept |= {entry for entry in by_age if entry.step % self.every == 0}
+        return [entry for entry in by_age if entry not in kept]
+
+
+def _score(entry: Entry) -> float:
+    return math.nan if entry.score is None else entry.score
+
 
 _RETENTION = Kind(
     "a Retention, such as Retention(last=3)", lambda x: isinstance(x, Retention)

@@ -16,13 +16,9 @@ from ..core.errors import AxonDistError, CheckpointError
 from ..core.files import as_path
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
-from .agree import is_main, on_main
-from .checksum import leaf_checksums
-from .layout import staging_of
-from .leaves import as_array, named_leaves, to_stored
+from .layout import as_array, is_main, named_leaves, on_main, staging_of, to_stored
 from .manifest import Manifest, StateDictType, check_meta, installed_versions, mesh_shape, spec_of
-from .replaceable import check_replaceable
-from .seal import publish, seal
+from .seal import check_replaceable, leaf_checksums, publish, seal
 from .stores import STORES
 
 _T = TypeVar("_T")

@@ -1,18 +1,121 @@
-"""The folder of a checkpoint on disk: sealed when complete, checked before it is read."""
+"""The folder of a checkpoint on disk: sealed when complete, checked before it is read.
+
+Orbax stores arrays without a checksum over their values, so a flipped byte in them would be
+restored silently. The checksum of a leaf is taken on the devices before it leaves them and again
+after it came back, and so covers the whole way; the checksum of a file names the one at fault.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
+import math
 import os
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.files import kind_at, read_bytes
-from .checksum import file_checksum
-from .layout import MANIFEST, MARKER, replaced_of, staging_of
+from ..core.typing import Array
+from ..core.typing import Path as LeafPath
+from .layout import ARRAYS, MANIFEST, MARKER, UNFINISHED, replaced_of, staging_of
 from .manifest import FileRecord, Manifest
+
+_BLOCK = 1 << 20
+_GOLDEN = 0x9E3779B1
+"""2^32 divided by the golden ratio: its multiples spread evenly over 32 bits (Knuth, TAOCP 6.4)."""
+
+
+def leaf_checksum(x: Array) -> Array:
+    """Mixes every element with its position into 32 bits, wherever the array lives.
+
+    With `u_i` the bits of element i in row-major order, all modulo 2^32,
+
+        sum over i of (u_i xor 0x9E3779B1 i) (2 i + 1)
+
+    A sum does not depend on how the array is split; each factor is odd, so that a change in one
+    element always changes the sum. Positions come from `iota` along each dim and not from
+    flattening, which would gather a split array.
+
+    Args:
+        x: an array of any dtype but a random key.
+
+    Returns:
+        Scalar uint32.
+
+    Example:
+        >>> int(leaf_checksum(jnp.arange(4.0))) == int(leaf_checksum(jnp.arange(4.0)))
+        True
+        >>> int(leaf_checksum(jnp.arange(4.0))) == int(leaf_checksum(jnp.arange(4.0)[::-1]))
+        False
+    """
+    words = _as_words(x)
+    index = _row_major_index(words.shape)
+    mixed = (words ^ (index * jnp.uint32(_GOLDEN))) * (2 * index + 1)
+    return jnp.sum(mixed, dtype=jnp.uint32)
+
+
+def leaf_checksums(leaves: Mapping[LeafPath, Array]) -> dict[LeafPath, Array]:
+    """Starts computing the checksums of leaves; nothing waits for them.
+
+    Args:
+        leaves: arrays, in device or host memory; those on the same devices share one program.
+
+    Returns:
+        Scalars on the devices, by path.
+    """
+    groups: dict[frozenset, dict[LeafPath, Array]] = collections.defaultdict(dict)
+    for path, leaf in leaves.items():
+        if leaf.is_deleted():
+            raise CheckpointError(
+                f"leaf {path} of the state was deleted, or given away by a step, which gives the "
+                "memory of its state to the next one; save the state that the step returned"
+            )
+        groups[frozenset(leaf.sharding.device_set)][path] = leaf
+    sums: dict[LeafPath, Array] = {}
+    for group in groups.values():
+        sums |= _checksums_of_group(group)
+    return {path: sums[path] for path in leaves}
+
+
+def file_checksum(path: Path) -> int:
+    """The CRC-32 of a file, read in blocks."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+@jax.jit
+def _checksums_of_group(leaves: dict[LeafPath, Array]) -> dict[LeafPath, Array]:
+    near = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), leaves)
+    return jax.tree.map(leaf_checksum, near)
+
+
+def _as_words(x: Array) -> Array:
+    """The bits of each element as uint32; wider elements get a dim of their words."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([_as_words(x.real), _as_words(x.imag)], axis=-1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.itemsize
+    return lax.bitcast_convert_type(x, f"uint{min(bits, 32)}").astype(jnp.uint32)
+
+
+def _row_major_index(shape: tuple[int, ...]) -> Array:
+    index = jnp.zeros(shape, jnp.uint32)
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :]) % 2**32
+        index += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+    return index
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
@@ -170,3 +273,87 @@ def _problem_of(path: Path, record: FileRecord) -> str | None:
     if crc != record.crc32:
         return f"has the checksum {crc:08x}, {record.crc32:08x} was written: its bytes changed"
     return None
+
+
+_SHOWN = 3
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raises unless a save into a folder loses nothing but an earlier checkpoint.
+
+    A save takes three names: that of the checkpoint, and two that last as long as it does.
+
+    Args:
+        folder: of the checkpoint, which need not exist.
+
+    Raises:
+        CheckpointError: saying what lies there.
+    """
+    if not folder.name or folder.name == ".." or folder.name.endswith(UNFINISHED):
+        raise CheckpointError(
+            f"{str(folder)!r} cannot be the name of a checkpoint: it has to end with a name, and "
+            f"one that does not end with {UNFINISHED}, as unfinished ones do; name another folder"
+        )
+    for path in (folder, staging_of(folder), replaced_of(folder)):
+        try:
+            found = foreign_in(path, may_be_partial=path != folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"could not save checkpoint {str(folder)!r}: cannot look at what lies at "
+                f"{str(path)!r}: {error.strerror}; allow this program to read it, or name another "
+                "folder"
+            ) from error
+        if found is not None:
+            raise CheckpointError(
+                f"could not save checkpoint {str(folder)!r}: at {str(path)!r} lies {found}, which "
+                "saving would delete; only an empty folder or an earlier checkpoint is replaced. "
+                f"Name a new folder, such as {f'{folder}-checkpoint'!r}, or move away what "
+                "lies there; nothing was changed"
+            )
+
+
+def foreign_in(path: Path, *, may_be_partial: bool) -> str | None:
+    """Describes what lies at a path if it is anything but an empty folder or a checkpoint.
+
+    A checkpoint holds the entries that `layout.py` names and no others, whatever state they are
+    in, and one of them says so: the marker, whose name is enough, or the manifest by its contents.
+
+    Args:
+        path: of a file, a folder, or nothing.
+        may_be_partial: whether the name alone says that this is a checkpoint half written or half
+            removed; it then needs neither marker nor manifest.
+
+    Returns:
+        What lies there; None where it may be removed.
+    """
+    if path.is_symlink():
+        return "a symbolic link"
+    if not path.is_dir():
+        return "a file" if path.exists() else None
+    names = sorted(entry.name for entry in path.iterdir())
+    others = [name for name in names if not _is_part(name)]
+    if others:
+        what = "a checkpoint together with" if is_checkpoint(path) else "a folder that holds"
+        return f"{what} {_listed(others)}"
+    if not names or may_be_partial or is_checkpoint(path) or _is_manifest(path / MANIFEST):
+        return None
+    return f"a folder that holds {_listed(names)} but no {MARKER} file and no manifest"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_part(name: str) -> bool:
+    # While a store writes, the values lie under their name with an ending of the store's.
+    return name in (MARKER, MANIFEST, ARRAYS) or name.startswith(f"{ARRAYS}.")
+
+
+def _is_manifest(path: Path) -> bool:
+    """Whether a file is a manifest of this library, rather than of anything else of that name."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(found, dict) and {"format", "leaves", "checksums"} <= found.keys()

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from axon_dist.core.errors import AxonDistError
-from axon_dist.hardware import machine_of
 from axon_dist.mesh import World
+from axon_dist.mesh.chips import machine_of
 
 _DISTRIBUTION = "axon_dist"
 _CORE = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

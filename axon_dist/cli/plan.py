@@ -15,14 +15,8 @@ from axon_dist.config import load_config
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.words import byte_size, plural
-from axon_dist.hardware import (
-    Hardware,
-    hardware,
-    parse_cluster,
-    parse_target,
-    prepare_environment,
-)
-from axon_dist.hardware.chips import EMULATED
+from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
+from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.planner import (
     OPTIMIZERS,
     Plan,

@@ -5,23 +5,24 @@ on this rank's value, outside on rank-stacked arrays, row r being the value of r
 `mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets start in `plan.py`.
 """
 
-from .bucket import GradientBucket as GradientBucket
+from .buckets import DEFAULT_CAPACITY as DEFAULT_CAPACITY
+from .buckets import BucketPlan as BucketPlan
 from .buckets import GradSyncStrategy as GradSyncStrategy
+from .buckets import plan_buckets as plan_buckets
 from .buckets import reduce_buckets as reduce_buckets
 from .compressed import Compression as Compression
 from .compressed import Rounded as Rounded
 from .compressed import TopK as TopK
 from .compressed import compression_of as compression_of
-from .mailbox import Mailbox as Mailbox
 from .move import all_gather as all_gather
 from .move import all_to_all as all_to_all
 from .move import broadcast as broadcast
 from .move import broadcast_from as broadcast_from
 from .move import gather_tensor as gather_tensor
+from .move import reduce_scatter_mean as reduce_scatter_mean
+from .move import reduce_scatter_sum as reduce_scatter_sum
 from .move import scatter_tensor as scatter_tensor
-from .plan import DEFAULT_CAPACITY as DEFAULT_CAPACITY
-from .plan import BucketPlan as BucketPlan
-from .plan import plan_buckets as plan_buckets
+from .point import Mailbox as Mailbox
 from .point import ring_all_reduce as ring_all_reduce
 from .point import send_recv as send_recv
 from .point import shift as shift
@@ -37,8 +38,7 @@ from .reduce import all_reduce_min as all_reduce_min
 from .reduce import all_reduce_product as all_reduce_product
 from .reduce import all_reduce_sum as all_reduce_sum
 from .reduce import reduce_slices as reduce_slices
-from .scatter import reduce_scatter_mean as reduce_scatter_mean
-from .scatter import reduce_scatter_sum as reduce_scatter_sum
-from .sync import sync_gradient as sync_gradient
-from .sync import sync_gradients as sync_gradients
+from .synchronizer import GradientBucket as GradientBucket
 from .synchronizer import GradientSynchronizer as GradientSynchronizer
+from .synchronizer import sync_gradient as sync_gradient
+from .synchronizer import sync_gradients as sync_gradients

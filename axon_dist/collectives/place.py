@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError, DTypeError, GroupError
+from ..core import reduction
+from ..core.errors import ConfigError, DivisibilityError, DTypeError, GroupError
 from ..core.told import WHOLE
 from ..core.tree import check_32_bits, is_key, leaves_with_paths, problem_of
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, PyTree, Shape
 from ..mesh import GROUP, ProcessGroup
 
 
@@ -159,3 +160,48 @@ def check_dim(dim: int, num_dims: int, shape: tuple[int, ...]) -> int:
             else f"got dim {dim} for a scalar, which has no dims; give it one with x[None]"
         )
     return dim % num_dims
+
+
+def all_sum(x: Array, group: ProcessGroup) -> Array:
+    """Adds up over the axes of the group; bfloat16 and int8 stay what they are."""
+    return reduction.all_sum(x, group.axes)
+
+
+def all_max(x: Array, group: ProcessGroup) -> Array:
+    """Takes the maximum over the axes of the group; NaNs are lost on CPU."""
+    return reduction.all_max(x, group.axes)
+
+
+def all_min(x: Array, group: ProcessGroup) -> Array:
+    """Takes the minimum over the axes of the group; NaNs are lost on CPU."""
+    return reduction.all_min(x, group.axes)
+
+
+def sum_scatter(x: Array, group: ProcessGroup, dim: int) -> Array:
+    """Adds up over the axes of the group and keeps this rank's equal slice of `dim`."""
+    return reduction.sum_scatter(x, group.axes, dim)
+
+
+def check_divisible(
+    shape: Shape, dim: int, group: ProcessGroup, what: str, remedy: str = "pad the array first"
+) -> None:
+    """Raises `DivisibilityError` unless the size of the group divides a dim."""
+    size, parts = shape[dim], group.size
+    if size % parts:
+        raise DivisibilityError(
+            f"{what} cuts dim {dim} of an array of shape {shape} into {parts} slices, one per rank "
+            f"of the group {group}, but {size} is not a multiple of {parts}; {remedy}, "
+            f"to {size + -size % parts}"
+        )
+
+
+def pad_dim(x: Array, dim: int, parts: int) -> Array:
+    """Appends zeros to a dim until its size is a multiple of `parts`.
+
+    Example:
+        >>> pad_dim(jnp.ones((5, 2)), 0, 4).shape
+        (8, 2)
+    """
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, -x.shape[dim] % parts)
+    return jnp.pad(x, widths)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..core.errors import ConfigError, DTypeError
-from ..core.typing import Array, PyTree
+from ..core.errors import ConfigError, DTypeError, GroupError
+from ..core.reduction import all_sum
+from ..core.told import NUMBERS
+from ..core.typing import Array, PyTree, Shape
 from ..mesh import ProcessGroup
-from .buckets import GradSyncStrategy, reduce_buckets
-from .place import is_inside
-from .plan import DEFAULT_CAPACITY, BucketPlan, as_structs, check_capacity, plan_buckets
-from .reduce import all_reduce_mean
+from .buckets import (
+    DEFAULT_CAPACITY,
+    BucketPlan,
+    GradSyncStrategy,
+    as_structs,
+    check_capacity,
+    plan_buckets,
+    reduce_buckets,
+)
+from .place import each_leaf, has_varying_types, is_inside
+from .reduce import all_reduce_mean, check_mean, mean_leaf
 
 
 class GradientSynchronizer:
@@ -186,3 +197,170 @@ def _stacked_mean(
     plan: BucketPlan, group: ProcessGroup, strategy: GradSyncStrategy
 ) -> Callable[[list[Array]], list[Array]]:
     return group.spmd(_mean(plan, group, strategy))
+
+
+def sync_gradients(tree: PyTree, group: ProcessGroup) -> PyTree:
+    """Averages gradients that every rank took of the loss over its own samples.
+
+    With equal numbers of samples, the mean of the local gradients is the gradient of the mean
+    loss over all of them: `grad = (1/N) sum_r grad_r`.
+
+    Inside a `shard_map` with `check_vma=True`, JAX itself adds up the gradient with respect to a
+    value that is the same on every rank, and types the sum as invariant. Averaging such a gradient
+    again would leave it N times too large, so it is only divided by N. Either way the loss that is
+    differentiated must be the rank's own, and not yet averaged over the group.
+
+    Args:
+        tree: a pytree of gradients: this rank's inside `shard_map`, rank-stacked ones outside.
+        group: the ranks among which the samples are split, N of them.
+
+    Returns:
+        A pytree like `tree`.
+
+    Raises:
+        DTypeError: for integers.
+        GroupError: for a group by ranks, when JAX has added the gradient up over all ranks.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from axon_dist.mesh import World
+        >>> group = World.emulate(4).default_group
+        >>> sync_gradients({"w": jnp.array([1.0, 2.0, 3.0, 4.0])}, group)["w"]
+        Array([2.5, 2.5, 2.5, 2.5], dtype=float32)
+
+    Source: Li et al., PyTorch Distributed, VLDB 2020, arXiv:2006.15704.
+    """
+    return each_leaf(_averaged, tree, group)
+
+
+def sync_gradient(g: Array, group: ProcessGroup) -> Array:
+    """Averages one gradient over the group; see `sync_gradients`."""
+    return sync_gradients(g, group)
+
+
+def _averaged(g: Array, group: ProcessGroup) -> Array:
+    check_mean(g)
+    if not has_varying_types(group.axes[0]):
+        return mean_leaf(g, group)
+    pending = tuple(axis for axis in group.axes if axis in jax.typeof(g).mat.varying)
+    if pending == group.axes:
+        return mean_leaf(g, group)
+    if group.members is not None:
+        raise GroupError(
+            f"got a gradient of shape {g.shape} that JAX has already added up over all ranks, so "
+            f"that those of the group {group} cannot be told apart; differentiate with respect to "
+            f"jax.lax.pcast(params, {group.axes}, to='varying'), or with check_vma=False"
+        )
+    return all_sum(g, pending) / group.size
+
+
+class GradientBucket:
+    """Collects gradients into one flat array, and gives them back as they were.
+
+    Args:
+        capacity: how many elements fit.
+        dtype: of the flat array; gradients of a narrower float dtype are widened, and narrowed
+            back on the way out, which loses nothing.
+
+    Raises:
+        ConfigError: for a capacity below 1.
+
+    Example:
+        >>> bucket = GradientBucket(5)
+        >>> bucket.add(jnp.array([0.1, 0.2])), bucket.add(jnp.array([0.3, 0.4, 0.5]))
+        (True, True)
+        >>> bucket.add(jnp.array([0.6])), bucket.is_full, bucket.shapes
+        (False, True, ((2,), (3,)))
+        >>> bucket.data
+        Array([0.1, 0.2, 0.3, 0.4, 0.5], dtype=float32)
+    """
+
+    def __init__(self, capacity: int, dtype: Any = jnp.float32):
+        check_capacity(capacity)
+        self.capacity: int = capacity
+        NUMBERS.check("GradientBucket", "dtype", dtype)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self._gradients: list[Array] = []
+
+    def add(self, gradient: Any) -> bool:
+        """Appends a gradient unless it would overflow the bucket.
+
+        Args:
+            gradient: an array of any shape.
+
+        Returns:
+            Whether it fitted; if not, the bucket is as it was.
+
+        Raises:
+            DTypeError: when the dtype of the bucket cannot hold the gradient exactly.
+        """
+        gradient = jnp.asarray(gradient)
+        self._check_dtype(gradient.dtype)
+        if self.size + gradient.size > self.capacity:
+            return False
+        self._gradients.append(gradient)
+        return True
+
+    @property
+    def size(self) -> int:
+        """The number of elements held."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def __len__(self) -> int:
+        """The number of elements held."""
+        return self.size
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no element fits any more."""
+        return self.size >= self.capacity
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes of the gradients, in the order in which they were added."""
+        return tuple(gradient.shape for gradient in self._gradients)
+
+    @property
+    def data(self) -> Array:
+        """All elements in one array of the bucket's dtype, shape `(size,)`."""
+        flat = [gradient.ravel().astype(self.dtype) for gradient in self._gradients]
+        return jnp.concatenate(flat) if flat else jnp.zeros(0, self.dtype)
+
+    def extract(self, data: Array | None = None) -> list[Array]:
+        """Gives the gradients back in their own shapes and dtypes, and keeps them.
+
+        Args:
+            data: a flat array to cut instead of the bucket's own, such as the reduced one.
+
+        Returns:
+            Arrays in the order in which they were added.
+
+        Raises:
+            ConfigError: when `data` has another shape than the bucket's own.
+        """
+        flat = self.data if data is None else data
+        if flat.shape != (self.size,):
+            raise ConfigError(
+                f"got data of shape {flat.shape} for a bucket of {self.size} elements; give an "
+                f"array like its `data`, of shape {(self.size,)}"
+            )
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes])
+        parts = jnp.split(flat, ends[:-1]) if self._gradients else []
+        return [
+            part.reshape(gradient.shape).astype(gradient.dtype)
+            for part, gradient in zip(parts, self._gradients, strict=True)
+        ]
+
+    def clear(self) -> None:
+        """Empties the bucket."""
+        self._gradients = []
+
+    def _check_dtype(self, dtype: Any) -> None:
+        floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(self.dtype, jnp.floating)
+        if dtype != self.dtype and not (
+            floats and jnp.promote_types(dtype, self.dtype) == self.dtype
+        ):
+            raise DTypeError(
+                f"a bucket of {self.dtype} cannot hold a gradient of {dtype} exactly; make it "
+                f"GradientBucket({self.capacity}, dtype=jnp.{dtype}), or cast the gradient"
+            )

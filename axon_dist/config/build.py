@@ -19,10 +19,10 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn, OptionValue
 from axon_dist.data import Loader
-from axon_dist.hardware import machine_of
 from axon_dist.launch import Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
+from axon_dist.mesh.chips import machine_of
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
 

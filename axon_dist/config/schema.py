@@ -10,7 +10,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path
 from axon_dist.mesh import MeshSpec
 from axon_dist.nn import ActivationCheckpointing
-from axon_dist.precision import GradScaler, MixedPrecision
+from axon_dist.ops.precision import GradScaler, MixedPrecision
 
 from .data import DATA, OwnData, TextData
 from .kinds import OneOf, Parsed, Seed

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.mesh import World
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
-from axon_dist.parallel.slow_plan import USUAL_EVERY
+from axon_dist.parallel.plans import USUAL_EVERY
 
 from .read import read
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 
 class AxonDistError(Exception):
@@ -92,3 +95,78 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     return f"{guess} Valid: {', '.join(options)}."
+
+
+def unknown(cls: type[enum.Enum], value: Any) -> ConfigError:
+    """The error about a value that no member of an enum has."""
+    names = [str(member.value) for member in cls]
+    hint = did_you_mean(str(value), names)
+    return ConfigError(f"{cls.__name__} got {value!r:.80}, and has no such member.{hint}")
+
+
+class Choice(enum.StrEnum):
+    """A `StrEnum` whose members are looked up by their values.
+
+    Raises:
+        ConfigError: for any other value.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise unknown(cls, value)
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirement(Generic[T]):
+    """One row.
+
+    Args:
+        name: what must hold, in a few words.
+        check: raises an `AxonDistError` about what is wrong, where it does not hold.
+    """
+
+    name: str
+    check: Callable[[T], Any]
+
+    @classmethod
+    def row(
+        cls,
+        name: str,
+        error: type[AxonDistError],
+        sentence: str,
+        when: Callable[[T], Mapping[str, Any] | None],
+    ) -> Requirement[T]:
+        """A requirement by when it is broken and what is said then.
+
+        Args:
+            name: what must hold, in a few words.
+            error: the kind of error.
+            sentence: what was got, what must hold and what to do, with names in braces.
+            when: gives the values of these names where it does not hold, and else None.
+
+        Example:
+            >>> even = Requirement.row(
+            ...     "even", AxonDistError, "got {n}", lambda n: {"n": n} if n % 2 else None
+            ... )
+            >>> even.check(2)
+        """
+
+        def check(subject: T) -> None:
+            found = when(subject)
+            if found is not None:
+                raise error(sentence.format(**found))
+
+        return cls(name, check)
+
+    def of(self, part: Callable[[Any], T]) -> Requirement[Any]:
+        """The requirement about a part of something larger."""
+        return Requirement(self.name, lambda whole: self.check(part(whole)))
+
+
+def check_all(rules: tuple[Requirement[T], ...], subject: T) -> None:
+    """Raises what the first requirement says that does not hold, if there is one."""
+    for rule in rules:
+        rule.check(subject)

@@ -7,6 +7,8 @@ reading in `loader.py`; `sampling.py` holds the arithmetic, `samples.py` what a 
 """
 
 from .documents import DocumentSource as DocumentSource
+from .documents import JsonlSource as JsonlSource
+from .documents import ParquetSource as ParquetSource
 from .files import TextFile as TextFile
 from .files import find_files as find_files
 from .files import split_bytes as split_bytes
@@ -17,29 +19,27 @@ from .images import ImageSet as ImageSet
 from .images import ImageSource as ImageSource
 from .images import SyntheticImages as SyntheticImages
 from .images import load_images as load_images
-from .jsonl import JsonlSource as JsonlSource
 from .loader import ImageLoader as ImageLoader
 from .loader import Loader as Loader
 from .loader import TextLoader as TextLoader
 from .mixture import Mixture as Mixture
 from .packing import PackedRows as PackedRows
 from .packing import pack as pack
-from .parquet import ParquetSource as ParquetSource
 from .samples import LocalBatch as LocalBatch
 from .samples import Samples as Samples
 from .samples import Sequences as Sequences
 from .samples import TokenSamples as TokenSamples
-from .sampling import local_rows as local_rows
-from .sampling import num_windows as num_windows
-from .sampling import shuffled as shuffled
-from .sampling import spread_starts as spread_starts
-from .sampling import windows_at as windows_at
+from .samples import local_rows as local_rows
+from .samples import num_windows as num_windows
+from .samples import shuffled as shuffled
+from .samples import spread_starts as spread_starts
+from .samples import windows_at as windows_at
 from .text import TextSource as TextSource
 from .text import load_text as load_text
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import byte_tokenizer as byte_tokenizer
 from .tokenizer import load_tokenizer as load_tokenizer
+from .tokens import Text as Text
 from .tokens import TokenSource as TokenSource
-from .windows import Text as Text
-from .windows import Windows as Windows
-from .windows import segments_of as segments_of
+from .tokens import Windows as Windows
+from .tokens import segments_of as segments_of

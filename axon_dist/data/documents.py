@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from axon_dist.core.errors import ConfigError, did_you_mean
-
-from .chat import ChatTemplate, Pieces, check_messages, find_template
+from ..core.errors import ConfigError, did_you_mean
 from .files import TextFile, check_disjoint, find_files, says_little
 from .packing import PackedRows, TooLong
-from .sampling import checksum, drawn, held_fraction
-from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from .samples import checksum, drawn, held_fraction
+from .tokenizer import (
+    ChatTemplate,
+    Pieces,
+    Tokenizer,
+    byte_tokenizer,
+    check_messages,
+    find_template,
+    load_tokenizer,
+)
 
 
 class Records(Protocol):
@@ -276,3 +283,179 @@ class RecordDocuments:
                 f"data.{option}.{did_you_mean(name, record)}"
             )
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonlSource(DocumentSource):
+    """Files with a JSON object in every line; options as in `DocumentSource`.
+
+    Example:
+        >>> JsonlSource(files=("chats.jsonl",), prompt="question", response="answer").validate()
+    """
+
+    kind: ClassVar[str] = ".jsonl"
+
+    def records(self, files: Sequence[TextFile]) -> JsonLines:
+        """Finds where the lines begin; a line is read when it is asked for."""
+        return JsonLines(files)
+
+
+class JsonLines:
+    """The lines of files, those with nothing in them left out.
+
+    Args:
+        files: which.
+
+    Raises:
+        ConfigError: when they have no line.
+    """
+
+    def __init__(self, files: Sequence[TextFile]):
+        self._bytes = [np.memmap(f.path, np.uint8, "r") for f in files if f.size]
+        self._paths = [file.path for file in files if file.size]
+        found = [
+            np.column_stack([np.full(len(lines), number), lines])
+            for number, content in enumerate(self._bytes)
+            if len(lines := _lines(content))
+        ]
+        if not found:
+            names = ", ".join(str(file.path) for file in files)
+            raise ConfigError(f"data.files: {names} has no line; give files with records.")
+        self._lines = np.concatenate(found)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        file, start, stop, _ = self._lines[number].tolist()
+        try:
+            record = json.loads(self._bytes[file][start:stop].tobytes())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{self.place(number)} is no JSON ({error}): correct or remove it"
+            ) from error
+        if not isinstance(record, dict):
+            raise ConfigError(
+                f"{self.place(number)} holds {record!r:.60}, which must be an object with fields; "
+                'write {"text": ...}'
+            )
+        return record
+
+    def place(self, number: int) -> str:
+        """The file and the line."""
+        file, _, _, line = self._lines[number].tolist()
+        return f"{self._paths[file]}:{line}"
+
+    def checksum(self) -> int:
+        """Of all bytes."""
+        return checksum(*self._bytes)
+
+
+_PART = 2**26
+
+
+def _lines(content: np.ndarray) -> np.ndarray:
+    """First byte, the byte behind the last, and number of every line with something in it."""
+    # In parts, for the mask of a whole file would be as large as the file.
+    parts = range(0, len(content), _PART)
+    ends = np.concatenate([p + np.flatnonzero(content[p : p + _PART] == ord("\n")) for p in parts])
+    if content[-1] != ord("\n"):
+        ends = np.append(ends, len(content))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    lines = np.column_stack([starts, ends, 1 + np.arange(len(ends))])
+    # A line of one byte or two can hold no object; what stands there is looked at.
+    is_short = ends - starts <= 2
+    blank = [not content[a:b].tobytes().strip() for a, b in lines[is_short, :2].tolist()]
+    is_short[is_short] = blank
+    return lines[~is_short]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetSource(DocumentSource):
+    """Parquet files; options as in `DocumentSource`, whose fields are the names of columns.
+
+    Example:
+        >>> ParquetSource(files=("articles.parquet",), text="body").validate()
+    """
+
+    kind: ClassVar[str] = ".parquet"
+
+    def records(self, files: Sequence[TextFile]) -> ParquetRows:
+        """Reads the columns that are asked for into memory."""
+        names = (self.prompt, self.learned)
+        return ParquetRows(files, tuple(name for name in names if name is not None))
+
+
+class ParquetRows:
+    """The rows of parquet files, of which some columns are kept in memory as arrow has them.
+
+    Args:
+        files: which.
+        columns: the names of the columns.
+
+    Raises:
+        ConfigError: when pyarrow is not installed, a file is no parquet or has no such column, or
+            there is no row.
+    """
+
+    def __init__(self, files: Sequence[TextFile], columns: Sequence[str]):
+        try:
+            import pyarrow  # noqa: PLC0415  (an optional dependency)
+            from pyarrow import parquet  # noqa: PLC0415
+        except ImportError as error:
+            raise ConfigError(
+                "data.kind=parquet needs pyarrow, which is not installed: "
+                "pip install 'axon_dist[parquet]'."
+            ) from error
+        self._tables, self._paths = [], [file.path for file in files]
+        for file in files:
+            try:
+                names = parquet.read_schema(file.path).names
+                missing = next((name for name in columns if name not in names), None)
+                if missing is not None:
+                    raise ConfigError(
+                        f"{file.path} has no column {missing!r}; set data.text, or data.prompt "
+                        f"and data.response.{did_you_mean(missing, names)}"
+                    )
+                self._tables.append(parquet.read_table(file.path, columns=list(columns)))
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever bytes that lie make of a reader in C++
+                raise ConfigError(
+                    f"{file.path} is not a parquet file that pyarrow {pyarrow.__version__} reads "
+                    f"({error}): write it anew, or take it out of data.files."
+                ) from error
+        self._ends = np.cumsum([table.num_rows for table in self._tables])
+        if not len(self):
+            raise ConfigError(
+                f"data.files: {', '.join(map(str, self._paths))} has no row; give files with "
+                "records."
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, number: int) -> Mapping[str, Any]:
+        file, row = self._find(number)
+        table = self._tables[file]
+        return {name: table.column(name)[row].as_py() for name in table.column_names}
+
+    def place(self, number: int) -> str:
+        """The file and the row."""
+        file, row = self._find(number)
+        return f"row {row} of {self._paths[file]}"
+
+    def checksum(self) -> int:
+        """Of the texts of all columns."""
+        arrays = []
+        for table in self._tables:
+            for column in table.columns:
+                for chunk in column.chunks:
+                    # A slice of a larger buffer is copied out, so that equal rows give equal bytes.
+                    own = chunk.take(np.arange(len(chunk)))
+                    arrays += [np.frombuffer(b, np.uint8) for b in own.buffers() if b is not None]
+        return checksum(*arrays)
+
+    def _find(self, number: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        return file, int(number - (self._ends[file] - self._tables[file].num_rows))

@@ -13,7 +13,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 
 from .files import check_disjoint, check_fits, find_files
-from .sampling import checksum, drawn, held_fraction, random_of
+from .samples import checksum, drawn, held_fraction, random_of
 
 _MOST_IMAGES, _MOST_PIXELS = 2**28, 2**15
 PATTERN = 8

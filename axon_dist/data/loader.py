@@ -12,9 +12,8 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import is_whole
 
 from .images import Images, ImageSet
-from .samples import LocalBatch, Samples
-from .sampling import checksum, local_rows, shuffled, spread_starts
-from .windows import Text, Windows
+from .samples import LocalBatch, Samples, checksum, local_rows, shuffled, spread_starts
+from .tokens import Text, Windows
 
 _ENDLESS = 2**62
 """More samples than any run sees, and still an int64."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
-from .samples import LocalBatch, TokenSamples
-from .sampling import checksum, shuffled
+from .samples import LocalBatch, TokenSamples, checksum, shuffled
 
 _FILL = {"segments": 1, "mask": 1}
 """What an array is where a source has none: one document, every token of which is a target."""

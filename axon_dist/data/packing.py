@@ -12,8 +12,7 @@ import numpy as np
 
 from axon_dist.core.errors import ConfigError
 
-from .samples import LocalBatch
-from .sampling import checksum, spread_starts
+from .samples import LocalBatch, checksum, spread_starts
 
 TooLong: TypeAlias = Literal["split", "drop", "refuse"]
 """What becomes of a document longer than a row: several rows, nothing, or an error."""

@@ -1,16 +1,200 @@
-"""`Samples`: what a loader hands out, by number; and sequences of the user's own as samples."""
+"""`Samples`: what a loader hands out, by number; and sequences of the user's own as samples.
+
+Sample `g` of an endless run is the window at place `g mod W` of epoch `g div W`, W windows in the
+stream, shuffled anew each epoch. A global batch of B is the next B samples, and process `p` of `P`
+holds its rows `[p B/P, (p+1) B/P)`. Nothing but the counter says where a run stands, so it can go
+on with another number of processes or another batch.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import grain
 import numpy as np
 
-from axon_dist.core.errors import ConfigError
+from ..core.errors import ConfigError, DivisibilityError
 
-from .sampling import checksum, spread_starts
+
+def num_windows(num_tokens: int, length: int) -> int:
+    """Counts the windows of `length + 1` tokens in a stream, each starting on the last of the one
+    before, so that every token but the first is a target exactly once.
+
+    Args:
+        num_tokens: tokens in the stream.
+        length: tokens a model sees, T; a window has one more to predict.
+
+    Returns:
+        How many windows fit; what is left at the end is not used.
+
+    Example:
+        >>> num_windows(9, 4), num_windows(8, 4)
+        (2, 1)
+    """
+    return max(num_tokens - 1, 0) // length
+
+
+def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Cuts windows out of a stream.
+
+    Args:
+        stream: tokens `[N]`.
+        starts: first position of each window, `[B]`.
+        length: T.
+
+    Returns:
+        int32 `[B, T + 1]`.
+    """
+    return stream[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def local_rows(global_batch: int, process: int, num_processes: int) -> slice:
+    """Says which rows of a global batch a process holds.
+
+    Args:
+        global_batch: rows over all processes.
+        process: which process, from 0.
+        num_processes: how many there are.
+
+    Returns:
+        A slice of `global_batch / num_processes` rows.
+
+    Raises:
+        ConfigError: the batch is empty or there is no such process.
+        DivisibilityError: the batch does not divide by the processes.
+
+    Example:
+        >>> local_rows(8, process=1, num_processes=2)
+        slice(4, 8, None)
+    """
+    if not 0 <= process < num_processes:
+        raise ConfigError(
+            f"process {process} of {num_processes} does not exist: give one from 0 to "
+            f"{num_processes - 1}."
+        )
+    if global_batch < 1:
+        raise ConfigError(f"a global batch of {global_batch} must have at least 1 row; raise it.")
+    size, rest = divmod(global_batch, num_processes)
+    if rest:
+        near = max(size, 1) * num_processes
+        raise DivisibilityError(
+            f"a global batch of {global_batch} rows does not divide by {num_processes} processes: "
+            f"each loads the same number; choose a multiple of {num_processes}, such as {near}."
+        )
+    return slice(process * size, (process + 1) * size)
+
+
+def shuffled(num_samples: int, seed: int) -> grain.MapDataset[int]:
+    """Orders samples for an endless run, each epoch shuffled in its own way.
+
+    Args:
+        num_samples: samples per epoch.
+        seed: of the order, in [0, 2^32).
+
+    Returns:
+        A dataset whose item `g` is the sample at place `g mod num_samples` of epoch
+        `g div num_samples`; computed without storing the order.
+
+    Raises:
+        ConfigError: the seed is out of range.
+
+    Example:
+        >>> order = shuffled(4, seed=0)
+        >>> sorted(order[g] for g in range(4)) == sorted(order[g] for g in range(4, 8))
+        True
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"data seed {seed} must lie in [0, 2^32); choose another.")
+    return grain.MapDataset.range(num_samples).seed(seed).shuffle().repeat()
+
+
+def spread_starts(num_tokens: int, length: int, num_samples: int) -> np.ndarray:
+    """Spreads windows evenly over a stream, the same ones every time.
+
+    Args:
+        num_tokens: tokens in the stream, more than `length`.
+        length: T.
+        num_samples: how many windows; they overlap where the stream is shorter than all of them.
+
+    Returns:
+        First positions, int64 `[num_samples]`.
+
+    Example:
+        >>> spread_starts(101, length=10, num_samples=4).tolist()
+        [0, 30, 60, 90]
+    """
+    return np.linspace(0, num_tokens - length - 1, num_samples).astype(np.int64)
+
+
+HELD_FRACTION = 0.1
+"""What is held out where nothing is said."""
+
+
+def held_fraction(fraction: float | None, validation_files: Sequence[str] = ()) -> float:
+    """The share to hold out where no files are named for validation.
+
+    Args:
+        fraction: what `data.validation_fraction` says; None stands for a tenth.
+        validation_files: what `data.validation_files` says.
+
+    Raises:
+        ConfigError: when the fraction is not one, or both are said.
+
+    Example:
+        >>> held_fraction(None)
+        0.1
+    """
+    if fraction is None:
+        return HELD_FRACTION
+    if not 0.0 < fraction < 1.0:
+        raise ConfigError(
+            f"data.validation_fraction={fraction} must lie between 0 and 1, for example 0.1."
+        )
+    if validation_files:
+        raise ConfigError(
+            f"data.validation_fraction={fraction} and data.validation_files={validation_files} "
+            "both say what validation reads: leave one of them out."
+        )
+    return fraction
+
+
+def random_of(kind: int, number: int) -> np.random.Generator:
+    """Random numbers that depend on what they are for and on one number alone."""
+    return np.random.Generator(np.random.Philox(key=np.array([kind, number], np.uint64)))
+
+
+def drawn(count: int, fraction: float, what: str = "images") -> np.ndarray:
+    """A mask of a share of `count` things, the same every time.
+
+    Raises:
+        ConfigError: when it takes none or all of them.
+    """
+    num_held = round(count * fraction)
+    if num_held in (0, count):
+        empty = "training" if num_held else "validation"
+        raise ConfigError(
+            f"data.validation_fraction={fraction} of {count} {what} leaves none for {empty}: give "
+            f"more {what}, or change the fraction."
+        )
+    return random_of(2, 0).permutation(count) < num_held
+
+
+def checksum(*arrays: np.ndarray) -> int:
+    """A number that other contents of the same sizes do not have, below 2^53 so that JSON holds it.
+
+    Example:
+        >>> checksum(np.arange(3)) == checksum(np.array([0, 2, 1]))
+        False
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data.cast("B"))
+    return int.from_bytes(digest.digest()) >> 11
+
 
 LocalBatch = dict[str, np.ndarray]
 """Arrays of `B / P` rows, those of one process: `{"tokens": int32 [B / P, T + 1]}` of text,

@@ -22,9 +22,9 @@ from .files import (
     split_files,
     standard_library_files,
 )
-from .sampling import held_fraction
+from .samples import held_fraction
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from .windows import Text, Windows
+from .tokens import Text, Windows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,32 +19,27 @@ text, `walk.py` follows its control flow, `transfers.py` finds the collectives a
 their axes; here `overlap.py` judges what hides them, and `ledger.py` adds up.
 """
 
-from ..hardware import MACHINES as MACHINES
-from ..hardware import Machine as Machine
-from ..hardware import Target as Target
-from ..hardware import machine_of as machine_of
-from ..hardware import missing_compiler as missing_compiler
-from ..hardware import parse_target as parse_target
-from ..hardware import prepare_environment as prepare_environment
-from ..hardware import target_options as target_options
-from ..hlo import Module as Module
-from ..hlo import as_module as as_module
-from .carried import carried_bytes as carried_bytes
-from .collective import Collective as Collective
-from .collective import ring_bytes as ring_bytes
-from .devices import target_devices as target_devices
-from .devices import target_mesh as target_mesh
-from .expect import expect_bytes as expect_bytes
-from .expect import expect_collectives as expect_collectives
-from .flops import Flops as Flops
-from .flops import flops as flops
+from ..mesh.chips import MACHINES as MACHINES
+from ..mesh.chips import Machine as Machine
+from ..mesh.chips import machine_of as machine_of
+from ..mesh.targets import Target as Target
+from ..mesh.targets import missing_compiler as missing_compiler
+from ..mesh.targets import parse_target as parse_target
+from ..mesh.targets import prepare_environment as prepare_environment
+from ..mesh.targets import target_options as target_options
+from .cost import Flops as Flops
+from .cost import flops as flops
 from .hlo import collectives as collectives
 from .kernels import Recomputed as Recomputed
 from .kernels import attention_kernels as attention_kernels
+from .kernels import expect_bytes as expect_bytes
+from .kernels import expect_collectives as expect_collectives
 from .kernels import expect_kernels as expect_kernels
 from .kernels import kernels as kernels
 from .kernels import recomputed as recomputed
+from .ledger import Collective as Collective
 from .ledger import Ledger as Ledger
+from .ledger import ring_bytes as ring_bytes
 from .memory import LeafBytes as LeafBytes
 from .memory import MemoryReport as MemoryReport
 from .memory import bytes_per_device as bytes_per_device
@@ -52,5 +47,10 @@ from .memory import device_bytes as device_bytes
 from .memory import leaf_bytes as leaf_bytes
 from .memory import leaf_table as leaf_table
 from .memory import memory as memory
+from .parse import Module as Module
+from .parse import as_module as as_module
 from .report import Report as Report
 from .report import report as report
+from .report import target_devices as target_devices
+from .report import target_mesh as target_mesh
+from .walk import carried_bytes as carried_bytes

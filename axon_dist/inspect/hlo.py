@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 import jax
 
-from ..hardware import Hardware, machine_of
-from ..hlo.groups import permuted_axes, spanned_axes
-from ..hlo.parse import Program, as_module
-from ..hlo.sources import origin
-from ..hlo.walk import Visit, visits
 from ..mesh import SLOW_AXES
-from .collective import Collective
-from .ledger import Ledger
-from .wires import WireModel
+from ..mesh.chips import Hardware, machine_of
+from ..mesh.replica_groups import permuted_axes, spanned_axes
+from .ledger import Collective, Ledger
+from .overlap import WireModel
+from .parse import Program, as_module, origin
+from .walk import Visit, visits
 
 
 def collectives(

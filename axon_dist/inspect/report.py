@@ -1,23 +1,32 @@
-"""Memory, collectives and FLOPs of one compiled step, together."""
+"""Memory, collectives and FLOPs of one compiled step, together.
+
+The compilers of GPUs and TPUs run without the device. Compiled with the devices of a target, the
+very step that would train there tells its memory, its collectives and its FLOPs on a laptop.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import topologies
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..core.errors import UnsupportedError
 from ..core.words import byte_size, si
-from ..hardware import Hardware, machine_of
-from ..hlo.parse import as_module
-from .flops import Flops, flops
+from ..mesh import AxesLike, MeshSpec, World, build_mesh
+from ..mesh.chips import Hardware, machine_of
+from ..mesh.targets import Target, as_target, prepare_environment
+from .cost import Flops, flops
 from .hlo import collectives
 from .kernels import Recomputed, attention_kernels, recomputed
 from .ledger import Ledger
 from .memory import MemoryReport, memory
+from .parse import as_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,3 +156,62 @@ def report(
         machine=machine,
         is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
     )
+
+
+def target_devices(target: Target | str) -> Sequence[Any]:
+    """Returns devices that programs can be compiled for but not run on.
+
+    Args:
+        target: a target or its name. For `cpu` these are the emulated devices of this process,
+            which do run.
+
+    Returns:
+        All devices of the target.
+
+    Raises:
+        UnsupportedError: the compiler is not installed, or knows no such slice.
+        BackendStartedError: JAX has already started without what the target needs.
+
+    Example:
+        >>> len(target_devices("cpu:1"))
+        1
+    """
+    target = as_target(target)
+    if target.platform == "cpu":
+        world = World.emulate(target.num_devices)
+        return list(world.mesh.devices.flat)
+    prepare_environment(target)
+    try:
+        return topologies.get_topology_desc(**target.topology).devices
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"the {target.platform} compiler cannot describe target {target.name!r} ({error}); "
+            f"use a shape that exists, such as {' or '.join(target.examples)}"
+        ) from error
+
+
+def target_mesh(target: Target | str, axes: AxesLike) -> jax.sharding.Mesh:
+    """Lays the devices of a target out over mesh axes, all of type Auto.
+
+    Args:
+        target: a target or its name.
+        axes: sizes by axis name, outer to inner, one of them -1 at most; the sizes multiply to the
+            number of devices.
+
+    Returns:
+        The mesh. On TPU the devices are ordered after the wiring (`jax.make_mesh`), so that the
+        neighbours on an axis are neighbours in the torus. `World.init(axes,
+        devices=target_devices(target))` is the same with a world around it.
+
+    Raises:
+        MeshError: the sizes do not multiply to the number of devices.
+        UnsupportedError: as in `target_devices`.
+        BackendStartedError: as in `target_devices`.
+
+    Example:
+        >>> dict(target_mesh("cpu:1", {"dp": 1}).shape)
+        {'dp': 1}
+    """
+    target = as_target(target)
+    spec = MeshSpec(axes).resolve(target.num_devices)
+    return build_mesh(spec, target_devices(target))

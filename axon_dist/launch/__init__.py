@@ -11,11 +11,11 @@ from .distributed import Timeouts as Timeouts
 from .distributed import initialize as initialize
 from .distributed import leave as leave
 from .distributed import leave_after as leave_after
+from .environment import LaunchSpec as LaunchSpec
 from .environment import from_env as from_env
 from .local import ELASTIC as ELASTIC
 from .local import INTERRUPTED as INTERRUPTED
+from .local import MEMORY as MEMORY
 from .local import PLANNED as PLANNED
 from .local import LaunchPlan as LaunchPlan
 from .local import launch as launch
-from .memory import MEMORY as MEMORY
-from .spec import LaunchSpec as LaunchSpec

@@ -18,7 +18,7 @@ from ..core.compat import (
     turn_cache_off,
 )
 from ..core.errors import LaunchError, MeshError
-from .spec import LaunchSpec, parse_count
+from .environment import LaunchSpec, parse_count
 
 _FEWEST_THREADS = 16
 _MOST_THREADS = 2**14

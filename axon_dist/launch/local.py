@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,10 +20,59 @@ from pathlib import Path
 from ..core.errors import LaunchError
 from .child import Child, start_child
 from .emulation import MOST_DEVICES
-from .memory import MEMORY, host_folder
-from .roll_call import TOKEN
-from .spec import DEFAULT_PORT, parse_host, parse_port
+from .environment import DEFAULT_PORT, parse_host, parse_port
+from .rendezvous import TOKEN
 from .watchdog import EXIT_PEER_LOST
+
+MEMORY = "AXON_MEMORY"
+"""The variable with a folder in the memory of the host, for copies of the state of a run."""
+
+_HOST_MEMORY = Path("/dev/shm")
+_PREFIX, _LOCK = "axon-", "lock"
+
+
+@contextlib.contextmanager
+def host_folder(root: Path = _HOST_MEMORY) -> Iterator[Path | None]:
+    """A folder in the memory of this host, for as long as the context lasts.
+
+    It is for its owner alone, and locked: what a launcher that was killed has left behind is not,
+    and is removed by the next one of the same user.
+
+    Args:
+        root: where memory is mounted as files.
+
+    Yields:
+        The folder; None on a host that has no such memory.
+
+    Example:
+        >>> with host_folder(Path(tempfile.mkdtemp())) as folder:
+        ...     folder.is_dir()
+        True
+        >>> folder.exists()
+        False
+    """
+    if not os.access(root, os.W_OK | os.X_OK):
+        yield None
+        return
+    prefix = f"{_PREFIX}{os.getuid()}-"
+    for left in root.glob(f"{prefix}*"):
+        _remove_unless_locked(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+    with open(folder / f"{_LOCK}.new", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.replace(folder / f"{_LOCK}.new", folder / _LOCK)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    """Removes a folder whose launcher is gone; one without a lock is being made just now."""
+    with contextlib.suppress(OSError), open(folder / _LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+
 
 USER_ERROR = 2
 """The exit code of a mistake of the user, which a restart would only repeat."""

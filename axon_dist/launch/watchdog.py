@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .roll_call import Attendee
+from .rendezvous import Attendee
 
 EXIT_PEER_LOST = 75
 """The exit code of a process that ended because another one was lost (`EX_TEMPFAIL`)."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from ..core.compat import SharedStore
 from ..launch.distributed import STEP_TIMEOUT, Timeouts
-from ..launch.roll_call import Attendee
+from ..launch.rendezvous import Attendee
 from ..launch.watchdog import Silences, Store, post_verdict
 from .world import World
 

@@ -15,20 +15,60 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ..core.choice import Choice
-from ..core.errors import BackendStartedError, GroupError, MeshError, UnsupportedError
+from ..core.errors import BackendStartedError, Choice, GroupError, MeshError, UnsupportedError
+from ..core.told import Kind
 from ..launch.distributed import Timeouts, initialize
-from ..launch.emulation import (
-    keep_collectives_in_order,
-    prepare_emulation,
-    share_of,
-    stated_share,
-)
+from ..launch.emulation import keep_collectives_in_order, prepare_emulation, share_of, stated_share
 from ..launch.environment import from_env
 from .group import ProcessGroup
-from .links import by_links
-from .shares import batch_shares, check_axes
-from .spec import SLOW_AXES, AxesLike, MeshSpec
+from .spec import SLOW_AXES, AxesLike, MeshSpec, by_links
+
+
+def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:
+    """Numbers the parts of a batch that processes bring, by their first row.
+
+    Args:
+        mesh: devices of one or several processes.
+        axes: the mesh axes that split the rows.
+
+    Returns:
+        The part of each process; processes with the same rows have the same one.
+
+    Raises:
+        MeshError: when the rows of two processes overlap in part.
+    """
+    process_of = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+    rows = _rows_of_devices(mesh, axes)
+    owned = {int(p): tuple(np.unique(rows[process_of == p])) for p in np.unique(process_of)}
+    parts = sorted(set(owned.values()))
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != rows.max() + 1:
+        listed = {process: [int(row) for row in part] for process, part in owned.items()}
+        raise MeshError(
+            f"along the batch axes {', '.join(axes)} the processes own the ranks {listed}; two of "
+            "them must own the same ranks or none in common, and all equally many: reorder the "
+            "mesh axes, or change their sizes"
+        )
+    return {process: parts.index(part) for process, part in owned.items()}
+
+
+def check_axes(mesh: Mesh, axes: Sequence[str]) -> None:
+    """Raises `MeshError` unless axes are a list of axes of a mesh."""
+    is_list = isinstance(axes, Iterable) and not isinstance(axes, (str, Mapping))
+    odd = [axis for axis in axes if axis not in mesh.axis_names] if is_list else [axes]
+    if odd:
+        raise MeshError(
+            f"got {odd[0]!r:.80} for batch axes; give a list of axes of the mesh, such as "
+            f"{list(mesh.axis_names)}"
+        )
+
+
+def _rows_of_devices(mesh: Mesh, axes: Sequence[str]) -> np.ndarray[Any, Any]:
+    """The position of every device along the batch axes, the first axis being the slowest."""
+    rows = np.zeros(mesh.devices.shape, int)
+    for axis in axes:
+        position = mesh.axis_names.index(axis)
+        rows = rows * mesh.shape[axis] + np.indices(mesh.devices.shape)[position]
+    return rows
 
 
 class Backend(Choice):
@@ -339,3 +379,9 @@ def _backend_of(devices: Sequence[Any]) -> Backend:
             f"devices of platform {platform!r} are not supported; use cpu, gpu (CUDA) or tpu"
         )
     return known[platform]
+
+
+GROUP = Kind(
+    'a ProcessGroup, such as world.group("dp")', lambda x: isinstance(x, ProcessGroup), GroupError
+)
+WORLD = Kind("a World, made by World.init(...) or World.emulate(8)", lambda x: isinstance(x, World))

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.core.routing import Choice, Product, in_order
 from axon_dist.core.typing import Array
+from axon_dist.ops.routing import Choice, Product, in_order
 
-from .expert_config import ExpertConfig
 from .layers import GatedMLP, PlainMLP, init_std
 from .mlp import ACTIVATIONS
-from .transformer_config import TransformerConfig
+from .transformer_config import ExpertConfig, TransformerConfig
 
 
 class Balance(nnx.Variable):

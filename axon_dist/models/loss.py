@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 from axon_dist.core.typing import Array
 from axon_dist.core.weighted import Weighted
+from axon_dist.ops.linear_loss import BEFORE_HEAD, linear_cross_entropy, linear_scores
 
 AUXILIARY = "auxiliary"
 """The method by which a model tells what its call has added to the loss, and metrics of it."""

@@ -13,9 +13,8 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import RNGS, Kind, told
 from axon_dist.core.typing import Array
 
-from .decoding import Cache, Past, Place
 from .experts import Experts, Findings
-from .layers import GatedMLP, PlainMLP, RMSNorm, SelfAttention, init_std, linear
+from .layers import Cache, GatedMLP, Past, Place, PlainMLP, RMSNorm, SelfAttention, init_std, linear
 from .transformer_config import TransformerConfig
 
 

@@ -1,18 +1,205 @@
-"""The shape of a decoder-only transformer as an immutable value."""
+"""The shape of a decoder-only transformer as an immutable value.
+
+A preset fixes shapes only. `"gpt2-124m"` and `"gpt2-medium"` have the width, depth, heads,
+vocabulary, context and tied head of GPT-2 (Radford et al. 2019), `"gpt3-175b"` those of GPT-3
+(arXiv:2005.14165, table 2.1), but the layers of this library: RMSNorm, rotary positions and a gated
+feed-forward, whose three kernels of 8/3 of the width hold what two of 4 hold. `"gpt2"` is GPT-2 of
+124 M as published, its layers included, and `"llama-8b"`, `"llama-70b"` and `"llama-405b"` Llama 3
+(arXiv:2407.21783, table 3). `"1b"`, `"7b"` and `"8b"` are the shapes that the benchmarks of this
+library are quoted for.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
-from axon_dist.core.errors import ConfigError, did_you_mean
-
+from ..core.errors import ConfigError, did_you_mean
 from .attention import ATTENTION_FORMS
 from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
-from .expert_config import ExpertConfig
 from .mlp import ACTIVATIONS
-from .presets import PRESETS
+
+BALANCE = ("batch", "sequence")
+"""Over what the balance term counts the tokens of each expert."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertConfig:
+    """The feed-forward of every block as a mixture of experts; says nothing of devices.
+
+    A router gives each token a probability for every expert, `p = softmax(x W)`; the `per_token`
+    most probable ones are chosen, and the token gets `sum g_e expert_e(x)` over these. Their gates
+    `g` are the probabilities, divided by their sum where there are several.
+
+    Args:
+        count: how many experts there are, E.
+        per_token: how many of them a token goes to, k.
+        width: hidden size of one expert; None for that of the config's feed-forward.
+        shared: how many further experts every token goes to, as one feed-forward of so many times
+            the width (DeepSeekMoE, arXiv:2401.06066); 0 for none.
+        balance: by how much the balance term counts, `E sum_e f_e P_e` with the share f of the
+            assignments that expert e gets and its mean probability P (Switch Transformers,
+            arXiv:2101.03961, equation 4); it is 1 where all experts get as much. 0 leaves it out.
+        balance_per: `"batch"` counts over all tokens of a (micro)batch, on all devices, and
+            therefore couples its samples: K microbatches have K such terms, and their mean;
+            `"sequence"` counts in each sequence by itself and takes the mean, which is the same
+            number however a batch is cut (DeepSeek-V3, arXiv:2412.19437, equation 17).
+        z_loss: by how much `mean(logsumexp(x W)^2)` counts, which keeps the logits of the router
+            small (ST-MoE, arXiv:2202.08906, equation 5). 0 leaves it out.
+        bias_rate: by how much a bias of each expert moves after each (micro)batch, up where the
+            expert got fewer tokens than the mean, else down. It is added to the probabilities for
+            the choice alone, not to the gates, and has no gradient (DeepSeek-V3, section 2.1.2). It
+            is a buffer of the model. 0 leaves it out.
+
+    Example:
+        >>> ExpertConfig(count=64, per_token=6, shared=2).validate()
+    """
+
+    count: int = 8
+    per_token: int = 2
+    width: int | None = None
+    shared: int = 0
+    balance: float = 0.01
+    balance_per: str = "batch"
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+
+    def validate(self) -> None:
+        """Checks that the numbers fit each other.
+
+        Raises:
+            ConfigError: a number is out of range, or a name is unknown.
+        """
+        check_at_least_one(self, ("count", "per_token", *(("width",) if self.width else ())))
+        if self.per_token > self.count:
+            raise ConfigError(
+                f"experts.per_token={self.per_token} is more than experts.count={self.count}: a "
+                "token goes to different experts; lower the one or raise the other."
+            )
+        for field in ("shared", "balance", "z_loss", "bias_rate"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ConfigError(
+                    f"experts.{field}={getattr(self, field)} must be 0 or more; set it so."
+                )
+        if self.balance_per not in BALANCE:
+            hint = did_you_mean(self.balance_per, BALANCE)
+            raise ConfigError(f"experts.balance_per={self.balance_per!r} is not known.{hint}")
+
+
+_LLAMA_8B = {
+    "vocab_size": 128_256,
+    "width": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "ffn_width": 14_336,
+    "max_length": 8192,
+    "rope_theta": 500_000.0,
+}
+
+PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+    {
+        "tiny": {
+            "vocab_size": 256,
+            "width": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_width": 128,
+            "max_length": 128,
+        },
+        "quickstart": {
+            "vocab_size": 256,
+            "width": 128,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "ffn_width": 384,
+            "max_length": 128,
+        },
+        "gpt2": {
+            "vocab_size": 50_257,
+            "width": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "ffn_width": 3072,
+            "max_length": 1024,
+            "tied_head": True,
+            "norm": "layer",
+            "positions": "learned",
+            "gated": False,
+            "activation": "gelu",
+            "bias": True,
+        },
+        "gpt2-124m": {
+            "vocab_size": 50_257,
+            "width": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "num_kv_heads": 12,
+            "ffn_width": 2048,
+            "max_length": 1024,
+            "tied_head": True,
+        },
+        "gpt2-medium": {
+            "vocab_size": 50_257,
+            "width": 1024,
+            "num_layers": 24,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "ffn_width": 2752,
+            "max_length": 1024,
+            "tied_head": True,
+        },
+        "gpt3-175b": {
+            "vocab_size": 50_257,
+            "width": 12_288,
+            "num_layers": 96,
+            "num_heads": 96,
+            "num_kv_heads": 96,
+            "ffn_width": 32_768,
+            "max_length": 2048,
+            "tied_head": True,
+        },
+        "1b": {
+            "vocab_size": 32_000,
+            "width": 2048,
+            "num_layers": 24,
+            "num_heads": 16,
+            "num_kv_heads": 16,
+            "ffn_width": 5504,
+            "max_length": 4096,
+        },
+        "7b": {
+            "vocab_size": 32_000,
+            "width": 4096,
+            "num_layers": 32,
+            "num_heads": 32,
+            "num_kv_heads": 32,
+            "ffn_width": 11_008,
+            "max_length": 4096,
+        },
+        "8b": _LLAMA_8B,
+        "llama-8b": _LLAMA_8B,
+        "llama-70b": {
+            **_LLAMA_8B,
+            "width": 8192,
+            "num_layers": 80,
+            "num_heads": 64,
+            "ffn_width": 28_672,
+        },
+        "llama-405b": {
+            **_LLAMA_8B,
+            "width": 16_384,
+            "num_layers": 126,
+            "num_heads": 128,
+            "ffn_width": 53_248,
+        },
+    }
+)
+
 
 NORMS = ("rms", "layer")
 """Kinds of normalisation."""

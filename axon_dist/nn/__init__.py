@@ -3,8 +3,12 @@
 Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `layer_scan.py`.
 """
 
-from ..core.linear_loss import linear_cross_entropy as linear_cross_entropy
-from ..core.linear_loss import linear_scores as linear_scores
+from ..ops.linear_loss import linear_cross_entropy as linear_cross_entropy
+from ..ops.linear_loss import linear_scores as linear_scores
+from ..ops.ring import AROUND as AROUND
+from ..ops.ring import Ring as Ring
+from ..ops.ring import ring_attention as ring_attention
+from ..ops.ring import ulysses_attention as ulysses_attention
 from ..program import GATHER as GATHER
 from ..program import IsUnit as IsUnit
 from ..program import RematPolicy as RematPolicy
@@ -21,19 +25,19 @@ from .attention import check_attend as check_attend
 from .attention import in_any_order as in_any_order
 from .attention import mixes as mixes
 from .attention import softmax_attention as softmax_attention
-from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
-from .embedding import own_rows as own_rows
 from .layout import Axes as Axes
 from .layout import Layout as Layout
 from .layout import constrain as constrain
 from .layout import manual_axes as manual_axes
 from .linear import ColumnParallelLinear as ColumnParallelLinear
 from .linear import ParallelMLP as ParallelMLP
+from .linear import ParallelMode as ParallelMode
 from .linear import RowParallelLinear as RowParallelLinear
+from .linear import VocabParallelEmbedding as VocabParallelEmbedding
+from .linear import own_rows as own_rows
+from .linear import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .lora import lora as lora
 from .lora import merge_lora as merge_lora
-from .mode import ParallelMode as ParallelMode
 from .remat import POLICIES as POLICIES
 from .remat import SUMS as SUMS
 from .remat import ActivationCheckpointing as ActivationCheckpointing
@@ -41,10 +45,6 @@ from .remat import block_classes as block_classes
 from .remat import block_paths as block_paths
 from .remat import by_class as by_class
 from .remat import summed as summed
-from .ring import AROUND as AROUND
-from .ring import Ring as Ring
-from .ring import ring_attention as ring_attention
-from .ring import ulysses_attention as ulysses_attention
 
 roll = scan_over_layers
 """The name that `scan_over_layers` had in version 0.1."""

@@ -16,8 +16,7 @@ from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain
-from .linear import ColumnParallelLinear, RowParallelLinear, is_manual, split_axis
-from .mode import ParallelMode
+from .linear import ColumnParallelLinear, ParallelMode, RowParallelLinear, is_manual, split_axis
 
 
 class TensorParallelAttention(nnx.Module):

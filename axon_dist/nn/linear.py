@@ -17,14 +17,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, DivisibilityError, GroupError
-from ..core.reduction import all_sum, gathered
+from ..core.errors import Choice, ConfigError, DivisibilityError, GroupError
+from ..core.reduction import all_max, all_sum, gathered
 from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
 from ..mesh import ProcessGroup
 from .layout import FREE, constrain, manual_axes
-from .mode import ParallelMode
 from .remat import summed
+
+
+class ParallelMode(Choice):
+    """How a layer takes part in tensor parallelism."""
+
+    COLUMN = "column"
+    """Output features are split: whole inputs, split outputs."""
+    ROW = "row"
+    """Input features are split: split inputs, and outputs that are summed over the ranks."""
+    SEQUENCE = "sequence"
+    """Norms, dropout and residuals: the sequence is split where sequence parallelism is on."""
+    VOCAB = "vocab"
+    """The rows of a token table, or the logits of a head, are split."""
+    REPLICATE = "replicate"
+    """Every rank computes the whole."""
+
 
 Initializer: TypeAlias = Callable[..., Array]
 """(key, shape, dtype) -> array, as in `jax.nn.initializers`."""
@@ -307,3 +322,128 @@ def _part(x: Array, axis: str | None) -> Array:
     assert axis is not None
     size = x.shape[-1] // jax.lax.axis_size(axis)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, axis=-1)
+
+
+TABLE_INIT: Initializer = nnx.initializers.normal(0.02)
+
+
+class VocabParallelEmbedding(nnx.Module):
+    """Looks tokens up in a table `[num_embeddings, features]` whose rows are split.
+
+    Every rank looks up the tokens whose rows it holds, and one sum over the ranks completes the
+    others. `attend` uses the table as a head and leaves the logits split.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        features: size of a row.
+        group: the ranks that split the rows; None leaves the split to a strategy.
+        dtype: dtype of the rows given; None is the table's.
+        param_dtype: dtype of the table.
+        embedding_init: fills the whole table, so that it does not depend on the number of ranks.
+        rngs: source of the initial weights.
+
+    Raises:
+        DivisibilityError: when the rows do not divide over the group.
+
+    Example:
+        >>> table = VocabParallelEmbedding(8, 4, rngs=nnx.Rngs(0))
+        >>> table(jnp.array([[1, 2, 3]])).shape
+        (1, 3, 4)
+    """
+
+    mode = ParallelMode.VOCAB
+
+    @told("VocabParallelEmbedding", num_embeddings=COUNT, features=COUNT, rngs=RNGS)
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        group: ProcessGroup | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        embedding_init: Initializer = TABLE_INIT,
+        rngs: nnx.Rngs,
+    ):
+        check_divides("num_embeddings", num_embeddings, group)
+        shape = (num_embeddings, features)
+        self.embedding: Any = nnx.Param(born(embedding_init, rngs, shape, param_dtype, group, 0))
+        self.num_embeddings: Any = num_embeddings
+        self.features: Any = features
+        self.group: Any = group
+        self.dtype: Any = dtype
+        self.param_dtype: Any = param_dtype
+
+    def __call__(self, tokens: Array) -> Array:
+        """Maps tokens `[...]` to their rows `[..., features]`, whole on every rank."""
+        table = self.embedding[...].astype(self.dtype or self.param_dtype)
+        axis = split_axis(self.group)
+        if axis is not None and is_manual(axis):
+            return all_sum(own_rows(lambda ids: table[ids], tokens, len(table), axis), axis)
+        return pinned(jnp.take(table, tokens, axis=0), self.group, None)
+
+    def attend(self, x: Array) -> Array:
+        """Maps `[..., features]` to logits `[..., num_embeddings]`, split over the group."""
+        table = self.embedding[...].astype(self.dtype or self.param_dtype)
+        return pinned(x @ table.T, self.group, -1)
+
+
+def own_rows(look_up: Callable[[Array], Array], tokens: Array, num_rows: int, axis: str) -> Array:
+    """This rank's rows of a lookup and zeros elsewhere, inside `shard_map`.
+
+    Args:
+        look_up: maps positions in this rank's part of the table to rows.
+        tokens: ids in the whole table.
+        num_rows: how many rows this rank holds.
+        axis: the mesh axis that splits the rows.
+
+    Returns:
+        The rank's addend: the sum over the ranks is the lookup.
+    """
+    local = tokens - jax.lax.axis_index(axis) * num_rows
+    is_mine = (local >= 0) & (local < num_rows)
+    rows = look_up(jnp.clip(local, 0, num_rows - 1))
+    return jnp.where(is_mine[..., None], rows, jnp.zeros((), rows.dtype))
+
+
+def vocab_parallel_cross_entropy(
+    logits: Array, labels: Array, group: ProcessGroup | None = None
+) -> Array:
+    """Computes `logsumexp(logits) - logits[label]` in float32, the classes split over a group.
+
+    The ranks exchange three numbers per position, the largest logit, the sum of exponentials and
+    the logit of the label: bytes of the order of the labels, never of the vocabulary.
+
+    Args:
+        logits: `[..., V]`, as a column layer or `VocabParallelEmbedding.attend` leaves them.
+        labels: integers `[...]` in `[0, V)`.
+        group: the ranks that split the classes; None for whole logits.
+
+    Returns:
+        Losses `[...]` in nats, float32, whole on every rank.
+
+    Raises:
+        DivisibilityError: when the classes do not divide over the group.
+
+    Example:
+        >>> float(vocab_parallel_cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0])
+        1.3862943649291992
+    """
+    axis = split_axis(group)
+    if not is_manual(axis):
+        check_divides("the number of classes", logits.shape[-1], group)
+        return _cross_entropy(pinned(logits.astype(jnp.float32), group, -1), labels, 0, None)
+    assert axis is not None
+    start = jax.lax.axis_index(axis) * logits.shape[-1]
+    return _cross_entropy(logits.astype(jnp.float32), labels, start, axis)
+
+
+def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str | None) -> Array:
+    """Cross-entropy of one rank's classes, which begin at `start`; whole without an axis."""
+    total = lambda x: x if axis is None else all_sum(x, axis)
+    largest = jax.lax.stop_gradient(logits.max(-1))
+    largest = largest if axis is None else all_max(largest, axis)
+    exponentials = total(jnp.exp(logits - largest[..., None]).sum(-1))
+    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) + start
+    chosen = total(jnp.where(classes == labels[..., None], logits, 0.0).sum(-1))
+    return jnp.log(exponentials) + largest - chosen

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import Array, Path
+from ..ops.ring import AROUND
 from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_named, stacks_of
-from .ring import AROUND
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""

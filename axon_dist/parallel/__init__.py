@@ -6,9 +6,13 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
-from .ddp import DDP as DDP
-from .ddp import DistributedDataParallel as DistributedDataParallel
-from .ddp import ddp as ddp
+from .data import DDP as DDP
+from .data import ZERO as ZERO
+from .data import DistributedDataParallel as DistributedDataParallel
+from .data import ZeROOptimizer as ZeROOptimizer
+from .data import ZeROStage as ZeROStage
+from .data import ddp as ddp
+from .data import zero as zero
 from .expert import EXPERTS as EXPERTS
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
@@ -41,8 +45,6 @@ from .memory import FSDPMemoryStats as FSDPMemoryStats
 from .memory import estimate as estimate
 from .memory import format_bytes as format_bytes
 from .memory import measure as measure
-from .offload import CPUOffload as CPUOffload
-from .pipeline_plan import PipelinePlan as PipelinePlan
 from .pipelining import Pipeline as Pipeline
 from .pipelining import PipelineStage as PipelineStage
 from .pipelining import StageChain as StageChain
@@ -52,6 +54,12 @@ from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
 from .plan import Rule as Rule
 from .plan import plan_of as plan_of
+from .plans import AutoWrapPolicy as AutoWrapPolicy
+from .plans import CPUOffload as CPUOffload
+from .plans import PipelinePlan as PipelinePlan
+from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
+from .plans import SlowPlan as SlowPlan
+from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .reduce import reduce_tree as reduce_tree
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
@@ -59,7 +67,6 @@ from .rules import STRATEGY_RULES as STRATEGY_RULES
 from .rules import Placed as Placed
 from .slow import diloco as diloco
 from .slow import local_sgd as local_sgd
-from .slow_plan import SlowPlan as SlowPlan
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy
 from .strategy import Reduction as Reduction
@@ -75,10 +82,3 @@ from .tensor import check_sums as check_sums
 from .tensor import ring_products as ring_products
 from .tensor import sends_pieces as sends_pieces
 from .tensor import tensor_parallel as tensor_parallel
-from .wrap import AutoWrapPolicy as AutoWrapPolicy
-from .wrap import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
-from .wrap import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
-from .zero import ZERO as ZERO
-from .zero import ZeROOptimizer as ZeROOptimizer
-from .zero import ZeROStage as ZeROStage
-from .zero import zero as zero

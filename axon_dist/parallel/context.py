@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.choice import Choice
-from ..core.errors import ConfigError, DivisibilityError, UnsupportedError, did_you_mean
+from ..core.errors import Choice, ConfigError, DivisibilityError, UnsupportedError, did_you_mean
 from ..core.typing import Array
 from ..nn import (
     Layout,

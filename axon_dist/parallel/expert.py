@@ -13,15 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.choice import Choice as Named
+from ..core.errors import Choice as Named
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
-from ..core.grouped import block_total
-from ..core.per_sample import per_sample
 from ..core.reduction import all_sum, gathered, sum_scatter
-from ..core.routing import Choice, in_blocks, in_order, in_slots, slots_for
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, Shape
+from ..core.weighted import per_sample
 from ..nn import Axes, Layout, manual_axes
+from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
 from ..program import wrap_calls
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides

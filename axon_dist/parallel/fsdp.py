@@ -13,19 +13,17 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sync_gradients
-from ..core.choice import Choice
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import Choice, ConfigError, did_you_mean
 from ..core.told import MODEL, Kind
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from ..nn import ActivationCheckpointing
-from ..precision import MixedPrecision, clip_by_global_norm
+from ..ops.precision import MixedPrecision, clip_by_global_norm
 from ..sharding import shardings
+from .data import MIN_ELEMENTS, ZeROStage, zero
 from .memory import FSDPMemoryStats, estimate, measure
-from .offload import CPUOffload
+from .plans import AutoWrapPolicy, CPUOffload, TransformerAutoWrapPolicy
 from .strategy import Reduction, Strategy, axes_of, require_axes
-from .wrap import AutoWrapPolicy, TransformerAutoWrapPolicy
-from .zero import MIN_ELEMENTS, ZeROStage, zero
 
 
 class ShardingStrategy(Choice):

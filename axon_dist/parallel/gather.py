@@ -11,9 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, Shape
-from ..precision import Int8, Int8Form
-from ..precision.fp8 import WEIGHT
-from ..precision.int8 import WIDEN
+from ..ops.fp8 import WEIGHT
+from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..program.primitives import COMPARES, EACH, MOVES
 from ..sharding import axes_of, spec_axes, spread
 

@@ -9,7 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ..core.linear_loss import (
+from ..core.reduction import all_sum
+from ..core.typing import Array
+from ..nn import Axes, Layout, manual_axes
+from ..ops.linear_loss import (
     LINEAR_CROSS_ENTROPY,
     Found,
     HeadLoss,
@@ -18,9 +21,6 @@ from ..core.linear_loss import (
     differentiable,
     find,
 )
-from ..core.reduction import all_sum
-from ..core.typing import Array
-from ..nn import Axes, Layout, manual_axes
 from ..program import Rewriting
 
 

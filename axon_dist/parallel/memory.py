@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from ..core.tree import num_params
 from ..core.typing import PyTree
-from ..precision import cast_floating
+from ..ops.precision import cast_floating
 from ..sharding import Decision, Policy, Replicate, optimizer_decisions, spec_axes
+from .data import MIN_ELEMENTS
 from .strategy import Strategy, with_masters
-from .zero import MIN_ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True)

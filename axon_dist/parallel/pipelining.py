@@ -20,7 +20,7 @@ from ..schedule import (
     with_vocabulary,
 )
 from ..schedule.action import check_sizes
-from .pipeline_plan import PipelinePlan
+from .plans import PipelinePlan
 from .strategy import Strategy
 
 BACKWARD = ("recompute", "residuals")

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
-from .ddp import ddp
+from .data import ZeROStage, ddp, zero
 from .expert import ExpertForm, expert_parallel
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
@@ -22,7 +22,6 @@ from .slow import diloco, local_sgd
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel
-from .zero import ZeROStage, zero
 
 DATA_AXES = ("dp", "fsdp")
 """The axes that split samples."""

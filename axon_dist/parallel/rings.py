@@ -15,7 +15,7 @@ from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array
 from ..nn import Layout, manual_axes
-from ..nn.ring_product import Circle, into_columns, into_rows, pieces_of
+from ..ops.ring_product import Circle, into_columns, into_rows, pieces_of
 from ..program import Rewriting
 
 COLUMNS, ROWS = "into_columns", "into_rows"

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..collectives import GradSyncStrategy
-from ..core.errors import MeshError, StrategyConflictError, did_you_mean
-from ..core.requirement import Requirement, check_all
+from ..core.errors import MeshError, Requirement, StrategyConflictError, check_all, did_you_mean
 from ..mesh import World
-from .offload import CPUOffload, check_offload
+from .plans import CPUOffload, check_offload
 
 if TYPE_CHECKING:
     from .strategy import Strategy

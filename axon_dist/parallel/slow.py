@@ -7,7 +7,7 @@ import optax
 from ..collectives import Compression, compression_of
 from ..core.errors import ConfigError
 from ..core.told import COUNT, OPTIMIZER, TEXT
-from .slow_plan import SlowPlan
+from .plans import SlowPlan
 from .strategy import Strategy
 
 

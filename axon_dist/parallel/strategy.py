@@ -14,14 +14,11 @@ from ..core.told import TEXTS, WHOLE
 from ..core.typing import Path
 from ..mesh import GROUP, ProcessGroup, World
 from ..nn import ActivationCheckpointing, Layout
-from ..precision import MixedPrecision, floating_dtype
+from ..ops.precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
-from .offload import CPUOffload
-from .pipeline_plan import PipelinePlan
+from .plans import AutoWrapPolicy, CPUOffload, PipelinePlan, SlowPlan
 from .rules import check_placed
-from .slow_plan import SlowPlan
-from .wrap import AutoWrapPolicy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..core.errors import DivisibilityError, UnsupportedError
-from ..core.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, find
 from ..core.typing import Array
+from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, find
 from ..program import Rewriting, depends_on, made_by, variables
 from ..program.lookups import Readers, readers_of
 from .layout import Keys

@@ -6,10 +6,10 @@ inspect` reads it. Imports `parallel`, `program`, `precision`, `schedule`, `mesh
 reading in `recommend.py`, then `plan.py`; what a traced step says is in `reading.py`.
 """
 
-from ..hardware import HARDWARE as HARDWARE
-from ..hardware import Hardware as Hardware
-from ..hardware import hardware as hardware
-from ..hardware import parse_cluster as parse_cluster
+from ..mesh.chips import HARDWARE as HARDWARE
+from ..mesh.chips import Hardware as Hardware
+from ..mesh.chips import hardware as hardware
+from ..mesh.chips import parse_cluster as parse_cluster
 from .activations import layer_activations as layer_activations
 from .activations import step_activations as step_activations
 from .arrangement import Apart as Apart

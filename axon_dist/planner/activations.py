@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..core.linear_loss import CHUNK_BYTES
+from ..ops.linear_loss import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from .shape import TransformerShape

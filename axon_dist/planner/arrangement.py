@@ -10,9 +10,9 @@ from typing import Any
 from ..core.errors import ConfigError, did_you_mean
 from ..mesh import MeshSpec
 from ..mesh.spec import SLOW_AXES
+from ..ops.precision import MixedPrecision
 from ..parallel import ZERO, ZeROStage
-from ..parallel.slow_plan import APART, USUAL_EVERY
-from ..precision import MixedPrecision
+from ..parallel.plans import APART, USUAL_EVERY
 from ..schedule import PipelineSchedule
 
 STAGES: MappingProxyType[str, ZeROStage] = MappingProxyType(

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from ..hardware.chips import Hardware
+from ..mesh.chips import Hardware
 from ..parallel import ZERO
 from .arrangement import STAGES, Apart, Arrangement, arrange
 from .workload import Workload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ..hardware.chips import Hardware
+from ..mesh.chips import Hardware
 from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
 from .arrangement import Arrangement
 from .transfer import Transfer, transfers

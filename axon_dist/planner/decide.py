@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from ..core.errors import ConfigError
-from ..hardware import HARDWARE
+from ..mesh.chips import HARDWARE
 
 FAST = 100e9
 """Bytes/s per device from which layers can be gathered while others compute."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from ..core.words import byte_size
-from ..hardware.chips import Hardware
+from ..mesh.chips import Hardware
 from ..schedule import pipeline_advice
 from .arrangement import Arrangement
 from .memory import estimate_memory

@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.tree import num_bytes
 from ..core.tree import num_params as count_params
 from ..core.typing import PyTree
-from ..precision import MixedPrecision
+from ..ops.precision import MixedPrecision
 from .arrangement import Arrangement, arrange
 
 OPTIMIZERS: MappingProxyType[str, Callable[[], optax.GradientTransformation]] = MappingProxyType(

@@ -7,7 +7,7 @@ import functools
 
 from ..core.errors import ScheduleError
 from ..core.words import byte_size
-from ..hardware.chips import Hardware
+from ..mesh.chips import Hardware
 from ..schedule import PipelineSchedule, build_schedule, peak_live
 from .arrangement import Arrangement
 from .cost import StepTime, estimate_step_time

@@ -19,9 +19,10 @@ from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..nn import block_paths
 from ..nn.attention import mixes
+from ..ops.fp8 import fp8_reasons
+from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import remake_in_backward, suggest_plan
 from ..parallel.expert import EXPERTS, ByExperts
-from ..precision import MixedPrecision, autocast, cast_floating, fp8_reasons
 from ..program import RematPolicy, handed_on, mark_units, scan_over_layers
 from ..program.device import tape_of
 from ..program.liveness import peak_of

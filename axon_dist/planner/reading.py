@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..hardware.chips import Hardware
+from ..mesh.chips import Hardware
 from ..program.device import tape_of
 from ..program.liveness import peak_of
 from ..program.placement import Splits, of_spec

@@ -11,9 +11,9 @@ import optax
 from ..core.errors import ConfigError
 from ..core.told import NUMBER, WHOLE, Kind, is_number
 from ..core.words import byte_size, plural
-from ..hardware.chips import MOST_DEVICES, Hardware
-from ..hardware.chips import hardware as look_up
-from ..precision import MixedPrecision
+from ..mesh.chips import MOST_DEVICES, Hardware
+from ..mesh.chips import hardware as look_up
+from ..ops.precision import MixedPrecision
 from .arrangement import Apart
 from .candidates import candidates
 from .lint import Finding, lint

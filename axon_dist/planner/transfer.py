@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ..hardware.chips import Hardware
+from ..mesh.chips import Hardware
 from ..schedule import SCHEDULES, PipelineSchedule
 from .arrangement import Arrangement
 from .traffic import (

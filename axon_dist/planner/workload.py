@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import optax
 
 from ..core.errors import ConfigError
-from ..precision import MixedPrecision
+from ..ops.precision import MixedPrecision
 from .memory import BytesPerParam, bytes_per_param
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from ..core.linear_loss import LINEAR_CROSS_ENTROPY
+from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
 from .sample_indexing import INDEXING
 from .sample_operation import (
     Operation,

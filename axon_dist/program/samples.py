@@ -18,8 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ..core.compat import scan_counts, source_line
-from ..core.per_sample import PER_SAMPLE
 from ..core.tree import is_key
+from ..core.weighted import PER_SAMPLE
 from .sample_constants import DIFFERS, grown_constant, scalar
 from .sample_equation import inner, is_float, is_of_jax, operation, parting, pullback
 from .sample_operation import Operation, all_constant, grown

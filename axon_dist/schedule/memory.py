@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
-from .action import Action, Phase, check_sizes
-from .table import Schedule
+from .action import TOGETHER, Action, Phase, check_sizes, dependencies
+from .table import Placed, Schedule
 
 IN_FLIGHT_ENDS = (Phase.B, Phase.I)
 """A microbatch is in flight on a stage from its `F` to its `B` or `I`."""
@@ -132,3 +134,168 @@ class PipelineMemoryStats:
         check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
         peaks = tuple(min(limit(stage), num_microbatches) for stage in range(num_stages))
         return cls(peaks, peaks)
+
+
+Moment = tuple[int, int]
+"""A tick and the position in the device's cell."""
+
+_ARRIVAL = 1 << 30  # position of what is received: after every action of its tick
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of one buffer, which every device has a copy of.
+
+    Args:
+        slot: the slot of each (stage, microbatch) that ever lives in the buffer.
+        per_device: the slots each device uses: the most values alive on it at one time.
+    """
+
+    slot: Mapping[tuple[int, int], int]
+    per_device: tuple[int, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots the buffer needs when all devices have it in one size."""
+        return max(self.per_device)
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Where an executor keeps every value that outlives its action.
+
+    A slot may be overwritten by the very action that reads it last, and by what arrives at the
+    end of that tick. Keep the inputs of stages either in `inputs`, or in `activations` first and
+    in `stash` from the forward on (the forward then copies, or stashes residuals instead).
+
+    Args:
+        inputs: a stage's input, from when it is there (stage 0: from its `F`) to its `B` or `W`.
+        stash: what a stage keeps for its backward, from `F` to `B` or `W`.
+        activations: a stage's input until its `F`. Stage 0 reads the batch and has none.
+        gradients: the gradient of a stage's output until its `B` or `I`. The last stage makes its
+            own and has none, unless the `V` leave it one.
+        held: what a split backward passes from `I` to `W`.
+        outputs: the last stage's output from its `F` to the `V`; without `V` there are none.
+        lookups: what is looked up for the first stage, from the `E` to its `F`; without `E` there
+            is none.
+        kept_lookups: the same to the first stage's `B` or `I`, where that reads it again.
+        scatters: the gradient of what was looked up, from that `B` or `I` to the `G`.
+    """
+
+    inputs: Slots
+    stash: Slots
+    activations: Slots
+    gradients: Slots
+    held: Slots
+    outputs: Slots
+    lookups: Slots
+    kept_lookups: Slots
+    scatters: Slots
+
+
+class _Life(NamedTuple):
+    start: Moment
+    end: Moment
+    device: int
+    value: tuple[int, int]
+
+
+def assign_slots(schedule: Schedule) -> SlotPlan:
+    """Assigns a buffer slot to every value, as few as there are values alive at one time.
+
+    Values are intervals in time, and intervals coloured greedily by their start need exactly as
+    many colours as overlap at most. The sizes therefore depend on the schedule and not on the
+    number of microbatches.
+
+    Args:
+        schedule: a valid table.
+
+    Returns:
+        The slots of each buffer, by (stage, microbatch).
+
+    Example:
+        >>> from axon_dist.schedule import one_f_one_b
+        >>> assign_slots(one_f_one_b(4, 8)).stash.per_device
+        (4, 3, 2, 1)
+        >>> assign_slots(one_f_one_b(4, 64)).inputs.num_slots
+        4
+    """
+    Schedule.check(schedule, "its slots")
+    lives: dict[str, list[_Life]] = {field.name: [] for field in fields(SlotPlan)}
+    for placed in schedule.placed():
+        for buffer, life in _lives(schedule, placed):
+            lives[buffer].append(life)
+    return SlotPlan(**{buffer: _colour(of, schedule.num_devices) for buffer, of in lives.items()})
+
+
+def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
+    """The lives that an action tells of: of what it reads, and of what it leaves for later."""
+    action, where = user.action, schedule.where
+    if action.phase in (*TOGETHER, Phase.W):
+        return
+    stage, now = action.stage, _moment(user)
+    # What enters the first stage it makes itself.
+    sources = dependencies(action, schedule.num_stages, where)[-1:] if _is_sent(action) else []
+    made = _received(sources, user, where)
+    is_last = stage + 1 == schedule.num_stages
+    home = schedule.stages_of(user.device)[0] if is_last else stage
+    part = where.get(Action(home, Phase.V, action.microbatch))
+    found = where.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
+
+    def life(start: Moment, end: Moment) -> _Life:
+        return _Life(start, end, user.device, (stage, action.microbatch))
+
+    if action.phase is Phase.F:
+        end = where.get(action._replace(phase=Phase.W)) or where[action._replace(phase=Phase.B)]
+        yield "inputs", life(made, _moment(end))
+        yield "stash", life(now, _moment(end))
+        if stage > 0:
+            yield "activations", life(made, now)
+        if is_last and part is not None:
+            yield "outputs", life(now, _moment(part))
+        if found is not None:
+            back = where.get(action._replace(phase=Phase.I), end)
+            yield "lookups", life(_moment(found), now)
+            yield "kept_lookups", life(_moment(found), _moment(back))
+        return
+    if found is not None:
+        yield "scatters", life(now, _moment(where[action._replace(phase=Phase.G)]))
+    if not is_last:
+        yield "gradients", life(made, now)
+    elif part is not None:
+        yield "gradients", life(_moment(part), now)
+    if action.phase is Phase.I:
+        yield "held", life(now, _moment(where[action._replace(phase=Phase.W)]))
+
+
+def _is_sent(action: Action) -> bool:
+    """Whether what it reads comes from another stage."""
+    return action.phase is not Phase.F or action.stage > 0
+
+
+def _moment(placed: Placed) -> Moment:
+    return placed.tick, placed.position
+
+
+def _received(source: list[Action], user: Placed, where: Mapping[Action, Placed]) -> Moment:
+    """When the result of another stage is there; the batch is read by the action itself."""
+    if not source:
+        return _moment(user)
+    made = where[source[0]]
+    return _moment(made) if made.device == user.device else (made.tick, _ARRIVAL)
+
+
+def _colour(lives: list[_Life], num_devices: int) -> Slots:
+    slot: dict[tuple[int, int], int] = {}
+    free: list[list[int]] = [[] for _ in range(num_devices)]
+    busy: list[list[tuple[Moment, int]]] = [[] for _ in range(num_devices)]
+    used = [0] * num_devices
+    for start, end, device, value in sorted(lives):
+        while busy[device] and busy[device][0][0] <= start:
+            heapq.heappush(free[device], heapq.heappop(busy[device])[1])
+        if not free[device]:
+            heapq.heappush(free[device], used[device])
+            used[device] += 1
+        slot[value] = heapq.heappop(free[device])
+        heapq.heappush(busy[device], (end, slot[value]))
+    return Slots(slot, tuple(used))

@@ -10,10 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..core.errors import ScheduleError
-from .action import Action, Cell
-from .dependency import dependencies
-from .grid import render_grid
-from .table import Schedule
+from .action import Action, Cell, dependencies
+from .table import Schedule, render_grid
 
 Order = Sequence[Sequence[Cell]]
 """Per device, its cells in the order of execution. A cell's actions share a tick."""

@@ -9,17 +9,10 @@ from typing import NamedTuple
 
 from ..core.errors import ScheduleError, did_you_mean
 from .action import check_sizes
-from .dual_pipe_v import dual_pipe_v
-from .gpipe import gpipe
-from .interleaved import interleaved_1f1b
-from .interleaved_zero_bubble import interleaved_zero_bubble
-from .looped_bfs import looped_bfs
-from .one_f_one_b import eager_1f1b, one_f_one_b
+from .one_f_one_b import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
 from .table import Schedule
-from .v_half import v_half
-from .v_min import v_min
-from .zero_bubble import zero_bubble_h1, zero_bubble_h2
-from .zero_bubble_v import zero_bubble_v
+from .v_shaped import dual_pipe_v, v_half, v_min
+from .zero_bubble import interleaved_zero_bubble, zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 
 class PipelineSchedule(StrEnum):

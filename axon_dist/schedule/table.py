@@ -2,15 +2,163 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError
 from .action import Action, Cell, Phase
-from .csv_text import infer_placement, read_rows, write_rows
-from .grid import render_grid
+
+_LABEL = len("device 10")
+_MARGIN = 6  # ticks shown on each side of a marked cell
+
+
+def cell_text(cell: Cell) -> str:
+    """Writes a cell as in the CSV form: actions joined by `+`, nothing when idle."""
+    return "+".join(map(str, cell))
+
+
+def render_grid(rows: Sequence[Sequence[Cell]], marks: Collection[tuple[int, int]] = ()) -> str:
+    """Draws a table, with some cells marked.
+
+    Args:
+        rows: the cells of each device, tick by tick; rows may differ in length.
+        marks: (device, tick) of the cells to point at, shown as `[2B0]`. A grid with marks is cut
+            to the ticks around them.
+
+    Returns:
+        The lines, without a newline at the end.
+
+    Example:
+        >>> from axon_dist.schedule import Action
+        >>> row = ((Action.parse("0F0"),), (), (Action.parse("0B0"),))
+        >>> print(render_grid([row], marks=[(0, 2)]))
+        tick        0    1      2
+        device 0  0F0    .  [0B0]  <-- here
+    """
+    ticks = _window(max(map(len, rows), default=0), marks)
+    header = [str(tick) for tick in ticks]
+    body = [[_entry(rows, device, tick, marks) for tick in ticks] for device in range(len(rows))]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    marked = {device for device, _ in marks}
+    lines = [_line("tick", header, widths)]
+    for device, entries in enumerate(body):
+        pointer = "  <-- here" if device in marked else ""
+        lines.append(_line(f"device {device}", entries, widths) + pointer)
+    return "\n".join(lines)
+
+
+def _line(label: str, entries: Sequence[str], widths: Sequence[int]) -> str:
+    cells = (entry.rjust(width) for entry, width in zip(entries, widths, strict=True))
+    return "  ".join([label.ljust(_LABEL), *cells])
+
+
+def _window(num_ticks: int, marks: Collection[tuple[int, int]]) -> range:
+    if not marks:
+        return range(num_ticks)
+    first = min(tick for _, tick in marks) - _MARGIN
+    last = max(tick for _, tick in marks) + _MARGIN
+    return range(max(first, 0), min(last + 1, num_ticks))
+
+
+def _entry(
+    rows: Sequence[Sequence[Cell]], device: int, tick: int, marks: Collection[tuple[int, int]]
+) -> str:
+    cell = rows[device][tick] if tick < len(rows[device]) else ()
+    text = cell_text(cell) or "."
+    return f"[{text}]" if (device, tick) in marks else text
+
+
+def write_rows(rows: Sequence[Sequence[Cell]]) -> str:
+    """Writes the cells of a table.
+
+    Args:
+        rows: `rows[device][tick]`.
+
+    Returns:
+        CSV text, one line per device.
+
+    Example:
+        >>> write_rows([[(Action.parse("0F0"),), (), (Action.parse("0B0"),)]])
+        '0F0,,0B0\\n'
+    """
+    return "".join(",".join(map(cell_text, row)) + "\n" for row in rows)
+
+
+def read_rows(text: str) -> tuple[tuple[Cell, ...], ...]:
+    """Reads cells; short lines are filled with idle ticks at the end, as spreadsheets drop them.
+
+    Args:
+        text: what `write_rows` writes. Blanks around actions and blank lines are dropped; a device
+            that does nothing is a line of commas.
+
+    Returns:
+        `rows[device][tick]`, of equal lengths.
+
+    Raises:
+        ScheduleError: no line at all, or a cell that is not made of actions.
+
+    Example:
+        >>> read_rows("0F0+0B0,")
+        (((Action(stage=0, phase=<Phase.F: 'F'>, microbatch=0),
+           Action(stage=0, phase=<Phase.B: 'B'>, microbatch=0)), ()),)
+    """
+    if not isinstance(text, str):
+        raise ScheduleError(
+            f"got {text!r:.60}, a {type(text).__name__}, for a table. Give its text, such as "
+            "0F0,0F1,,0B0,0B1."
+        )
+    lines = [line.split(",") for line in text.splitlines() if line.strip()]
+    if not any(entry.strip() for line in lines for entry in line):
+        raise ScheduleError(
+            "got a schedule without any action. Write one line per device and one cell per tick, "
+            "such as 0F0,0F1,,0B0,0B1."
+        )
+    num_ticks = max(map(len, lines))
+    return tuple(
+        tuple(_read_cell(entry, device, tick) for tick, entry in enumerate(line))
+        + ((),) * (num_ticks - len(line))
+        for device, line in enumerate(lines)
+    )
+
+
+def _read_cell(entry: str, device: int, tick: int) -> Cell:
+    if not entry.strip():
+        return ()
+    try:
+        return tuple(Action.parse(text) for text in entry.split("+"))
+    except ScheduleError as error:
+        raise ScheduleError(f"row {device + 1}, cell {tick + 1} of the CSV: {error}") from error
+
+
+def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
+    """Finds the device of each stage from where its actions stand.
+
+    Args:
+        rows: `rows[device][tick]`.
+
+    Returns:
+        The device of each stage.
+
+    Raises:
+        ScheduleError: a stage stands on several devices or on none.
+    """
+    found: dict[int, dict[int, int]] = {}  # stage -> device -> first tick
+    for device, row in enumerate(rows):
+        for tick, cell in enumerate(row):
+            for action in cell:
+                found.setdefault(action.stage, {}).setdefault(device, tick)
+    for stage in range(1 + max(found)):
+        homes = found.get(stage, {})
+        if len(homes) != 1:
+            devices = f"devices {sorted(homes)}" if homes else "no device"
+            raise ScheduleError(
+                f"stage {stage} of 0..{max(found)} runs on {devices}. A stage must live on exactly "
+                "one device; number the stages through the whole model, without gaps.\n"
+                + render_grid(rows, list(homes.items()))
+            )
+    return tuple(next(iter(found[stage])) for stage in range(1 + max(found)))
 
 
 class Placed(NamedTuple):

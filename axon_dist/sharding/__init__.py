@@ -4,30 +4,30 @@ No device is needed to decide. Imports `core` and `mesh`. Start reading in `poli
 shows what was decided, and checks that it came true.
 """
 
+from .apply import Copies as Copies
+from .apply import InPlaceOf as InPlaceOf
+from .apply import WithMoments as WithMoments
 from .apply import optimizer_decisions as optimizer_decisions
 from .apply import optimizer_shardings as optimizer_shardings
+from .apply import rows_alike as rows_alike
 from .apply import shardings as shardings
 from .apply import specs as specs
-from .beside import InPlaceOf as InPlaceOf
-from .beside import spread as spread
-from .copies import Copies as Copies
+from .apply import spread as spread
 from .explain import Explanation as Explanation
 from .explain import LeafDecision as LeafDecision
 from .explain import explain as explain
 from .explain import explain_optimizer as explain_optimizer
 from .explain import shard_bytes as shard_bytes
 from .geometry import ShardSpec as ShardSpec
-from .masters import WithMoments as WithMoments
-from .metadata import FromMetadata as FromMetadata
-from .metadata import annotations_of as annotations_of
 from .policy import ByRule as ByRule
 from .policy import Decision as Decision
+from .policy import FromMetadata as FromMetadata
 from .policy import HasShape as HasShape
 from .policy import LargestDim as LargestDim
 from .policy import Merge as Merge
 from .policy import Policy as Policy
 from .policy import Replicate as Replicate
+from .policy import annotations_of as annotations_of
 from .policy import axes_of as axes_of
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes
-from .stacked import rows_alike as rows_alike

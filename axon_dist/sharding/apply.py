@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.tree import leaves_with_paths, map_with_path, path_str
-from ..core.typing import PyTree
-from .policy import Decision, HasShape, Policy
+from ..core.typing import Path, PyTree, Shape
+from .policy import Decision, HasShape, Merge, Policy, axes_of
 
 
 def specs(policy: Policy, tree: PyTree, mesh: Mesh) -> PyTree:
@@ -99,3 +101,223 @@ def optimizer_decisions(
         return policy.flexible_part.decide(path_str(key_path), tuple(leaf.shape), mesh)
 
     return jax.tree_util.tree_map_with_path(of_leaf, opt_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies(Policy):
+    """Gives each rank of an axis one row of dim 0, and decides about a row as another policy does.
+
+    Args:
+        policy: decides about one copy.
+        axis: the mesh axis whose ranks have copies of their own.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> from axon_dist.sharding import LargestDim
+        >>> rule = Copies(LargestDim(("fsdp",)), "nodes")
+        >>> rule("kernel", (2, 64, 64), MeshSpec(nodes=2, fsdp=4))
+        P('nodes', 'fsdp')
+    """
+
+    policy: Policy
+    axis: str
+
+    @property
+    def name(self) -> str:
+        """That of the policy."""
+        return self.policy.name
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axis, and those of the policy."""
+        return (self.axis, *self.policy.split_axes)
+
+    @property
+    def flexible_part(self) -> Policy:
+        """Whatever it is, every rank has its own."""
+        return Copies(self.policy.flexible_part, self.axis)
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one copy."""
+        row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
+        why = f"a copy for each of {self.axis}={shape[0]}: {row.reason}"
+        return Decision(PartitionSpec(self.axis, *row.spec), row.rule, why)
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlaceOf(Policy):
+    """Decides about the leaves of a dict that takes the place of a weight.
+
+    Each lies as the weight would, and is whole along the dims in which it has one entry.
+
+    Args:
+        policy: about weights.
+        shapes: of the weights, by path.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> from axon_dist.sharding import LargestDim
+        >>> rule = InPlaceOf(LargestDim(("fsdp",)), {"up/kernel": (64, 256)})
+        >>> [rule(f"up/kernel/{k}", s, MeshSpec(fsdp=4)) for k, s in
+        ...  {"int8": (64, 256), "scale": (1, 256)}.items()]
+        [P(None, 'fsdp'), P(None, 'fsdp')]
+    """
+
+    policy: Policy
+    shapes: Mapping[Path, Shape]
+
+    @property
+    def name(self) -> str:
+        """That of the policy."""
+        return self.policy.name
+
+    @property
+    def flexible(self) -> bool:
+        """That of the policy."""
+        return self.policy.flexible
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Those of the policy."""
+        return self.policy.split_axes
+
+    @property
+    def flexible_part(self) -> Policy:
+        """That of the policy."""
+        return self.policy.flexible_part
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about a weight, or about what is held in its place."""
+        weight = path.rpartition("/")[0]
+        if weight not in self.shapes:
+            return self.policy.decide(path, shape, mesh, taken)
+        found = self.policy.decide(weight, self.shapes[weight], mesh, taken)
+        return dataclasses.replace(found, spec=spread(found.spec, shape))
+
+
+def spread(spec: PartitionSpec, shape: Shape) -> PartitionSpec:
+    """A spec of an array that others are broadcast to, for one of them.
+
+    Args:
+        spec: of the largest array.
+        shape: of the other; a dim of size 1 is whole.
+
+    Example:
+        >>> spread(PartitionSpec("fsdp", "tp"), (1, 64))
+        P(None, 'tp')
+    """
+    kept = [axes_of(spec, dim) if shape[dim] > 1 else () for dim in range(len(spec))]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else (entry or None) for entry in kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class WithMoments(Policy):
+    """Lays trained parameters out as their moments, and leaves all else to another policy.
+
+    Args:
+        moments: where moments lie.
+        otherwise: for frozen parameters, and for what has no path of a parameter.
+        frozen: the paths of the frozen parameters.
+    """
+
+    moments: Policy
+    otherwise: Policy
+    frozen: frozenset[Path]
+
+    @property
+    def name(self) -> str:
+        """That of the policy about moments."""
+        return self.moments.name
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Those of the moments."""
+        return self.moments.split_axes
+
+    @property
+    def flexible_part(self) -> Policy:
+        """What is no parameter has no moments."""
+        return self.otherwise.flexible_part
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides as the one or the other."""
+        policy = self.otherwise if path in self.frozen else self.moments
+        return policy.decide(path, shape, mesh, taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsAlike(Policy):
+    """Leaves the leading dim of stacked layers whole, and decides about one layer's row.
+
+    A loop over the layers then finds its share of every row on each rank, and gathers one row at a
+    time; split along the layers, all of them would have to be gathered before it.
+
+    Args:
+        policy: a flexible policy.
+        stacks: the paths of the stacked modules.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> from axon_dist.sharding import LargestDim
+        >>> rule = RowsAlike(LargestDim(("fsdp",)), frozenset({"blocks"}))
+        >>> rule("blocks/up/kernel", (512, 64, 64), MeshSpec(fsdp=4))
+        P(None, 'fsdp')
+        >>> rule("head/kernel", (64, 512), MeshSpec(fsdp=4))
+        P(None, 'fsdp')
+    """
+
+    policy: Policy
+    stacks: frozenset[Path]
+
+    @property
+    def name(self) -> str:
+        """That of the policy."""
+        return self.policy.name
+
+    @property
+    def flexible(self) -> bool:
+        """That of the policy."""
+        return self.policy.flexible
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Those of the policy."""
+        return self.policy.split_axes
+
+    @property
+    def flexible_part(self) -> Policy:
+        """Alike for stacked layers."""
+        return RowsAlike(self.policy.flexible_part, self.stacks)
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one row, or about a leaf of no stack as the policy does."""
+        if not any(path.startswith(f"{stack}/") for stack in self.stacks):
+            return self.policy.decide(path, shape, mesh, taken)
+        row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
+        spec = PartitionSpec(None, *row.spec) if tuple(row.spec) else PartitionSpec()
+        return Decision(spec, row.rule, f"of each of {shape[0]} stacked layers: {row.reason}")
+
+
+def rows_alike(policy: Policy, stacks: frozenset[Path]) -> Policy:
+    """A policy whose flexible parts lay out stacked layers one by one.
+
+    Args:
+        policy: any; what it fixes by path stays.
+        stacks: the paths of the stacked modules.
+
+    Returns:
+        The policy.
+    """
+    if isinstance(policy, Merge):
+        return Merge(tuple(rows_alike(part, stacks) for part in policy.policies))
+    return RowsAlike(policy, stacks) if policy.flexible else policy

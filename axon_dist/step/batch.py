@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, DivisibilityError, DTypeError
-from ..core.shared import Shared
 from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str, problem_of
 from ..core.typing import Batch, PyTree
+from ..core.weighted import Shared
 from .local_view import batch_spec
 from .padding import Padding
 from .spec import StepSpec

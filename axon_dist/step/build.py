@@ -12,8 +12,8 @@ from flax import nnx
 from ..core.typing import Batch, LossFn, OptionValue, Trainable
 from ..mesh import World
 from ..nn import ActivationCheckpointing
+from ..ops.precision import GradScaler, MixedPrecision
 from ..parallel import HasStrategy, Strategy, as_strategy
-from ..precision import GradScaler, MixedPrecision
 from .arguments import check_arguments, is_told_step
 from .batch import unwrapped
 from .chosen import strategy_for

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from ..nn import ActivationCheckpointing
+from ..ops.precision import MixedPrecision
 from ..parallel import Reduction, Strategy, compose, overlay, per_layer, with_masters
-from ..precision import MixedPrecision
 from ..program import stacks_of
 from ..sharding import FromMetadata, annotations_of
 from .parts import ModelParts

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.typing import OptionValue
-from ..hardware import machine_of, option_names
 from ..mesh import World
+from ..mesh.chips import machine_of, option_names
 from .determinism import deterministic_options
 
 

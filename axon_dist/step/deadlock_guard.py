@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from ..core.errors import UnsupportedError
-from ..hlo.parse import Program, as_module
-from ..hlo.sources import origin
-from ..hlo.transfers import collective_kind
-from ..hlo.walk import below_branches
+from ..inspect.parse import Program, as_module, origin
+from ..inspect.transfers import collective_kind
+from ..inspect.walk import below_branches
 from ..program import in_branches
 from .spec import StepSpec
 

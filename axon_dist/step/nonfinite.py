@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 import jax
 
-from ..core.choice import Choice
-from ..core.errors import ConfigError, did_you_mean
-from ..precision import all_finite
+from ..core.errors import Choice, ConfigError, did_you_mean
+from ..ops.precision import all_finite
 from .state import TrainState
 
 FLAG = "nonfinite"

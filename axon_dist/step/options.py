@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import ConfigError, did_you_mean
 from ..core.told import REAL, TEXTS
 from ..core.typing import OptionValue
-from ..precision import GradScaler
+from ..ops.precision import GradScaler
 from .arguments import check_kind
 from .nonfinite import Nonfinite
 

@@ -15,7 +15,8 @@ from flax import nnx
 from ..core.errors import ConfigError
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted, problem_of
 from ..core.typing import Path, PyTree, Shape, Trainable
-from ..precision import Int8Form, MixedPrecision, as_values, cast_floating, int8_form, narrowed
+from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
+from ..ops.precision import MixedPrecision, cast_floating
 from ..program import stacks_of
 from .trainable import INT8, STATE, check_trainable, frozen_as, trainable_filter
 

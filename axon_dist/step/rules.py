@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.errors import StrategyConflictError, UnsupportedError
-from ..core.requirement import Requirement, check_all
+from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, check_all
 from ..core.tree import joined, leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts

@@ -14,6 +14,7 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.tree import joined, leaves_with_paths, parted
 from ..core.typing import Batch, LossFn, Path, PyTree
+from ..ops.int8 import narrowed, widened
 from ..parallel import ExpertList, PipelinePlan, Strategy, lists_of
 from ..pipeline import (
     Calls,
@@ -29,7 +30,6 @@ from ..pipeline import (
 from ..pipeline.calls import BATCH
 from ..pipeline.layout import flatten, nest
 from ..pipeline.storage import RowStorage
-from ..precision import narrowed, widened
 from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition, stage_ranges
 from ..sharding import HasShape, InPlaceOf

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..core.errors import ConfigError
 from ..core.typing import PyTree, Trainable
-from ..precision import floating_dtype
+from ..ops.precision import floating_dtype
 
 INT8 = "int8"
 """The dtype of frozen parameters that is no cast: matrices are kept as `int8_form` says."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.typing import Array, PyTree
-from ..precision import GradScaler, all_finite, clip_by_global_norm, keep_if
+from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
 from .options import StepOptions
 from .state import TrainState
 

@@ -14,6 +14,9 @@ from ..core.errors import StrategyConflictError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
 from ..nn import ActivationCheckpointing, Layout
+from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
+from ..ops.int8 import Int8, Int8Form
+from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import (
     GlobalGather,
     Int8Gather,
@@ -27,16 +30,6 @@ from ..parallel import (
     remake_in_backward,
     ring_products,
     sends_pieces,
-)
-from ..precision import (
-    Fp8Dot,
-    Fp8Layers,
-    Int8,
-    Int8Form,
-    MixedPrecision,
-    autocast,
-    cast_floating,
-    fp8_layers,
 )
 from ..program import (
     GATHER,

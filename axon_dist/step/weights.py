@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.told import Kind
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
-from ..precision.int8 import NUMBERS
+from ..ops.int8 import NUMBERS
 from ..sharding import LargestDim, shardings
 from .parts import ModelParts
 from .spec import StepSpec

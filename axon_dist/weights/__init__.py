@@ -5,12 +5,12 @@ reading in `rule.py`, then `load.py` and `save.py`; `formats.py` is the table of
 """
 
 from .files import find_tensors as find_tensors
-from .form import Form as Form
 from .formats import FORMATS as FORMATS
 from .formats import HubFormat as HubFormat
 from .formats import hub_config as hub_config
 from .load import load_weights as load_weights
 from .rule import NATIVE as NATIVE
+from .rule import Form as Form
 from .rule import Rule as Rule
 from .rule import WeightRules as WeightRules
 from .save import MAX_FILE as MAX_FILE

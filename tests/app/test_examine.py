@@ -9,8 +9,8 @@ from rich.console import Console
 
 from axon_dist.app import examine, train
 from axon_dist.config import RunConfig
-from axon_dist.hlo import as_module
 from axon_dist.inspect import report
+from axon_dist.inspect.parse import as_module
 from axon_dist.step import TrainStep
 
 
@@ -51,7 +51,7 @@ def test_what_trains_is_what_is_examined(tiny, chip, ran, read, monkeypatch):
     (trained,) = (text for text in ran if "train_step" in text.splitlines()[0])
     assert examine(config).report.machine is chip
     bare = {chip.name: dataclasses.replace(chip, options=())}
-    monkeypatch.setattr("axon_dist.hardware.chips.HARDWARE", bare)
+    monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", bare)
     examine(config)
     examined, without = read
     assert instructions(trained) == instructions(examined)

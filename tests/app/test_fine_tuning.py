@@ -19,7 +19,7 @@ from axon_dist.config import RunConfig
 from axon_dist.config.build import build_world
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.models import Transformer
-from axon_dist.precision import int8_form
+from axon_dist.ops.int8 import int8_form
 from axon_dist.weights import load_weights, save_weights
 
 MESH = {

@@ -234,7 +234,7 @@ def test_best_needs_validations(config):
 
 
 def test_a_run_goes_on_when_it_cannot_save_and_says_so_at_the_end(config, monkeypatch):
-    from axon_dist.checkpoint import store
+    from axon_dist.checkpoint import stores as store
 
     begin = store.OrbaxStore.begin
 

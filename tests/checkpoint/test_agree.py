@@ -2,7 +2,7 @@
 
 import pytest
 
-from axon_dist.checkpoint.agree import from_main, is_main, on_main
+from axon_dist.checkpoint.layout import from_main, is_main, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axon_dist.checkpoint.checksum import file_checksum, leaf_checksum, leaf_checksums
+from axon_dist.checkpoint.seal import file_checksum, leaf_checksum, leaf_checksums
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int32", "bool", "complex64",
           "float8_e4m3fn", "int4"]  # fmt: skip

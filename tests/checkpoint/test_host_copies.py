@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axon_dist.checkpoint import HostCopies
+from axon_dist.checkpoint.host_copies import CopyHeader, Pieces, complete_copies, write_copy
 from axon_dist.checkpoint.layout import LeafSpec
-from axon_dist.checkpoint.pieces import CopyHeader, Pieces, complete_copies, write_copy
 from axon_dist.core.errors import CheckpointError, DamagedCheckpointError
 from axon_dist.mesh import World
 
@@ -101,7 +101,7 @@ def test_a_host_without_room_is_told_and_keeps_the_copy_before(tmp_path, monkeyp
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("axon_dist.checkpoint.pieces.write_tensors", refuse)
+    monkeypatch.setattr("axon_dist.checkpoint.host_copies.write_tensors", refuse)
     copies.save(4, state, {})
     assert "no copy of step 4: processes [0] could not write theirs" in told[0]
     assert "No space left on device" in told[0]

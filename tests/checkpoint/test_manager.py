@@ -19,8 +19,8 @@ from axon_dist.checkpoint import (
     StateDictType,
     load_checkpoint,
     read_manifest,
-    store,
 )
+from axon_dist.checkpoint import stores as store
 from axon_dist.core.errors import CheckpointError, ConfigError
 
 KINDS = pytest.mark.parametrize("type", list(StateDictType))

@@ -20,8 +20,8 @@ from axon_dist.checkpoint import (
 )
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 from axon_dist.models import MLP
+from axon_dist.ops.precision import GradScaler
 from axon_dist.parallel import ddp, fsdp, zero
-from axon_dist.precision import GradScaler
 from axon_dist.step import build_train_step
 
 BOTH = pytest.mark.parametrize("type", list(StateDictType))
@@ -337,7 +337,7 @@ def test_a_newer_format_asks_for_a_newer_version(tmp_path, monkeypatch):
 
 
 def test_values_that_the_store_cannot_read(tmp_path, monkeypatch):
-    from axon_dist.checkpoint.store import OrbaxStore
+    from axon_dist.checkpoint.stores import OrbaxStore
 
     def refuse(*args):
         raise ValueError("no such codec")

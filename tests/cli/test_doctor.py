@@ -27,7 +27,7 @@ def test_says_what_is_here(capsys):
 
 def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
     assert environment.devices()["chip"] == "emulated: steps are compiled with 1 options of its own"
-    monkeypatch.setattr("axon_dist.hardware.chips.HARDWARE", {})
+    monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", {})
     assert environment.devices()["chip"].startswith("not in the table of chips: steps are compiled")
 
 

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from axon_dist.collectives import plan_buckets, reduce_buckets
-from axon_dist.collectives.pack import SMALL, pack, unpack
+from axon_dist.collectives.buckets import SMALL, pack, unpack
 
 
 @pytest.mark.parametrize(

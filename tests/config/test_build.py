@@ -14,7 +14,7 @@ from axon_dist.core.tree import leaves_with_paths
 from axon_dist.loop import SilentProgress
 from axon_dist.models import Transformer, next_token_loss
 from axon_dist.nn import ActivationCheckpointing
-from axon_dist.precision import MixedPrecision
+from axon_dist.ops.precision import MixedPrecision
 
 
 def test_the_run_is_what_one_device_trains(tiny):

@@ -10,7 +10,7 @@ import pytest
 
 from axon_dist.app import examine
 from axon_dist.config import load_config
-from axon_dist.hardware import missing_compiler
+from axon_dist.mesh.targets import missing_compiler
 
 pytestmark = pytest.mark.aot
 RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"

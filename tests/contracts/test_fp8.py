@@ -12,8 +12,8 @@ from flax import nnx
 
 from axon_dist import MixedPrecision, World, build_train_step
 from axon_dist.nn import ActivationCheckpointing
+from axon_dist.ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from axon_dist.parallel import Strategy, fsdp
-from axon_dist.precision import Fp8Dot, Fp8Layers, fp8_layers
 
 from .models import Case, mean_square, regression_batch
 from .reference import assert_close, train

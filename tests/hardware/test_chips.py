@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import axon_dist
 from axon_dist import inspect, planner
 from axon_dist.core.errors import ConfigError
-from axon_dist.hardware import HARDWARE, hardware, parse_cluster, parse_target
+from axon_dist.mesh.chips import HARDWARE, hardware, parse_cluster
+from axon_dist.mesh.targets import parse_target
 from axon_dist.planner import parse_bytes, parse_count
 
 PACKAGE = pathlib.Path(axon_dist.__file__).parent

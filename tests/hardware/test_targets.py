@@ -4,15 +4,15 @@ import jax
 import pytest
 
 from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError, UnsupportedError
-from axon_dist.hardware import (
-    HARDWARE,
+from axon_dist.inspect import target_devices, target_mesh
+from axon_dist.mesh import targets as environment
+from axon_dist.mesh.chips import HARDWARE
+from axon_dist.mesh.targets import (
     missing_compiler,
     parse_target,
     prepare_environment,
     target_options,
 )
-from axon_dist.hardware import compilers as environment
-from axon_dist.inspect import target_devices, target_mesh
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist.hlo.groups import permuted_axes, replica_groups, source_target_pairs, spanned_axes
+from axon_dist.mesh.replica_groups import (
+    permuted_axes,
+    replica_groups,
+    source_target_pairs,
+    spanned_axes,
+)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from axon_dist.hlo.parse import as_module, parse
-from axon_dist.hlo.shapes import Shape, dtype_bits, parse_shapes
+from axon_dist.inspect.parse import Shape, as_module, dtype_bits, parse, parse_shapes
 
 TEXT = """HloModule step, is_scheduled=true, replica_count=2, num_partitions=4
 

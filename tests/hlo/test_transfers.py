@@ -2,9 +2,9 @@
 
 import pytest
 
-from axon_dist.hlo.parse import parse
-from axon_dist.hlo.transfers import transfers
 from axon_dist.inspect import collectives
+from axon_dist.inspect.parse import parse
+from axon_dist.inspect.transfers import transfers
 
 HEADER = "HloModule step, is_scheduled=true, num_partitions=8\n\n"
 

@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from axon_dist.hardware import MACHINES, missing_compiler, target_options
 from axon_dist.inspect import memory, report, target_mesh
+from axon_dist.mesh.chips import MACHINES
+from axon_dist.mesh.targets import missing_compiler, target_options
 from axon_dist.sharding import LargestDim
 
 pytestmark = pytest.mark.aot

@@ -11,8 +11,8 @@ from flax import nnx
 
 from axon_dist import World, build_train_step
 from axon_dist.core.errors import ClaimError
-from axon_dist.hardware import missing_compiler, prepare_environment
 from axon_dist.inspect import expect_kernels, target_devices
+from axon_dist.mesh.targets import missing_compiler, prepare_environment
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import fsdp
 

@@ -3,8 +3,8 @@ import json
 
 import pytest
 
-from axon_dist.hardware import MACHINES, Machine, machine_of
 from axon_dist.inspect import collectives
+from axon_dist.mesh.chips import MACHINES, Machine, machine_of
 
 MACHINE = Machine(
     name="toy",

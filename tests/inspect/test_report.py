@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from axon_dist.hardware import MACHINES
 from axon_dist.inspect import report
+from axon_dist.mesh.chips import MACHINES
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from unittest import mock
 import pytest
 
 from axon_dist.core.errors import LaunchError
-from axon_dist.launch import coordination
+from axon_dist.launch import distributed as coordination
 
 
 def settings(**values):

@@ -8,7 +8,7 @@ import pytest
 from axon_dist.core.errors import LaunchError, MeshError
 from axon_dist.launch import emulation
 from axon_dist.launch.emulation import keep_collectives_in_order, share_of, stated_share
-from axon_dist.launch.spec import LaunchSpec
+from axon_dist.launch.environment import LaunchSpec
 
 FOUR = LaunchSpec(num_processes=4, process_id=3)
 

@@ -11,8 +11,7 @@ import pytest
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import MEMORY, PLANNED, LaunchPlan, launch
 from axon_dist.launch.child import Child
-from axon_dist.launch.local import gets_ahead, may_end_at_once
-from axon_dist.launch.memory import host_folder
+from axon_dist.launch.local import gets_ahead, host_folder, may_end_at_once
 
 # Each start notes what it got; the first one dies, a start of two waits to be stopped.
 STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"

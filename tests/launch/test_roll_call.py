@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from axon_dist.core.errors import LaunchError
-from axon_dist.launch.coordination import Coordinator
+from axon_dist.launch.distributed import Coordinator
 from axon_dist.launch.local import free_port
-from axon_dist.launch.roll_call import Attendee, call_roll, listen
+from axon_dist.launch.rendezvous import Attendee, call_roll, listen
 
 LATE_OPTAX = {**Attendee.here(0, 1).versions, "optax": "0.0"}
 
@@ -141,8 +141,8 @@ def test_strangers_keep_nobody_waiting(noise):
 
 
 def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
-    monkeypatch.setattr("axon_dist.launch.roll_call._STRANGERS", 3)
-    monkeypatch.setattr("axon_dist.launch.roll_call._HELLO_SECONDS", 1.0)
+    monkeypatch.setattr("axon_dist.launch.rendezvous._STRANGERS", 3)
+    monkeypatch.setattr("axon_dist.launch.rendezvous._HELLO_SECONDS", 1.0)
     with hosted() as (address, host), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(knock(address)) for _ in range(12)]
         # Those let in hear a number, the others nothing.
@@ -152,7 +152,7 @@ def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
 
 
 def test_a_byte_now_and_then_is_no_way_to_stay(monkeypatch):
-    monkeypatch.setattr("axon_dist.launch.roll_call._HELLO_SECONDS", 0.6)
+    monkeypatch.setattr("axon_dist.launch.rendezvous._HELLO_SECONDS", 0.6)
     with hosted(timeout=4.0) as (address, host), knock(address) as dripping:
         started = time.monotonic()
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def test_a_byte_now_and_then_is_no_way_to_stay(monkeypatch):
 
 
 def test_process_0_that_drips_is_none(monkeypatch):
-    monkeypatch.setattr("axon_dist.launch.roll_call._HELLO_SECONDS", 0.5)
+    monkeypatch.setattr("axon_dist.launch.rendezvous._HELLO_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 

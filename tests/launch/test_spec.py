@@ -1,7 +1,7 @@
 import pytest
 
 from axon_dist.core.errors import LaunchError
-from axon_dist.launch.spec import LaunchSpec, parse_port, split_address
+from axon_dist.launch.environment import LaunchSpec, parse_port, split_address
 
 
 def test_alone_by_default():

@@ -4,7 +4,7 @@ from unittest import mock
 import pytest
 
 from axon_dist.launch import watchdog
-from axon_dist.launch.roll_call import Attendee
+from axon_dist.launch.rendezvous import Attendee
 from axon_dist.launch.watchdog import EXIT_PEER_LOST, Silences, Watchdog, post_failure
 
 PRESENT = [Attendee(process=p, num_processes=3, host=f"h{p}", pid=p, versions={}) for p in range(3)]

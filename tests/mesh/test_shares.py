@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import Mesh
 
 from axon_dist.core.errors import MeshError
-from axon_dist.mesh.shares import batch_shares
+from axon_dist.mesh.world import batch_shares
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import Timeouts
-from axon_dist.launch.roll_call import Attendee
+from axon_dist.launch.rendezvous import Attendee
 from axon_dist.mesh.step_watch import StepWatch, find_culprit
 
 ME = [Attendee(process=p, num_processes=3, host="h", pid=p, versions={}) for p in range(3)]

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.routing import Choice, in_blocks, in_order, in_slots, slots_for
 from axon_dist.models import ExpertConfig, Experts, Transformer, TransformerConfig, num_params
+from axon_dist.ops.routing import Choice, in_blocks, in_order, in_slots, slots_for
 
 SIZES = {"width": 8, "ffn_width": 12, "num_heads": 2, "num_kv_heads": 2, "num_layers": 1}
 

@@ -18,7 +18,7 @@ import os, pathlib, shutil, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist.checkpoint import HostCopies, host_copies as copies
-from axon_dist.checkpoint.pieces import write_copy
+from axon_dist.checkpoint.host_copies import write_copy
 from axon_dist.mesh import World
 
 world = World.emulate(4, "dp=2,fsdp=2")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.nn import block_attention
-from axon_dist.nn.block_attention import BLOCK_KERNELS, BlockAttention, Keys, Queries, merged
+from axon_dist.ops import attention as block_attention
+from axon_dist.ops.attention import BLOCK_KERNELS, BlockAttention, Keys, Queries, merged
 
 PLAIN = BLOCK_KERNELS["einsum"]
 INTERPRETED = dataclasses.replace(BLOCK_KERNELS["flash"], interpret=True)

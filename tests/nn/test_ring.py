@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist.inspect import collectives
 from axon_dist.nn import ring_attention, ulysses_attention
-from axon_dist.nn.ring import Ring
+from axon_dist.ops.ring import Ring
 
 RNG = np.random.default_rng(0)
 STATE = RNG.bit_generator.state
@@ -74,7 +74,7 @@ def test_ring_equals_whole_attention(make_world, size, kv_heads, causal):
 
 
 def test_keys_in_blocks_are_the_same_keys(make_world, monkeypatch):
-    monkeypatch.setattr("axon_dist.nn.block_attention.BLOCK", 2)
+    monkeypatch.setattr("axon_dist.ops.attention.BLOCK", 2)
     mesh = make_world("cp=2").mesh
     attend = split(functools.partial(ring_attention, axis="cp", causal=True), mesh)
     compare(attend, True, (heads(16, 2), heads(16, 2), heads(16, 2)))

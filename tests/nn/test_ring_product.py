@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from axon_dist import World
-from axon_dist.nn.ring_product import Circle, into_columns, into_rows, pieces_of
+from axon_dist.ops.ring_product import Circle, into_columns, into_rows, pieces_of
 
 RNG = np.random.default_rng(0)
 X, UP, GATE, DOWN = (

@@ -15,10 +15,8 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose
-from axon_dist.core.grouped import block_total
-from axon_dist.core.routing import slots_for
-from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import collectives, flops, target_devices
+from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import (
     ExpertConfig,
     Transformer,
@@ -26,6 +24,7 @@ from axon_dist.models import (
     next_token_loss,
     num_params,
 )
+from axon_dist.ops.routing import block_total, slots_for
 from axon_dist.parallel import expert_parallel, fsdp
 
 pytestmark = [

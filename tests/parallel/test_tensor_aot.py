@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose
-from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import collectives, expect_kernels, target_devices
+from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import context_parallel, fsdp, suggest_plan, tensor_parallel

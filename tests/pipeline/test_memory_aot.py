@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, pipelined
-from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import target_devices
+from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import tensor_parallel
 

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, pipelined
-from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import collectives, target_devices
+from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 from axon_dist.parallel import fsdp, suggest_plan, tensor_parallel
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from axon_dist.hardware import missing_compiler
+from axon_dist.mesh.targets import missing_compiler
 
 
 def compared(cells, tmp_path):

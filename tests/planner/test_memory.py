@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import World
+from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel import STRATEGIES, estimate
 from axon_dist.planner import (
     Arrangement,
@@ -16,7 +17,6 @@ from axon_dist.planner import (
     estimate_memory,
     model_size,
 )
-from axon_dist.precision import MixedPrecision
 
 LINEAR = {
     "kernel": jax.ShapeDtypeStruct((100, 50), jnp.float32),

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step
-from axon_dist.hardware import hardware
 from axon_dist.inspect import report
 from axon_dist.mesh import paper_world
+from axon_dist.mesh.chips import hardware
 from axon_dist.models import (
     ResNet,
     ResNetConfig,

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.hardware import hardware
+from axon_dist.mesh.chips import hardware
 from axon_dist.planner import (
     Apart,
     Arrangement,

@@ -13,7 +13,7 @@ from axon_dist import MixedPrecision, World
 from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import collectives
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
-from axon_dist.nn.ring import ring_attention
+from axon_dist.ops.ring import ring_attention
 from axon_dist.planner import (
     Arrangement,
     Workload,

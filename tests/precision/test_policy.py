@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.precision import MixedPrecision, autocast, cast_floating, floating_dtype
+from axon_dist.ops.precision import MixedPrecision, autocast, cast_floating, floating_dtype
 
 
 def test_presets():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.precision import GradScaler, all_finite, keep_if
+from axon_dist.ops.precision import GradScaler, all_finite, keep_if
 
 
 def test_defaults():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axon_dist.precision import MixedPrecision, autocast
+from axon_dist.ops.precision import MixedPrecision, autocast
 from axon_dist.program import mark_units, wrap_calls
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from axon_dist.core.per_sample import per_sample
+from axon_dist.core.weighted import per_sample
 from axon_dist.program.sample_use import Use, use_of
 from axon_dist.program.samples import follow_samples
 

@@ -29,7 +29,7 @@ def test_a_wheel_in_an_empty_environment_passes_the_quickstart(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "axon_dist/py.typed" in names
-    assert "axon_dist/hardware/h100.textproto" in names
+    assert "axon_dist/mesh/h100.textproto" in names
     assert not any(name.startswith(("tests", "benchmarks", "docs")) for name in names)
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd="/")
     python = tmp_path / "venv" / "bin" / "python"

@@ -1,7 +1,7 @@
 import pytest
 
 from axon_dist.schedule import Action
-from axon_dist.schedule.dependency import dependencies
+from axon_dist.schedule.action import dependencies
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 from axon_dist.schedule import Schedule, gpipe
-from axon_dist.schedule.grid import render_grid
+from axon_dist.schedule.table import render_grid
 
 
 def test_columns_are_aligned():

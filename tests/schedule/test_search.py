@@ -24,7 +24,7 @@ from axon_dist.schedule import (
     summarize,
     validate,
 )
-from axon_dist.schedule.in_step import Rule, greedy, retimed
+from axon_dist.schedule.search import Rule, greedy, retimed
 from axon_dist.schedule.simulate import times_of
 
 TIMES = st.sampled_from([0.5, 1.0, 1.2, 2.0, 3.0])

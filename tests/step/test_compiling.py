@@ -23,7 +23,7 @@ from axon_dist import (
     zero,
 )
 from axon_dist.core.errors import ConfigError
-from axon_dist.hardware.options import PIPELINED
+from axon_dist.mesh.chips import PIPELINED
 from axon_dist.step.compiling import compiler_options
 
 GATHERS = next(name for name in PIPELINED if name.endswith("all_gather"))

@@ -20,9 +20,9 @@ from axon_dist import (
     zero,
 )
 from axon_dist.core.errors import ConfigError
-from axon_dist.hardware import missing_compiler, target_options
-from axon_dist.hardware.options import GATHERS_STAY
 from axon_dist.inspect import collectives, flops, target_devices
+from axon_dist.mesh.chips import GATHERS_STAY
+from axon_dist.mesh.targets import missing_compiler, target_options
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 
 pytestmark = [

@@ -11,8 +11,8 @@ from flax import nnx
 
 from axon_dist import Backend, World, build_train_step, fsdp
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.hardware import missing_compiler, target_options
 from axon_dist.inspect import as_module, target_devices
+from axon_dist.mesh.targets import missing_compiler, target_options
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.step import deterministic_options
 

@@ -7,7 +7,7 @@ import pytest
 from flax import linen, nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.precision import MixedPrecision
+from axon_dist.ops.precision import MixedPrecision
 from axon_dist.step.parts import buffers_like, is_key, stored_as, take_apart
 
 

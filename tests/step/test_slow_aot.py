@@ -15,8 +15,8 @@ from axon_dist import (
     fsdp,
     tensor_parallel,
 )
-from axon_dist.hardware import missing_compiler
 from axon_dist.inspect import collectives, target_devices
+from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import diloco
 from axon_dist.step.outer import Outer

@@ -19,7 +19,7 @@ from axon_dist.weights import (
     load_weights,
     save_weights,
 )
-from axon_dist.weights.names import shorten
+from axon_dist.weights.rule import shorten
 
 from . import hub
 

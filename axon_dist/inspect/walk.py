@@ -1,0 +1,331 @@
+"""Visits every computation that the control flow of a program reaches, and how often.
+
+CPU and GPU write the number into the instruction; for TPU it has to be inferred. A loop that comes
+from `lax.scan` or `fori_loop` counts an integer, so the integers among its carried values are
+simulated until its condition fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from .parse import Computation, Instruction, Module, Program, as_module, total_bytes
+
+_KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?')
+_MAX_SIMULATED = 1 << 16
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+_BINARY: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "and": operator.and_,
+    "or": operator.or_,
+    "minimum": min,
+    "maximum": max,
+}
+_UNARY = ("bitcast", "copy", "convert", "reshape", "copy-start", "copy-done")
+
+
+class _Unknown(Exception):
+    """A value that is no integer known at compile time."""
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Returns how often the body of a `while` runs, or None where only the data decide.
+
+    Args:
+        module: the parsed HLO of a compiled program.
+        computation: the computation that holds the loop.
+        loop: its `while` instruction.
+
+    Returns:
+        The number of iterations of one execution of the loop.
+    """
+    if match := _KNOWN.search(loop.attributes):
+        return int(match.group(1))
+    called = loop.called
+    condition = module.computations[called["condition"][0]]
+    body = module.computations[called["body"][0]]
+    state = _initial_state(module, computation, loop)
+    for iteration in range(_MAX_SIMULATED):
+        try:
+            if not _Scalars(module, condition, [state]).value(condition.root.name):
+                return iteration
+        except _Unknown:
+            return None
+        before, state = state, _next_state(module, body, state)
+        if state == before:
+            return None
+    return None
+
+
+def _initial_state(module: Module, computation: Computation, loop: Instruction) -> dict[int, int]:
+    value = _value(module, computation, _arguments(module, computation), loop.operands[0])
+    return value if isinstance(value, dict) else {}
+
+
+def _arguments(module: Module, computation: Computation) -> list[int | dict[int, int]]:
+    """What is known about the arguments of a computation, where all its calls agree on it.
+
+    XLA for CPUs moves small loops into calls of their own.
+    """
+    found = []
+    for caller in module.computations.values():
+        for call in (i for i in caller.instructions if i.opcode == "call"):
+            if computation in module.called(call):
+                given = _arguments(module, caller)
+                found.append([_value(module, caller, given, name) for name in call.operands])
+    return found[0] if found and all(other == found[0] for other in found) else []
+
+
+def _value(
+    module: Module, computation: Computation, arguments: list[int | dict[int, int]], name: str
+) -> int | dict[int, int]:
+    """What is known about a value: an integer, or those of a tuple; nothing is an empty dict."""
+    instruction, scalars = computation.by_name.get(name), _Scalars(module, computation, arguments)
+    if instruction is None:
+        return {}
+    if instruction.opcode == "tuple":
+        return _known(scalars, instruction, range(len(instruction.operands)))
+    if instruction.opcode == "parameter":
+        number = int(instruction.arguments)
+        return arguments[number] if number < len(arguments) else {}
+    try:
+        return scalars.value(name)
+    except _Unknown:
+        return {}
+
+
+def _next_state(module: Module, body: Computation, state: Mapping[int, int]) -> dict[int, int]:
+    if body.root.opcode != "tuple":
+        return {}
+    return _known(_Scalars(module, body, [state]), body.root, state)
+
+
+def _known(scalars: _Scalars, carried: Instruction, indices: Iterable[int]) -> dict[int, int]:
+    values = {}
+    for index in indices:
+        try:
+            values[index] = scalars.value(carried.operands[index])
+        except _Unknown:
+            continue
+    return values
+
+
+class _Scalars:
+    """Evaluates the integer scalars of one call of a computation, on demand.
+
+    `arguments[n]` is parameter n: an integer, or a mapping from index to integer for a tuple.
+    """
+
+    def __init__(self, module: Module, computation: Computation, arguments: list):
+        self._module = module
+        self._computation = computation
+        self._arguments = arguments
+
+    def value(self, name: str) -> int:
+        instruction = self._computation.by_name.get(name)
+        if instruction is None or len(instruction.shapes) != 1 or instruction.shapes[0].dims:
+            raise _Unknown(name)
+        return self._evaluate(instruction)
+
+    def _evaluate(self, instruction: Instruction) -> int:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "constant":
+            return _constant(instruction.arguments)
+        if opcode == "parameter":
+            return _as_int(self._argument(instruction))
+        if opcode == "get-tuple-element":
+            return self._element(instruction)
+        if opcode in _UNARY:
+            return self.value(operands[0])
+        if opcode in _BINARY:
+            return _BINARY[opcode](self.value(operands[0]), self.value(operands[1]))
+        if opcode == "compare":
+            compare = _COMPARE[instruction.attribute("direction") or ""]
+            return int(compare(self.value(operands[0]), self.value(operands[1])))
+        if opcode == "select":
+            return self.value(operands[1 if self.value(operands[0]) else 2])
+        if opcode in ("fusion", "call"):
+            return self._call(instruction)
+        raise _Unknown(opcode)
+
+    def _element(self, instruction: Instruction) -> int:
+        source = self._computation.by_name[instruction.operands[0]]
+        index = int(instruction.attribute("index") or 0)
+        if source.opcode == "tuple":
+            return self.value(source.operands[index])
+        if source.opcode != "parameter":
+            raise _Unknown(source.opcode)
+        carried = self._argument(source)
+        if not isinstance(carried, Mapping) or index not in carried:
+            raise _Unknown(instruction.name)
+        return carried[index]
+
+    def _argument(self, parameter: Instruction):
+        number = int(parameter.arguments)
+        if number >= len(self._arguments):
+            raise _Unknown(parameter.name)
+        return self._arguments[number]
+
+    def _call(self, instruction: Instruction) -> int:
+        (callee,) = self._module.called(instruction)
+        arguments = []
+        for name in instruction.operands:
+            try:
+                arguments.append(self.value(name))
+            except _Unknown:
+                arguments.append(None)
+        return _Scalars(self._module, callee, arguments).value(callee.root.name)
+
+
+def _constant(text: str) -> int:
+    if text in ("true", "false"):
+        return int(text == "true")
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    raise _Unknown(text)
+
+
+def _as_int(argument) -> int:
+    if not isinstance(argument, int):
+        raise _Unknown("argument")
+    return argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """One way to reach a computation from the entry.
+
+    Args:
+        computation: what is reached.
+        count: executions per step, the trip counts of the loops around it multiplied.
+        unknown_trip: whether a loop around it was counted once because only the data decide.
+        in_conditional: whether a branch of a conditional leads to it.
+    """
+
+    computation: Computation
+    count: int = 1
+    unknown_trip: bool = False
+    in_conditional: bool = False
+
+
+def visits(module: Module) -> Iterator[Visit]:
+    """Follows loops, branches and calls from the entry of a program.
+
+    Fusions and asynchronous wrappers are not entered: what they hold is scheduled where they are
+    launched. The branches of a conditional all count as executed.
+
+    Args:
+        module: the parsed HLO of a compiled program.
+
+    Yields:
+        A visit for every call path; a computation called twice is visited twice.
+    """
+    yield from _descend(module, Visit(module.entry))
+
+
+def _descend(module: Module, visit: Visit) -> Iterator[Visit]:
+    yield visit
+    for instruction in visit.computation.instructions:
+        if instruction.opcode == "while":
+            trips = trip_count(module, visit.computation, instruction)
+            inner = dataclasses.replace(
+                visit,
+                count=visit.count * (1 if trips is None else trips),
+                unknown_trip=visit.unknown_trip or trips is None,
+            )
+        elif instruction.opcode == "conditional":
+            inner = dataclasses.replace(visit, in_conditional=True)
+        elif instruction.opcode == "call":
+            inner = visit
+        else:
+            continue
+        for computation in module.called(instruction):
+            yield from _descend(module, dataclasses.replace(inner, computation=computation))
+
+
+def below_branches(module: Module) -> Iterator[Computation]:
+    """Finds what only some devices may run: all that a branch of a conditional leads to.
+
+    Unlike `visits` it enters everything that is named on the way, fusions and asynchronous
+    wrappers too, and each computation once.
+
+    Args:
+        module: the parsed HLO of a compiled program.
+
+    Yields:
+        The computations.
+    """
+    every = (i for computation in module.computations.values() for i in computation.instructions)
+    waiting = [name for i in every if i.opcode == "conditional" for name in _named(i)]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in module.computations:
+            continue
+        seen.add(name)
+        yield module.computations[name]
+        waiting += [name for i in module.computations[name].instructions for name in _named(i)]
+
+
+def _named(instruction: Instruction) -> Iterator[str]:
+    return itertools.chain.from_iterable(instruction.called.values())
+
+
+def carried_bytes(program: Program) -> int:
+    """Bytes per device that the outermost loop which keeps most rewrites in every turn.
+
+    In a step that accumulates these are the sums over microbatches, of gradients and of a few
+    scalars. What a loop only reads, such as weights, does not count; nor do loops within its turns.
+
+    Args:
+        program: a compiled step, or its text.
+
+    Returns:
+        The bytes, 0 without a loop.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> add = lambda total, row: (total + row, None)
+        >>> sums = jax.jit(lambda rows: jax.lax.scan(add, jnp.zeros(64), rows)[0])
+        >>> carried_bytes(sums.lower(jnp.ones((9, 64))).compile())  # and the number of the turn
+        260
+    """
+    module = as_module(program)
+    return max((_rewritten(module, loop) for loop in _outermost(module, module.entry)), default=0)
+
+
+def _outermost(module: Module, computation: Computation) -> Iterator[Instruction]:
+    for instruction in computation.instructions:
+        if instruction.opcode == "while":
+            yield instruction
+        elif instruction.opcode in ("call", "conditional"):
+            for called in module.called(instruction):
+                yield from _outermost(module, called)
+
+
+def _rewritten(module: Module, loop: Instruction) -> int:
+    (name,) = loop.called["body"]
+    body = next(c for c in module.called(loop) if c.name == name)
+    pairs = zip(loop.shapes, body.root.operands, strict=True)
+    made = [shape for at, (shape, operand) in enumerate(pairs) if not _is_kept(body, operand, at)]
+    return total_bytes(tuple(made))
+
+
+def _is_kept(body: Computation, operand: str, position: int) -> bool:
+    """Whether a turn hands on what it was given at a position."""
+    maker = body.by_name[operand]
+    return maker.opcode == "get-tuple-element" and maker.attribute("index") == str(position)

@@ -1,0 +1,406 @@
+"""The roll call: every process reports to process 0 before JAX starts, or all hear who is missing.
+
+JAX ends the process when a peer does not come (`SIGABRT`, no exception, no name). So the processes
+meet here first, over a plain socket on the coordinator's port, which is free until JAX takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import importlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..core.errors import LaunchError
+from .environment import bind_address, split_address
+
+_HELLO_SECONDS = 5.0
+_PAUSE_SECONDS = 0.2
+_NOTE_SECONDS = 15.0
+_HELLO_BYTES, _LINE_BYTES = 2**14, 2**24
+_STRANGERS = 64
+"""Connections besides those of the run that are listened to at a time."""
+TOKEN = "AXON_RUN_TOKEN"
+"""The variable with what the processes of a run share, and nobody else knows."""
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "axon_dist")
+"""Two processes with different versions of one of these may compute different numbers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attendee:
+    """What a process says of itself.
+
+    Args:
+        process: which it is.
+        num_processes: how many it expects.
+        host: where it runs.
+        pid: its id there.
+        versions: of the libraries that decide what is computed, by name.
+    """
+
+    process: int
+    num_processes: int
+    host: str
+    pid: int
+    versions: Mapping[str, str]
+
+    @classmethod
+    def here(cls, process: int, num_processes: int) -> Attendee:
+        """Describes the process that calls."""
+        return cls(
+            process=process,
+            num_processes=num_processes,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            versions={name: importlib.import_module(name).__version__ for name in LIBRARIES},
+        )
+
+    def validate(self) -> None:
+        """Raises unless every field has its type; a stranger may say anything.
+
+        Raises:
+            TypeError: when a field is of another type.
+            ValueError: when there is no such process.
+        """
+        for field, kind in (
+            ("process", int),
+            ("num_processes", int),
+            ("host", str),
+            ("pid", int),
+            ("versions", dict),
+        ):
+            if type(getattr(self, field)) is not kind:
+                raise TypeError(f"{field} is no {kind.__name__}")
+        if not 0 <= self.process < self.num_processes:
+            raise ValueError(f"there is no process {self.process} of {self.num_processes}")
+
+    def __str__(self) -> str:
+        return f"process {self.process} (host {self.host}, pid {self.pid})"
+
+
+def call_roll(address: str, me: Attendee, timeout: float, token: str = "") -> tuple[Attendee, ...]:
+    """Returns when all processes are there; every one of them must call it.
+
+    Each proves that it knows the token, and process 0 that it does too, without sending it: by an
+    HMAC-SHA256 of what it says and of a number that the other has drawn.
+
+    Args:
+        address: `host:port` of process 0, which listens on the port while this runs.
+        me: this process.
+        timeout: seconds to wait for the last one.
+        token: what the processes of the run share, and nobody else knows; empty takes everyone in.
+
+    Returns:
+        All processes, in order.
+
+    Raises:
+        LaunchError: on every process that came: who is missing, who came twice, who expects another
+            number of processes or has another version of a library.
+    """
+    deadline = time.monotonic() + timeout
+    if me.process == 0:
+        return _host(address, me, deadline, timeout, token)
+    return _attend(address, me, deadline, timeout, token)
+
+
+def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
+    """Says what is wrong with one more process, if anything.
+
+    Args:
+        present: who is there, process 0 included.
+        late: the next one.
+
+    Example:
+        >>> zero = Attendee(process=0, num_processes=2, host="a", pid=1, versions={})
+        >>> find_mistake({0: zero}, dataclasses.replace(zero, pid=7))
+        'process 0 (host a, pid 1) and process 0 (host a, pid 7) have the same rank; give each ...'
+    """
+    main = present[0]
+    if late.num_processes != main.num_processes:
+        return (
+            f"{main} expects {main.num_processes} processes and {late} expects "
+            f"{late.num_processes}; give all the same WORLD_SIZE"
+        )
+    if late.process in present:
+        return (
+            f"{present[late.process]} and {late} have the same rank; give each process a RANK of "
+            "its own"
+        )
+    for name, version in main.versions.items():
+        other = late.versions.get(name)
+        if other != version:
+            return (
+                f"{main} runs {name} {version} and {late} runs {name} {other}; install one "
+                "version everywhere"
+            )
+    return None
+
+
+def _host(
+    address: str, me: Attendee, deadline: float, timeout: float, token: str
+) -> tuple[Attendee, ...]:
+    present, waiting = {0: me}, list[_Guest]()
+    mistake = None
+    with contextlib.closing(_Reception(address, me.num_processes + _STRANGERS, token)) as reception:
+        note = _Note()
+        while mistake is None and len(present) < me.num_processes:
+            missing = [p for p in range(me.num_processes) if p not in present]
+            if time.monotonic() > deadline:
+                mistake = _missing_text(missing, me.num_processes, timeout, reception.refused)
+                break
+            note.say(f"waiting for processes {_listed(missing)} of {me.num_processes}")
+            for guest, late in reception.arrivals():
+                waiting.append(guest)
+                mistake = mistake or find_mistake(present, late)
+                present.setdefault(late.process, late)
+        ordered = tuple(present[p] for p in sorted(present))
+        _answer(waiting, mistake, ordered, token)
+    if mistake is not None:
+        raise LaunchError(mistake)
+    return ordered
+
+
+@dataclasses.dataclass(eq=False)
+class _Guest:
+    """A connection to process 0: one of the run, or a stranger who knocked on the port.
+
+    Args:
+        connection: never waited for.
+        deadline: when it must have said who it is.
+        nonce: what its proof must cover.
+        said: what came so far.
+        own: the number that the guest has drawn.
+    """
+
+    connection: socket.socket
+    deadline: float
+    nonce: str
+    said: bytearray = dataclasses.field(default_factory=bytearray)
+    own: str = ""
+
+
+class _Reception:
+    """Listens to all connections at once: one that is silent or slow keeps nobody waiting.
+
+    Args:
+        address: `host:port` to listen on.
+        most: connections at a time; a further one is closed at once.
+        token: what guests must prove to know.
+
+    Attributes:
+        refused: how many could not.
+    """
+
+    def __init__(self, address: str, most: int, token: str):
+        self.most, self.token, self.refused = most, token, 0
+        self._server = listen(address)
+        self._guests: set[_Guest] = set()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Closes every connection, those of the processes of the run too."""
+        self._selector.close()
+        self._server.close()
+        for guest in self._guests:
+            guest.connection.close()
+
+    def arrivals(self) -> Iterator[tuple[_Guest, Attendee]]:
+        """The processes that have said who they are within a moment."""
+        for key, _ in self._selector.select(_PAUSE_SECONDS):
+            if key.data is None:
+                self._accept()
+            elif (late := self._hear(key.data)) is not None:
+                self._selector.unregister(key.data.connection)
+                yield key.data, late
+        for guest in [g for g in self._guests if not g.own and time.monotonic() > g.deadline]:
+            self._drop(guest)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            guest = _Guest(connection, time.monotonic() + _HELLO_SECONDS, secrets.token_hex(16))
+            self._guests.add(guest)
+            if len(self._guests) > self.most:
+                self._drop(guest)
+                return
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+            try:
+                _send(connection, {"nonce": guest.nonce})
+            except OSError:
+                self._drop(guest)
+
+    def _hear(self, guest: _Guest) -> Attendee | None:
+        """Takes in what a guest says; the process it is, once it has said all."""
+        try:
+            chunk = guest.connection.recv(_HELLO_BYTES)
+            guest.said += chunk
+            if b"\n" not in chunk:
+                if not chunk or len(guest.said) > _HELLO_BYTES:
+                    raise ConnectionError("it hung up, or says too much")
+                return None
+            message = json.loads(guest.said)
+            fields, own = message["attendee"], str(message["nonce"])
+            proof = _proof(self.token, "attendee", guest.nonce, own, fields)
+            if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
+                self.refused += 1
+                _send(guest.connection, {"refused": True})
+                raise ConnectionError("it does not know the token")
+            late = Attendee(**fields)
+            late.validate()
+        except BlockingIOError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            self._drop(guest)
+            return None
+        guest.own = own or "-"
+        return late
+
+    def _drop(self, guest: _Guest) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(guest.connection)
+        guest.connection.close()
+        self._guests.discard(guest)
+
+
+def listen(address: str) -> socket.socket:
+    """Listens where processes look for process 0, and nowhere else where that can be.
+
+    Raises:
+        LaunchError: when the port is taken.
+    """
+    host, port = bind_address(address)
+    try:
+        has_both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both or ":" in host else socket.AF_INET
+        server = socket.create_server((host, port), family=family, dualstack_ipv6=has_both)
+    except OSError as error:
+        raise LaunchError(
+            f"process 0 cannot listen on port {port}: {error.strerror}; another run, or another "
+            "process with RANK=0, holds it: end that, or choose another MASTER_PORT"
+        ) from error
+    server.setblocking(False)
+    return server
+
+
+def _answer(
+    waiting: Sequence[_Guest], mistake: str | None, present: Sequence[Attendee], token: str
+) -> None:
+    said = {"mistake": mistake, "present": [dataclasses.asdict(attendee) for attendee in present]}
+    for guest in waiting:
+        guest.connection.settimeout(_HELLO_SECONDS)
+        with contextlib.suppress(OSError):
+            _send(
+                guest.connection, {"said": said, "proof": _proof(token, "answer", guest.own, said)}
+            )
+
+
+def _attend(
+    address: str, me: Attendee, deadline: float, timeout: float, token: str
+) -> tuple[Attendee, ...]:
+    note, trouble = _Note(), "it did not answer"
+    while time.monotonic() < deadline:
+        note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
+        try:
+            answer = _report(address, me, deadline, token)
+            is_refused = bool(answer.get("refused"))
+            present = () if is_refused else tuple(Attendee(**row) for row in answer["present"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            trouble = str(error) or type(error).__name__
+            time.sleep(_PAUSE_SECONDS)
+            continue
+        if is_refused:
+            raise LaunchError(
+                f"process 0 at {address} has another {TOKEN} than process {me.process}; give all "
+                "processes of a run the same, or none"
+            )
+        if answer["mistake"] is not None:
+            raise LaunchError(answer["mistake"])
+        return present
+    raise LaunchError(
+        f"process {me.process} found no process 0 at {address} within {timeout:g} s: {trouble}; "
+        "check that it runs, and that MASTER_ADDR and MASTER_PORT name its host and a port that "
+        "is open between the hosts"
+    )
+
+
+def _report(address: str, me: Attendee, deadline: float, token: str) -> dict[str, Any]:
+    seconds = max(deadline - time.monotonic(), _PAUSE_SECONDS)
+    with socket.create_connection(split_address(address), timeout=seconds) as connection:
+        nonce = str(_receive(connection, time.monotonic() + _HELLO_SECONDS)["nonce"])
+        own, fields = secrets.token_hex(16), dataclasses.asdict(me)
+        proof = _proof(token, "attendee", nonce, own, fields)
+        _send(connection, {"attendee": fields, "nonce": own, "proof": proof})
+        # Process 0 may have started its clock later, and answers when its own time is up.
+        answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
+    if answer.get("refused"):
+        return answer
+    proof = _proof(token, "answer", own, answer["said"])
+    if not hmac.compare_digest(proof.encode(), str(answer["proof"]).encode()):
+        raise ConnectionError(f"what answers there has another {TOKEN}")
+    return answer["said"]
+
+
+def _proof(token: str, *said: Any) -> str:
+    """What only those who know the token can say of a message."""
+    text = json.dumps(said, sort_keys=True).encode()
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """One line, which must be there in time as a whole and not a byte now and then."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(deadline - time.monotonic(), 0.01))
+        chunk = connection.recv(_LINE_BYTES)
+        line += chunk
+        if not chunk:
+            raise ConnectionError("process 0 closed the connection")
+        if len(line) > _LINE_BYTES or time.monotonic() > deadline:
+            raise ConnectionError("what answers there is not process 0 of a run")
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ConnectionError("what answers there is not process 0 of a run")
+    return found
+
+
+def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: int) -> str:
+    strangers = f"; {refused} that came had another {TOKEN} or none" if refused else ""
+    return (
+        f"processes {_listed(missing)} of {count} did not report within {timeout:g} s; check that "
+        "every host started them, that they reach process 0, and that WORLD_SIZE is right"
+        f"{strangers}"
+    )
+
+
+def _listed(processes: Sequence[int], most: int = 8) -> str:
+    """Example: `_listed([1, 2])` is `1, 2`; a long list ends with how many more there are."""
+    head = ", ".join(map(str, processes[:most]))
+    return head if len(processes) <= most else f"{head} and {len(processes) - most} more"
+
+
+class _Note:
+    """Says what takes so long, now and then."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _NOTE_SECONDS
+
+    def say(self, text: str) -> None:
+        if time.monotonic() > self._next:
+            print(f"axon: {text}", file=sys.stderr, flush=True)
+            self._next = time.monotonic() + _NOTE_SECONDS

@@ -1,0 +1,248 @@
+"""Machines to compile for, by names such as `h100:8x8`, `v5p:4x4x4`, `v5e:16x16` and `cpu:8`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from importlib import resources
+from typing import Any
+
+import jax
+
+from ..core.compat import backend_started
+from ..core.errors import BackendStartedError, ConfigError, UnsupportedError, did_you_mean
+from .chips import EMULATED, HARDWARE, CompilerOptions, Hardware, Platform, Wiring, chip_names
+
+_EMULATED = "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A number of devices of one kind, wired in one way.
+
+    Args:
+        name: what `parse_target` reads, such as `"v5p:4x4x4"`.
+        platform: `cpu`, `cuda` or `tpu`.
+        chip: `cpu`, or a name of `HARDWARE`.
+        shape: nodes and devices per node of a GPU cluster, or the dims of a TPU slice.
+    """
+
+    name: str
+    platform: Platform
+    chip: str
+    shape: tuple[int, ...]
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Names of targets with the same chip."""
+        return tuple(f"{self.chip}:{shape}" for shape in _wiring(self.chip).examples)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are in all."""
+        return math.prod(self.shape)
+
+    @property
+    def hbm_bytes(self) -> int | None:
+        """Bytes of memory of one device; None for the CPU."""
+        return self.machine.memory_bytes if self.machine else None
+
+    @property
+    def machine(self) -> Hardware | None:
+        """The row of the chip; None for the CPU."""
+        return HARDWARE.get(self.chip)
+
+    @property
+    def wrap(self) -> tuple[bool, bool, bool] | None:
+        """Which axes of a TPU slice close into rings, or None where none does.
+
+        A v5p slice has the wires when it is made of whole 4x4x4 cubes, a v5e or v6e slice along
+        an axis of 16. The compiler has to be told: without rings it replaces all-gathers over the
+        whole slice by all-reduces.
+        """
+        full = _wiring(self.chip).full_ring
+        if not full:
+            return None
+        closed = [size % full == 0 for size in self.shape]
+        if len(self.shape) == 3:
+            return (True, True, True) if all(closed) else None
+        return (closed[0], closed[1], False) if any(closed) else None
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        """What `jax.experimental.topologies.get_topology_desc` has to be told of it."""
+        sizes = "x".join(map(str, self.shape))
+        if self.platform == "cuda":
+            nodes, per_node = (1, *self.shape)[-2:]
+            description = resources.files("axon_dist.mesh") / f"{self.chip}.textproto"
+            return {
+                "topology_name": self.chip,
+                "platform": self.platform,
+                "target_config": description.read_text(),
+                "topology": f"{nodes}x{per_node}x1",
+            }
+        more = dict(_wiring(self.chip).topology)
+        wrap = {"wrap": self.wrap} if self.wrap else {}
+        name = f"{self.chip}:{sizes}"
+        return {"topology_name": name, "platform": self.platform, **more, **wrap}
+
+
+def parse_target(name: str) -> Target:
+    """Reads the name of a target.
+
+    `h100:8` is one node of eight GPUs, `h100:8x8` eight nodes of eight, `v5p:4x4x4` a TPU slice by
+    its dims, `cpu:8` eight emulated devices.
+
+    Args:
+        name: `chip:shape`.
+
+    Returns:
+        The target; no device or compiler is touched.
+
+    Raises:
+        ConfigError: the chip is unknown or cannot have this shape.
+
+    Example:
+        >>> parse_target("h100:8x8").num_devices
+        64
+        >>> parse_target("v5p:2x2x2").shape
+        (2, 2, 2)
+    """
+    called, _, text = name.partition(":")
+    chip = _chip(called, name)
+    row = _wiring(chip)
+    parts = text.split("x")
+    shape = tuple(int(part) for part in parts if re.fullmatch("[0-9]{1,9}", part))
+    target = Target(name, row.platform, chip, shape)
+    if len(shape) != len(parts) or len(shape) not in row.num_dims or 0 in shape:
+        raise ConfigError(
+            f"cannot read the shape {text!r} of target {name!r}; "
+            f"write it as in {' or '.join(target.examples)}"
+        )
+    if shape[-1] > row.max_last_dim:
+        raise ConfigError(
+            f"target {name!r} asks for {shape[-1]} {chip} where at most {row.max_last_dim} are "
+            f"wired together; write more of them as in {target.examples[-1]}"
+        )
+    return target
+
+
+def as_target(target: Target | str) -> Target:
+    """Reads a target unless it has been read already."""
+    return parse_target(target) if isinstance(target, str) else target
+
+
+def target_options(target: Target | str) -> CompilerOptions:
+    """Returns what a step is compiled with for a target, unless the step is told otherwise.
+
+    `build_train_step` looks them up by its devices: a step that is compiled for the devices of a
+    target has them already.
+
+    Args:
+        target: a target or its name.
+
+    Returns:
+        Option names and values; empty for the CPU.
+
+    Example:
+        >>> all("pipeline" in name for name in target_options("h100:8"))
+        True
+    """
+    machine = as_target(target).machine
+    return dict(machine.options) if machine else {}
+
+
+def _chip(called: str, name: str) -> str:
+    known = {_EMULATED: _EMULATED, **chip_names()}
+    if called not in known:
+        raise ConfigError(f"no target chip {called!r} in {name!r}.{did_you_mean(called, known)}")
+    return known[called]
+
+
+def _wiring(chip: str) -> Wiring:
+    wiring = EMULATED if chip == _EMULATED else HARDWARE[chip].wiring
+    assert wiring is not None, f"the table says nothing about how {chip} is wired"
+    return wiring
+
+
+_VARIABLES = {
+    # The plug-in would otherwise ask the driver for its version, and there is no driver.
+    "cuda": {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
+    # libtpu would otherwise ask the cloud's metadata server what machine this is, and lock itself
+    # to one process.
+    "tpu": {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-16",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    },
+    "cpu": {},
+}
+_COMPILERS = {
+    "cuda": ("cuda", ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")),
+    "tpu": ("aot", ("libtpu",)),
+}
+
+
+def prepare_environment(target: Target | str) -> None:
+    """Makes this process able to compile for a target; it then computes on the CPU itself.
+
+    Sets environment variables that are not set yet, and `jax_platforms` to `cpu` unless it is set.
+
+    Args:
+        target: a target or its name.
+
+    Raises:
+        UnsupportedError: the compiler is not installed.
+        BackendStartedError: JAX has started and left the CUDA plug-in out, which it does not take
+            back.
+    """
+    target = as_target(target)
+    platform = target.platform
+    missing = missing_compiler(target)
+    if missing:
+        raise UnsupportedError(missing)
+    unset = {k: v for k, v in _VARIABLES[platform].items() if k not in os.environ}
+    if (
+        platform == "cuda"
+        and unset
+        and backend_started()
+        and jax.config.values["jax_platforms"] != "cpu"
+    ):
+        raise BackendStartedError(
+            "JAX has started its backend and left the CUDA compiler out; set "
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 and JAX_PLATFORMS=cpu before the process starts, "
+            "or call prepare_environment('h100:8') before the first array is made"
+        )
+    os.environ.update(unset)
+    if not backend_started() and not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def missing_compiler(target: Target | str) -> str | None:
+    """Says what to install to compile for a target, or None where nothing is missing.
+
+    Example:
+        >>> missing_compiler("cpu:8") is None
+        True
+    """
+    platform = as_target(target).platform
+    if platform not in _COMPILERS:
+        return None
+    extra, modules = _COMPILERS[platform]
+    if any(_is_installed(module) for module in modules):
+        return None
+    return (
+        f"compiling for {platform} needs {modules[0]!r}, which is not installed; "
+        f"pip install 'axon_dist[{extra}]'"
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,477 @@
+"""Attention of queries with some of their keys: results that are merged with those of other keys.
+
+With `o` and `l` the result and the logarithm of the weights of some keys, `l = log sum_j exp(s_j)`,
+the result of two sets of keys is `(exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))`. Backwards the
+gradients of each set follow from the `l` of all keys, and from `delta`, the sum of result times
+cotangent over features; they add up.
+
+Source: Dao et al., FlashAttention, arXiv:2205.14135; Liu et al., arXiv:2310.01889.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+from ..core.compat import cudnn_attention, cudnn_attention_gradients, splash_gradients
+from ..core.errors import UnsupportedError
+from ..core.typing import Array
+from ..core.weighted import per_sample
+
+_BLOCKS = (512, 256, 128)
+_KEY_BLOCKS = (1024, *_BLOCKS)
+_MOST_ADDENDS = 8
+
+
+def splash_kernel(
+    length: int,
+    num_heads: int,
+    causal: bool,
+    interpret: bool = False,
+    save_residuals: bool = False,
+) -> splash_attention_kernel.SplashAttentionKernel:
+    """Makes the kernel of one sample.
+
+    Args:
+        length: positions of queries and of keys, a multiple of 128.
+        num_heads: heads of queries.
+        causal: position t sees positions 0 to t; otherwise all.
+        interpret: run in Python on any platform, slowly, for tests.
+        save_residuals: give the logarithms of the weights besides, and no derivative.
+
+    Returns:
+        (queries `[H, T, K]`, scaled, keys and values `[N, T, K]`, maybe `SegmentIds`) ->
+        `[H, T, K]`, and with residuals a tuple of `[H, T]` besides.
+
+    Raises:
+        UnsupportedError: the length is not a multiple of 128.
+    """
+    block = next((size for size in _BLOCKS if length % size == 0), None)
+    if block is None:
+        raise UnsupportedError(
+            f"attention='flash' on a sequence of {length}: the kernel works in blocks of 128, so "
+            "the length must be a multiple of 128; change it, or use attention='auto'."
+        )
+    keys = next(size for size in _KEY_BLOCKS if length % size == 0)
+    # One backward kernel forms the scores again once, where two form them twice; it leaves an
+    # addend of the queries' gradient for every block of keys, which must stay few.
+    is_fused = length // keys <= _MOST_ADDENDS
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=keys if is_fused else block,
+        block_kv_dkv_compute=block,
+        block_q_dq=None if is_fused else block,
+        block_kv_dq=None if is_fused else block,
+        use_fused_bwd_kernel=is_fused,
+    )
+    kind = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([kind((length, length))] * num_heads)
+    return splash_attention_kernel.make_splash_mha(
+        mask,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+        save_residuals=save_residuals,
+    )
+
+
+def splash_obstacle(query: Array) -> str | None:
+    """Says why the kernel cannot run where this is traced, or None if it can.
+
+    It needs a TPU that is compiled for, of whose mesh nothing is left to the compiler, which
+    cannot partition it; and blocks of 128 positions.
+
+    Args:
+        query: `[B, T, H, K]`, as the caller has it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if device is None or device.platform != "tpu":
+        return "no TPU is compiled for."
+    if any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes):
+        return "the compiler cannot partition a Pallas kernel over devices."
+    return no_blocks(query.shape[1])
+
+
+def no_blocks(length: int) -> str | None:
+    """Says why a sequence cannot be cut into the kernel's blocks, or None if it can."""
+    if length % _BLOCKS[-1]:
+        return f"the length of {length} is no multiple of {_BLOCKS[-1]}."
+    return None
+
+
+BLOCK = 512
+"""Scores are made for so many queries and keys at a time, where there is no fused kernel."""
+
+HIDDEN = -1e30
+"""The score of a key of another segment. Finite, so that a block in which a query sees no key adds
+something that the first key it sees wipes out, and no difference of infinities."""
+
+
+class Keys(NamedTuple):
+    """Keys that lie together.
+
+    Args:
+        key: `[B, S, N, K]`.
+        value: likewise.
+        segments: integers `[B, S]`, or None.
+    """
+
+    key: Array
+    value: Array
+    segments: Array | None = None
+
+
+class Queries(NamedTuple):
+    """Queries that lie together, and what their gradients need besides.
+
+    Args:
+        query: `[B, T, H, K]`, H a multiple of N.
+        segments: integers `[B, T]`, or None; a query sees the keys of its own alone.
+        cotangent: of the result with all keys, like the queries.
+        log_weight: of all keys, float32 `[B, T, H]`.
+        delta: the sum of result times cotangent over features, float32 `[B, T, H]`.
+        out: the result itself; None where it is not here.
+    """
+
+    query: Array
+    segments: Array | None = None
+    cotangent: Any = None
+    log_weight: Any = None
+    delta: Any = None
+    out: Array | None = None
+
+
+class BlockKernel(Protocol):
+    """One way to compute attention with some keys."""
+
+    def obstacle(self, queries: Queries, keys: Keys) -> str | None:
+        """Says why it cannot run where this is traced, or None if it can."""
+        ...
+
+    def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
+        """The result `[B, T, H, K]` and the logarithms of its weights `[B, T, H]`, float32."""
+        ...
+
+    def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
+        """What these add to the gradients of queries, keys and values, float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAttention:
+    """Attention with some keys, by the kernel of the platform that is compiled for.
+
+    Args:
+        form: `"auto"`, or one of `BLOCK_KERNELS`.
+    """
+
+    form: str = "auto"
+
+    def forward(self, queries: Queries, keys: Keys, causal: bool = False) -> tuple[Array, Array]:
+        """Attends with these keys.
+
+        Args:
+            queries: without what gradients need.
+            keys: as many positions as queries.
+            causal: position t sees positions 0 to t.
+
+        Returns:
+            The result `[B, T, H, K]`, and the logarithms of its weights `[B, T, H]`, float32.
+
+        Raises:
+            UnsupportedError: when the form cannot run here.
+        """
+        return self._run("forward", queries, keys, causal)
+
+    def backward(
+        self, queries: Queries, keys: Keys, causal: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """What these add to the gradients of queries, keys and values, float32."""
+        return self._run("backward", queries, keys, causal)
+
+    def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
+        run = lambda name: functools.partial(getattr(BLOCK_KERNELS[name], method), causal=causal)
+        if self.form in BLOCK_KERNELS:
+            why = BLOCK_KERNELS[self.form].obstacle(queries, keys)
+            if why is not None:
+                raise UnsupportedError(
+                    f"attention={self.form!r} around a ring, blocks of "
+                    f"{jax.typeof(queries.query).str_short()}: {why} Use attention='auto'."
+                )
+            return run(self.form)(queries, keys)
+        if BLOCK_KERNELS["flash"].obstacle(queries, keys) is None:
+            return run("flash")(queries, keys)
+        if BLOCK_KERNELS["cudnn"].obstacle(queries, keys) is not None:
+            return run("einsum")(queries, keys)
+        return jax.lax.platform_dependent(queries, keys, cuda=run("cudnn"), default=run("einsum"))
+
+
+def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The result with the keys of both, float32.
+
+    Args:
+        one: a result `[B, T, H, K]` and the logarithms of its weights `[B, T, H]`.
+        other: likewise, of other keys.
+    """
+    weight = jnp.logaddexp(one[1], other[1])
+    parts = (
+        x.astype(jnp.float32) * jnp.exp(log_weight - weight)[..., None]
+        for x, log_weight in (one, other)
+    )
+    return sum(parts), weight  # pyright: ignore[reportReturnType]
+
+
+class _Chunked:
+    """Matrix products on tiles of `BLOCK` queries and keys, a softmax that runs along the keys."""
+
+    def obstacle(self, queries: Queries, keys: Keys) -> str | None:
+        return None
+
+    def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
+        key_tiles = _numbered(*map(_of_keys, keys[:2]), _of_rows(keys.segments))
+
+        def of_queries(_: None, tile: Any) -> tuple[None, Any]:
+            number, query, mine = tile
+            total = query.astype(jnp.float32) * 0
+            state = (total, total[..., 0] - jnp.inf, total[..., 0])
+
+            def fold(state: Any, tile: Any) -> tuple[Any, None]:
+                (total, largest, weight), (place, key, value, theirs) = state, tile
+                scores = _scores(query, key, mine, theirs, causal, number, place)
+                # A row without any key keeps -inf only until the first tile, whose first key every
+                # query sees.
+                higher = jnp.maximum(largest, scores.max(-1))
+                weights = jnp.exp(scores - higher[..., None])
+                fade = jnp.exp(largest - higher)
+                mixed = _product("bngts,bnsk->bngtk", weights.astype(value.dtype), value)
+                total = total * fade[..., None] + mixed
+                return (total, higher, weight * fade + weights.sum(-1)), None
+
+            total, largest, weight = jax.lax.scan(fold, state, key_tiles)[0]
+            return None, (total / weight[..., None], largest + jnp.log(weight))
+
+        heads = keys.key.shape[2]
+        tiles = _numbered(_of_heads(queries.query, heads), _of_rows(queries.segments))
+        out, log_weight = jax.lax.scan(of_queries, None, tiles)[1]
+        return _joined(out), _joined(log_weight)
+
+    def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
+        heads, dtype = keys.key.shape[2], queries.query.dtype
+        mine = (queries.query, queries.cotangent.astype(dtype), queries.log_weight, queries.delta)
+        tiles = _numbered(*(_of_heads(x, heads) for x in mine), _of_rows(queries.segments))
+
+        def of_keys(of_query: Array, tile: Any) -> tuple[Array, tuple[Array, Array]]:
+            place, key, value, theirs = tile
+
+            def add(sums: tuple[Array, Array], tile: Any) -> tuple[tuple[Array, Array], Array]:
+                (number, query, cotangent, log_weight, delta, mine), of_query = tile
+                scores = _scores(query, key, mine, theirs, causal, number, place)
+                weights = jnp.exp(scores - log_weight[..., None])
+                of_value = _product("bngts,bngtk->bnsk", weights.astype(dtype), cotangent)
+                of_weights = _product("bngtk,bnsk->bngts", cotangent, value)
+                of_scores = weights * (of_weights - delta[..., None]) * query.shape[-1] ** -0.5
+                of_scores = of_scores.astype(dtype)
+                of_key = _product("bngts,bngtk->bnsk", of_scores, query)
+                of_query = of_query + _product("bngts,bnsk->bngtk", of_scores, key)
+                return (sums[0] + of_key, sums[1] + of_value), of_query
+
+            sums = (key.astype(jnp.float32) * 0, value.astype(jnp.float32) * 0)
+            sums, of_query = jax.lax.scan(add, sums, (tiles, of_query))
+            return of_query, sums
+
+        theirs = _numbered(*map(_of_keys, keys[:2]), _of_rows(keys.segments))
+        of_query, of_kv = jax.lax.scan(of_keys, tiles[1].astype(jnp.float32) * 0, theirs)
+        of_key, of_value = (_joined(x[:, :, :, None]) for x in of_kv)
+        return _joined(of_query), of_key, of_value
+
+
+class _Cudnn:
+    """cuDNN's flash attention; segments are a bias that is made of a pair of blocks alone."""
+
+    def obstacle(self, queries: Queries, keys: Keys) -> str | None:
+        try:
+            jax.eval_shape(functools.partial(self.forward, causal=True), queries, keys)
+        except (RuntimeError, NotImplementedError) as error:
+            return str(error)
+        if queries.segments is not None and queries.query.shape[1] % 2:
+            return "segments ask for an even number of positions in a block."
+        return None
+
+    def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
+        bias = self._bias(queries, keys)
+        out, log_weight = cudnn_attention(queries.query, keys.key, keys.value, bias, causal)
+        return out.astype(jnp.float32), log_weight.swapaxes(1, 2)
+
+    def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
+        found = cudnn_attention_gradients(
+            queries.query,
+            keys.key,
+            keys.value,
+            self._bias(queries, keys),
+            causal,
+            queries.log_weight.swapaxes(1, 2),
+            _result(queries),
+            queries.cotangent.astype(queries.query.dtype),
+        )
+        return _wide(found)
+
+    def _bias(self, queries: Queries, keys: Keys) -> Array | None:
+        if queries.segments is None or keys.segments is None:
+            return None
+        is_same = queries.segments[:, :, None] == keys.segments[:, None, :]
+        # Less than any score, and finite: a query may see none of these keys.
+        hidden = 0.7 * float(jnp.finfo(queries.query.dtype).min)
+        return jnp.where(is_same, 0, hidden).astype(queries.query.dtype)[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Splash:
+    """The Pallas kernel for TPUs.
+
+    Args:
+        interpret: run in Python on any platform, for tests.
+    """
+
+    interpret: bool = False
+
+    def obstacle(self, queries: Queries, keys: Keys) -> str | None:
+        return splash_obstacle(queries.query)
+
+    def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
+        kernel = self._kernel(queries, causal, save_residuals=True)
+        query, *rest = self._arrays(queries, keys)
+        out, (log_weight,) = per_sample(jax.vmap(kernel))(query, *rest)
+        return out.swapaxes(1, 2).astype(jnp.float32), log_weight.swapaxes(1, 2)
+
+    def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:
+        kernel = self._kernel(queries, causal)
+        query, key, value, *segments = self._arrays(queries, keys)
+        given = (queries.log_weight, _result(queries), queries.cotangent)
+        log_weight, out, cotangent = (x.swapaxes(1, 2) for x in given)
+
+        def of_sample(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+            *segments, log_weight, out, cotangent = rest
+            ids = segments[0] if segments else None
+            return splash_gradients(kernel, query, key, value, ids, log_weight, out, cotangent)
+
+        run = per_sample(jax.vmap(of_sample))
+        found = run(query, key, value, *segments, log_weight, out, cotangent.astype(query.dtype))
+        of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in found)
+        return of_query * query.shape[-1] ** -0.5, of_key, of_value
+
+    def _kernel(self, queries: Queries, causal: bool, save_residuals: bool = False) -> Any:
+        length, heads = queries.query.shape[1:3]
+        return splash_kernel(length, heads, causal, self.interpret, save_residuals)
+
+    def _arrays(self, queries: Queries, keys: Keys) -> tuple[Any, ...]:
+        query = queries.query * queries.query.shape[-1] ** -0.5
+        arrays = tuple(x.swapaxes(1, 2) for x in (query, keys.key, keys.value))
+        if queries.segments is None:
+            return arrays
+        return *arrays, SegmentIds(queries.segments, keys.segments)  # pyright: ignore
+
+
+BLOCK_KERNELS: MappingProxyType[str, BlockKernel] = MappingProxyType(
+    {"einsum": _Chunked(), "cudnn": _Cudnn(), "flash": _Splash()}
+)
+"""The forms of attention with some keys, by the names that `ATTENTION_FORMS` of models has."""
+
+
+def _result(queries: Queries) -> Array:
+    """The result of some queries, or what has the same sum of products with their cotangents.
+
+    Kernels read the result for nothing but that sum, `delta`. Where queries travel, it stays at
+    home, for `delta` is one number a head.
+    """
+    if queries.out is not None:
+        return queries.out
+    cotangent = queries.cotangent.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(cotangent), axis=-1, keepdims=True)
+    largest = jnp.where(largest > 0, largest, 1)
+    unit = cotangent / largest  # so that its square is neither too small nor too large
+    square = jnp.maximum(jnp.sum(unit * unit, axis=-1, keepdims=True), 1)
+    return (unit * (queries.delta[..., None] / largest / square)).astype(queries.query.dtype)
+
+
+def _wide(arrays: Iterable[Array]) -> Any:
+    return tuple(x.astype(jnp.float32) for x in arrays)
+
+
+_product: Callable[..., Array] = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
+def _scores(
+    query: Array, key: Array, mine: Any, theirs: Any, causal: bool, number: Array, place: Array
+) -> Array:
+    """Scaled scores of a tile `[B, N, G, T, S]`, float32, what is not seen hidden.
+
+    Args:
+        query: `[B, N, G, T, K]`.
+        key: `[B, N, S, K]`.
+        mine: segments of the queries `[B, T]`, or None.
+        theirs: of the keys `[B, S]`.
+        causal: whether keys behind a query are hidden.
+        number: which tile of queries this is.
+        place: which tile of keys.
+    """
+    scores = _product("bngtk,bnsk->bngts", query, key) * query.shape[-1] ** -0.5
+    if mine is not None:
+        is_same = mine[:, :, None] == theirs[:, None, :]
+        scores = jnp.where(is_same[:, None, None], scores, HIDDEN)
+    if not causal:
+        return scores
+    rows, columns = scores.shape[-2:]
+    at = number * rows + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
+    of = place * columns + jax.lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+    return jnp.where(at >= of, scores, -jnp.inf)
+
+
+def _count(length: int) -> int:
+    """Into how many tiles positions are cut: as few as divide them and are small enough."""
+    fewest = -(-length // BLOCK)
+    return next(n for n in range(fewest, length + 1) if length % n == 0)
+
+
+def _numbered(first: Array, *more: Any) -> tuple[Any, ...]:
+    """Tiles with their numbers in front."""
+    return (jnp.arange(first.shape[0]), first, *more)
+
+
+def _of_heads(x: Array, heads: int) -> Array:
+    """Cuts `[B, T, H, ...]` into tiles `[tiles, B, N, G, T / tiles, ...]` for N heads of keys."""
+    count = _count(x.shape[1])
+    x = x.reshape(x.shape[0], count, -1, heads, x.shape[2] // heads, *x.shape[3:])
+    return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 4)
+
+
+def _of_keys(x: Array) -> Array:
+    """Cuts `[B, S, N, K]` into tiles `[tiles, B, N, S / tiles, K]`."""
+    return _of_heads(x, x.shape[2])[:, :, :, 0]
+
+
+def _of_rows(segments: Array | None) -> Array | None:
+    """Cuts `[B, T]` into tiles `[tiles, B, T / tiles]`."""
+    if segments is None:
+        return None
+    return jnp.moveaxis(segments.reshape(segments.shape[0], _count(segments.shape[1]), -1), 1, 0)
+
+
+def _joined(tiles: Array) -> Array:
+    """Undoes `_of_heads`."""
+    x = jnp.moveaxis(jnp.moveaxis(tiles, 4, 2), 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, *x.shape[5:])

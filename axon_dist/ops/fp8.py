@@ -1,0 +1,341 @@
+"""Products in fp8: what is rounded, by which scales, and which layers take part."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core.compat import new_operation
+from ..core.errors import UnsupportedError
+from ..core.typing import Array, Path
+from ..core.weighted import per_sample
+from ..program import stacks_of
+
+FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
+"""Values and weights have more digits, gradients more range (arXiv:2209.05433)."""
+
+MULTIPLE = 16
+"""The sizes of a product must be multiples of this for the kernels of cuBLASLt."""
+
+WEIGHT = "axon_fp8_weight"
+"""The name of the equations that make eight bits of a weight, and read them."""
+
+DimensionNumbers: TypeAlias = Any
+
+
+class WeightGather(Protocol):
+    """How a weight that lies split becomes whole, and its gradient goes to where it belongs."""
+
+    def forward(self, weight: Array) -> Array:
+        """The whole weight, in the dtype that it is given in."""
+        ...
+
+    def backward(self, gradient: Array) -> Array:
+        """The gradient of the whole weight, where its owners have it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Dot:
+    """`jax.lax.dot_general` of values and weights in e4m3, its gradients' products in e5m2.
+
+        y = s_x s_w (q(x / s_x) q(w / s_w))        s = 2^n, the least with max|x| / s in range
+
+    Each tensor has one scale, a power of two found from the largest element of the whole tensor
+    ("current scaling"): over all ranks that hold a part of it, so that no bit depends on the mesh.
+    Rounding is then the only thing that differs from a product in the compute dtype.
+
+    Args:
+        axes: the mesh axes that split the samples; where a `shard_map` has made them manual, the
+            largest element is found over them.
+        gather: how weights are made whole that lie split, in global view; None for weights that
+            are whole. They are rounded as they lie, and a byte of each travels: the scale is that
+            of the whole tensor either way, so the product has the same bits.
+
+    Example:
+        >>> x, w = jnp.full((1, 16), 3.0), jnp.full((16, 16), 0.5)
+        >>> float(Fp8Dot()(x, w, (((1,), (0,)), ((), ())))[0, 0])
+        24.0
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
+    """
+
+    axes: tuple[str, ...] = ()
+    gather: WeightGather | None = None
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **others: Any,
+    ) -> Array:
+        """Multiplies values by weights.
+
+        Args:
+            lhs: values `[..., k dims]`.
+            rhs: weights `[k dims, n dims]`.
+            dimension_numbers: the last dims of `lhs` with the first of `rhs`, no batch dims.
+            precision: of products in wider dtypes; fp8 has one.
+            preferred_element_type: of the result; None is that of `lhs`.
+            others: what else layers of Flax give, all None.
+
+        Returns:
+            `[..., n dims]`.
+
+        Raises:
+            UnsupportedError: for other dims, or a layer that asks for more.
+        """
+        asked = {name: value for name, value in others.items() if value is not None}
+        (left, right), (*batch,) = dimension_numbers
+        count = len(left)
+        trailing = tuple(range(lhs.ndim - count, lhs.ndim))
+        if asked or any(batch) or (tuple(left), tuple(right)) != (trailing, tuple(range(count))):
+            raise UnsupportedError(
+                f"a product with dimension_numbers={dimension_numbers} and {asked} is none of last "
+                "with first dims, which is what fp8 can compute; leave the layer out by "
+                "MixedPrecision.fp8(skip=...)"
+            )
+        dtype = jnp.dtype(preferred_element_type or lhs.dtype)
+        # A scale is found over all samples, and what each sample gives is its own but for rounding.
+        run = per_sample(lambda x, w: _product(self, count, dtype, x, w))
+        return run(lhs, rhs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Array:
+    return _forward(dot, count, dtype, x, w)[0]
+
+
+def _forward(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Any:
+    x8, w8 = rounded(x, FORWARD, dot.axes), _rounded_weight(w, dot.gather)
+    leading = tuple(range(x.ndim - count, x.ndim))
+    y = _dot(x8, w8, (leading, tuple(range(count))), dtype)
+    # Empty arrays remember dtypes, which JAX lets no residual be.
+    return y, (x8, w8, jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
+
+
+def _backward(dot: Fp8Dot, count: int, dtype: Any, kept: Any, g: Array) -> Any:
+    x8, w8, like_x, like_w = kept
+    g8 = rounded(g, BACKWARD, dot.axes)
+    within, lead = w8.values.ndim - count, g.ndim - (w8.values.ndim - count)
+    columns = tuple(range(lead, g.ndim)), tuple(range(count, count + within))
+    samples = tuple(range(lead))
+    dx = _dot(g8, w8, columns, like_x.dtype)
+    dw = _dot(x8, g8, (samples, samples), like_w.dtype)
+    return dx, dw if dot.gather is None else dot.gather.backward(dw)
+
+
+_product.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """A tensor in fp8.
+
+    Args:
+        values: in an fp8 dtype.
+        scale: float32 scalar, a power of two; the tensor is about `values * scale`.
+    """
+
+    values: Array
+    scale: Array
+
+
+def rounded(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Rounded:
+    """Rounds a tensor to fp8.
+
+    Args:
+        x: of any floating dtype.
+        dtype: an fp8 dtype.
+        axes: mesh axes over which the largest element is found, where they are manual.
+
+    Returns:
+        The values and their scale.
+
+    Example:
+        >>> found = rounded(jnp.array([1000.0, 1.0]), FORWARD)
+        >>> found.values.tolist(), float(found.scale)
+        ([256.0, 0.25], 4.0)
+    """
+    scale = _scale(x, dtype, axes)
+    return Rounded(values_of(x, scale, dtype), scale)
+
+
+def _scale(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Array:
+    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    manual = _manual(axes)
+    largest = jax.lax.pmax(largest, manual) if manual else largest
+    limit = jnp.finfo(dtype).max.astype(jnp.float32)
+    mantissa, exponent = jnp.frexp(largest / limit)
+    # frexp gives a mantissa in [1/2, 1): an exact power of two needs one less.
+    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    # Beyond these the scale or its inverse is no normal number any more.
+    exponent = jnp.clip(exponent, -100, 100)
+    return jnp.ldexp(jnp.float32(1), exponent)
+
+
+def values_of(x: Array, scale: Array, dtype: Any) -> Array:
+    """A tensor, or a part of one, in fp8 by the scale of the whole."""
+    # float16 has neither such scales nor their inverses: its values are scaled in float32.
+    wide = jnp.promote_types(x.dtype, jnp.bfloat16)
+    # Within range by the scale, but for what is not finite, which stays so: NaN in e4m3.
+    return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype)
+
+
+def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
+    # Ranks that split samples have the same weights.
+    scale = _scale(w, FORWARD)
+    (values,) = _rounding().bind(w, scale)
+    if gather is not None:
+        # As plain bytes: compilers widen what they gather to a dtype that their devices have.
+        whole = gather.forward(jax.lax.bitcast_convert_type(values, jnp.uint8))
+        (values,) = _reading().bind(whole)
+    return Rounded(values, scale)
+
+
+# Equations, so that a rematerialisation policy can say of them that the weight is not kept.
+@functools.cache
+def _rounding() -> Any:
+    return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
+
+
+@functools.cache
+def _reading() -> Any:
+    return new_operation(WEIGHT, lambda x: (jax.lax.bitcast_convert_type(x, FORWARD),))
+
+
+def _dot(a: Rounded, b: Rounded, contracting: Any, dtype: Any) -> Array:
+    # Where ranks add up parts of a sum, they send the dtype of the product. bfloat16 has the range
+    # for values that are not scaled yet, and scaling by powers of two rounds no more.
+    wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    y = jax.lax.dot_general(
+        a.values, b.values, (contracting, ((), ())), preferred_element_type=wide
+    )
+    return (y * (a.scale * b.scale)).astype(dtype)
+
+
+def _manual(axes: Sequence[str]) -> tuple[str, ...]:
+    current = jax.sharding.get_abstract_mesh()
+    found = () if current.empty else current.manual_axes
+    return tuple(axis for axis in axes if axis in found)
+
+
+GatherOf: TypeAlias = Callable[[nnx.Variable], WeightGather | None]
+"""The Variable of a kernel -> how the product that reads it makes it whole, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Layers:
+    """Has layers of a model compute their products in fp8, in place.
+
+    Args:
+        dot: the product.
+        paths: of the layers.
+        gathers: whether their products make whole the weights that lie split.
+    """
+
+    dot: Fp8Dot
+    paths: frozenset[Path]
+    gathers: bool = False
+
+    def __call__(self, model: nnx.Module, gather_of: GatherOf = lambda _: None) -> None:
+        """Changes a model that was merged inside a trace.
+
+        Args:
+            model: the model.
+            gather_of: gives for the Variable of a kernel how the product makes it whole, or None.
+        """
+        for layer in self.layers(model):
+            dot = dataclasses.replace(self.dot, gather=gather_of(layer.kernel))
+            setattr(layer, "dot_general", dot)  # noqa: B010
+
+    def layers(self, model: nnx.Module) -> Iterator[Any]:
+        """The layers in a model."""
+        for keys, module in nnx.iter_modules(model):
+            if "/".join(map(str, keys)) in self.paths:
+                yield module
+
+
+def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:
+    """The dense layers of a model that compute in fp8.
+
+    They are the layers with a `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, and those that
+    split over tensor ranks) in modules that the model keeps in lists or stacks by `nnx.vmap`.
+    Heads, embeddings and norms are outside of these.
+
+    Args:
+        model: any; its leaves may be shapes.
+        skip: regular expressions of paths of layers to leave out.
+
+    Returns:
+        Their paths.
+
+    Raises:
+        UnsupportedError: when there are none, with the reason of each layer that is none of them.
+
+    Example:
+        >>> model = nnx.Sequential(nnx.Linear(16, 32, rngs=nnx.Rngs(0)))
+        >>> fp8_layers(model)
+        frozenset({'layers/0'})
+    """
+    reasons = fp8_reasons(model, skip)
+    found = frozenset(path for path, reason in reasons.items() if not reason)
+    if not found:
+        listed = "; ".join(f"{path} {reason}" for path, reason in list(reasons.items())[:4])
+        raise UnsupportedError(
+            f"precision='fp8' finds no dense layer to compute in fp8 ({listed or 'none at all'}). "
+            "It takes nnx.Linear, nnx.LinearGeneral and layers that split over tensor ranks, in "
+            "modules that the model keeps in lists or stacks by nnx.vmap; use precision='bf16'"
+        )
+    return found
+
+
+def fp8_reasons(model: nnx.Module, skip: Sequence[str] = ()) -> dict[Path, str]:
+    """Why each dense layer of a model does not compute in fp8; "" for those that do."""
+    stacks = tuple(stacks_of(model))
+    found: dict[Path, str] = {}
+    for keys, module in nnx.iter_modules(model):
+        if hasattr(module, "dot_general") and hasattr(module, "kernel"):
+            path = "/".join(map(str, keys))
+            found[path] = _reason(path, module, stacks, skip)
+    return found
+
+
+def _reason(path: Path, layer: Any, stacks: Sequence[Path], skip: Sequence[str]) -> str:
+    is_stacked = any(not stack or path.startswith(f"{stack}/") for stack in stacks)
+    is_numbered = any(key.isdigit() for key in path.split("/"))
+    if any(re.search(pattern, path) for pattern in skip):
+        return "is to be skipped"
+    if not (is_stacked or is_numbered):
+        return "is in no block"
+    own = layer.dot_general not in (None, jax.lax.dot_general)
+    if own or getattr(layer, "dot_general_cls", None) is not None:
+        return "has a dot_general of its own"
+    rows, columns = _sizes(layer)
+    if getattr(layer, "batch_axis", None) or rows is None:
+        return "multiplies other dims than the last"
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"is {rows}×{columns}, no multiples of {MULTIPLE}"
+    return ""
+
+
+def _sizes(layer: Any) -> tuple[int | None, int]:
+    """How many rows and columns the kernel has as a matrix; no rows where they are not last."""
+    rows, columns = layer.in_features, layer.out_features
+    if isinstance(rows, int):
+        return rows, columns
+    axes = layer.axis if isinstance(layer.axis, tuple) else (layer.axis,)
+    is_last = sorted(axes) == list(range(-len(axes), 0)) and list(axes) == sorted(axes)
+    return math.prod(rows) if is_last else None, math.prod(columns)

@@ -1,0 +1,444 @@
+"""`MixedPrecision`: which dtype parameters, compute, reductions, buffers and outputs have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.told import MODULE, NUMBER, Kind, told
+from ..core.tree import has_64_bits
+from ..core.typing import Array, PyTree
+from ..program import wrap_calls
+
+NAMES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a training step; whatever is not named keeps float32.
+
+    The parameters stay in `param`, which the optimizer updates; the model computes with copies in
+    `compute`; gradients cross the wire in `reduce`. Statistics of norms, softmax and the loss are
+    float32 whatever is chosen.
+
+    Args:
+        param: dtype in which parameters and optimizer state live.
+        compute: dtype of the forward and backward passes.
+        reduce: dtype of gradients while they are reduced; None is `compute`.
+        buffer: dtype of statistics such as BatchNorm's; None leaves them alone.
+        output: dtype of what the model returns to the loss function.
+        products: `"fp8"` computes the dense layers within blocks as `Fp8Dot` does; None leaves them
+            in the compute dtype.
+        skip: regular expressions of the paths of dense layers that stay in the compute dtype.
+        gather: `"fp8"` has the weights of the products in fp8 travel as they are multiplied, a byte
+            each, where units gather weights; None has them travel in the compute dtype. No number
+            depends on it.
+
+    Raises:
+        ConfigError: for a dtype that is not floating-point, unknown products, or layers to skip or
+            weights to gather in fp8 where there are no such products.
+
+    Example:
+        >>> MixedPrecision.bf16().compute
+        dtype(bfloat16)
+        >>> MixedPrecision(compute="float16").needs_scaling
+        True
+
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740.
+    """
+
+    param: Any = "float32"
+    compute: Any = "float32"
+    reduce: Any = None
+    buffer: Any = None
+    output: Any = "float32"
+    products: str | None = None
+    skip: tuple[str, ...] = ()
+    gather: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param", "compute", "reduce", "buffer", "output"):
+            value = getattr(self, name)
+            dtype = None if value is None else floating_dtype(value, name)
+            object.__setattr__(self, name, dtype)
+        object.__setattr__(self, "skip", tuple(self.skip))
+        if self.products not in (None, "fp8"):
+            raise ConfigError(f"products is {self.products!r}; it must be 'fp8', or None")
+        if self.skip and self.products is None:
+            raise ConfigError(
+                f"skip={self.skip} names layers that fp8 leaves out, and products is None; say "
+                "products='fp8', or leave skip out"
+            )
+        if self.gather not in (None, "fp8"):
+            raise ConfigError(f"gather is {self.gather!r}; it must be 'fp8', or None")
+        if self.gather is not None and self.products is None:
+            raise ConfigError(
+                "gather='fp8' has weights travel as products in fp8 read them, and products is "
+                "None; say products='fp8', or leave gather out"
+            )
+
+    @classmethod
+    def bf16(cls) -> MixedPrecision:
+        """bfloat16 compute and reductions, float32 parameters."""
+        return cls(compute="bfloat16")
+
+    @classmethod
+    def fp8(cls, skip: tuple[str, ...] = (), gather: str | None = None) -> MixedPrecision:
+        """bfloat16, with the dense layers within blocks in fp8.
+
+        Args:
+            skip: regular expressions of the paths of layers that stay in bfloat16.
+            gather: `"fp8"` has their weights travel as a byte each, where units gather weights.
+        """
+        return cls(compute="bfloat16", products="fp8", skip=skip, gather=gather)
+
+    @classmethod
+    def fp16(cls) -> MixedPrecision:
+        """float16 compute with float32 reductions; to be used with a `GradScaler`."""
+        return cls(compute="float16", reduce="float32")
+
+    @classmethod
+    def of(cls, choice: MixedPrecision | str | bool | None) -> MixedPrecision:
+        """Reads a policy, a preset's name, or `mixed_precision=True`.
+
+        `True` is bfloat16 compute with float32 reductions, the careful choice.
+
+        Raises:
+            ConfigError: for an unknown name.
+        """
+        if isinstance(choice, MixedPrecision):
+            return choice
+        presets = {
+            None: cls(),
+            False: cls(),
+            True: cls(compute="bfloat16", reduce="float32"),
+            "float32": cls(),
+            "bf16": cls.bf16(),
+            "fp16": cls.fp16(),
+            "fp8": cls.fp8(),
+        }
+        if not isinstance(choice, Hashable) or choice not in presets:
+            names = [name for name in presets if isinstance(name, str)]
+            raise ConfigError(f"unknown precision {choice!r}.{did_you_mean(str(choice), names)}")
+        return presets[choice]
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """The dtype in which gradients are reduced."""
+        return self.reduce or self.compute
+
+    @property
+    def gather_itemsize(self) -> int:
+        """The bytes of a weight of a dense layer within a block, where units gather it."""
+        return self.compute.itemsize if self.gather is None else 1
+
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether small gradients vanish in the compute dtype, so that the loss is scaled."""
+        return self.compute == jnp.float16
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether compute differs from how parameters are kept."""
+        return self.compute != self.param
+
+
+def without_gathers(
+    choice: MixedPrecision | str | bool | None,
+) -> MixedPrecision | str | bool | None:
+    """The same numbers where no unit gathers weights, as on one device.
+
+    Example:
+        >>> without_gathers(MixedPrecision.fp8(gather="fp8")) == MixedPrecision.fp8()
+        True
+    """
+    if not isinstance(choice, MixedPrecision):
+        return choice
+    return dataclasses.replace(choice, gather=None)
+
+
+def floating_dtype(value: Any, what: str) -> Any:
+    """Reads a floating-point dtype or its name.
+
+    Raises:
+        ConfigError: naming what it was for, what was got and what is valid.
+    """
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    # Dtypes of 8 bits hold products with scales of their own, as `products="fp8"` has them.
+    if dtype is None or dtype.name not in NAMES:
+        raise ConfigError(
+            f"{what} dtype is {value!r}; it must be a floating-point dtype."
+            f"{did_you_mean(str(value), NAMES)}"
+        )
+    if dtype.itemsize > 4 and not has_64_bits():
+        raise ConfigError(
+            f"{what} dtype is {dtype.name}, of which JAX keeps 32 bits; take float32, or set "
+            "JAX_ENABLE_X64=1"
+        )
+    return dtype
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating-point leaves of a tree; integers, keys and flags stay.
+
+    Example:
+        >>> tree = cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, "bfloat16")
+        >>> tree["w"].dtype, tree["n"].dtype
+        (dtype(bfloat16), dtype('int32'))
+    """
+    return jax.tree.map(lambda x: _cast(x, dtype), tree)
+
+
+_POLICY = Kind(
+    "a MixedPrecision, such as MixedPrecision.bf16()", lambda x: isinstance(x, MixedPrecision)
+)
+
+
+@told(model=MODULE, policy=_POLICY)
+def autocast(model: nnx.Module, policy: MixedPrecision) -> nnx.Module:
+    """Makes a model compute in the policy's dtype, in place.
+
+    Modules that promote their arguments (every layer of Flax, and the modules of a bridged Linen
+    model that have a dtype) are told the compute dtype, the
+    model's inputs are cast to it, and its outputs to the output dtype. The statistics of Flax's
+    norms are computed in float32 all the same.
+
+    Args:
+        model: any NNX module; its parameters are cast by whoever owns them.
+        policy: param, compute, reduce and output dtype.
+
+    Returns:
+        The model.
+    """
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, nnx.bridge.ToNNX):
+            wrap_calls(module, {"__call__": LinenCasting(policy)})
+        elif hasattr(module, "param_dtype") and hasattr(module, "dtype"):
+            setattr(module, "dtype", policy.compute)  # noqa: B010
+    wrap_calls(model, {"__call__": Casting(policy)})
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Casting:
+    """Runs a call with its inputs in the compute dtype and its outputs in the output dtype.
+
+    Args:
+        policy: param, compute, reduce and output dtype.
+    """
+
+    policy: MixedPrecision
+
+    def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        args, kwargs = cast_floating((args, kwargs), self.policy.compute)
+        return cast_floating(method(module, *args, **kwargs), self.policy.output)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenCasting:
+    """Runs a bridged Linen module whose modules are told the compute dtype.
+
+    They exist only while it runs: each is told as its first method is called, which is `setup` for
+    those that hand their dtype on. One that has none is left to promote what it is given, unless it
+    has one for its parameters, as the layers of Flax do.
+
+    Args:
+        policy: param, compute, reduce and output dtype.
+    """
+
+    policy: MixedPrecision
+
+    def __call__(self, method: Any, bridge: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        with nn.intercept_methods(self.tell):
+            return method(bridge, *args, **kwargs)
+
+    def tell(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Runs one method of a module that has been told."""
+        module = context.module
+        fields = {field.name for field in dataclasses.fields(module)}
+        said = getattr(module, "dtype", None)
+        is_float = "param_dtype" in fields if said is None else jnp.issubdtype(said, jnp.floating)
+        if "dtype" in fields and is_float:
+            object.__setattr__(module, "dtype", self.policy.compute)
+        return call(*args, **kwargs)
+
+
+def _cast(leaf: Any, dtype: Any) -> Array:
+    is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return leaf.astype(dtype) if is_float else leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScalerState:
+    """What a loss scale remembers between steps; part of the training state.
+
+    Args:
+        scale: float32 scalar, what the loss is multiplied by.
+        good_steps: int32 scalar, finite steps since the scale last changed.
+        skipped: int32 scalar, steps skipped so far.
+    """
+
+    scale: Array
+    good_steps: Array
+    skipped: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class GradScaler:
+    """Scales the loss up before the backward pass, and gradients down after it.
+
+    A step whose gradients are not all finite, on any device, is skipped on all of them and
+    the scale is multiplied by `backoff_factor`; after `growth_interval` finite steps in a row it is
+    multiplied by `growth_factor`. All of it stays on the devices.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after enough good steps.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: how many good steps in a row make it grow.
+        min_scale: it never falls below.
+
+    Raises:
+        ConfigError: for a factor on the wrong side of one, or a size that is not positive.
+
+    Example:
+        >>> scaler = GradScaler(init_scale=1000.0)
+        >>> state = scaler.update(scaler.init(), finite=jnp.array(False))
+        >>> float(state.scale), int(state.skipped)
+        (500.0, 1)
+
+    Source: Micikevicius et al., arXiv:1710.03740; the defaults are PyTorch's.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless every number makes the scale move the right way."""
+        for field in dataclasses.fields(self):
+            NUMBER.check("GradScaler", field.name, getattr(self, field.name))
+        checks = {
+            "init_scale must be at least min_scale": self.init_scale >= self.min_scale,
+            "min_scale must be positive": self.min_scale > 0,
+            "growth_factor must be above 1": self.growth_factor > 1,
+            "backoff_factor must lie between 0 and 1": 0 < self.backoff_factor < 1,
+            "growth_interval must be at least 1": self.growth_interval >= 1,
+        }
+        for rule, holds in checks.items():
+            if not holds:
+                raise ConfigError(f"{rule}; got {self}")
+
+    def init(self) -> ScalerState:
+        """The state of a run's first step."""
+        zero = jnp.zeros((), jnp.int32)
+        return ScalerState(jnp.asarray(self.init_scale, jnp.float32), zero, zero)
+
+    def scale(self, loss: Array, state: ScalerState) -> Array:
+        """Multiplies a loss by the scale, in float32: float16 cannot hold the first scale."""
+        return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * state.scale
+
+    def unscale(self, grads: PyTree, state: ScalerState) -> PyTree:
+        """Divides gradients by the scale, in float32 or wider."""
+        wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        return jax.tree.map(lambda g: wide(g) / state.scale, grads)
+
+    def update(self, state: ScalerState, finite: Array) -> ScalerState:
+        """The state after a step.
+
+        Args:
+            state: the state before.
+            finite: boolean scalar, whether every gradient was finite.
+
+        Returns:
+            The next state.
+        """
+        grown = state.good_steps + 1 >= self.growth_interval
+        larger = jnp.where(grown, state.scale * self.growth_factor, state.scale)
+        smaller = jnp.maximum(state.scale * self.backoff_factor, self.min_scale)
+        good = jnp.where(grown, 0, state.good_steps + 1)
+        return ScalerState(
+            scale=jnp.where(finite, larger, smaller),
+            good_steps=jnp.where(finite, good, 0),
+            skipped=state.skipped + jnp.where(finite, 0, 1),
+        )
+
+    def state_dict(self, state: ScalerState) -> dict[str, Any]:
+        """The state as plain numbers."""
+        return {name: value.item() for name, value in vars(state).items()}
+
+    def load_state_dict(self, numbers: dict[str, Any]) -> ScalerState:
+        """The state of plain numbers; the reverse of `state_dict`."""
+        return ScalerState(
+            scale=jnp.asarray(numbers["scale"], jnp.float32),
+            good_steps=jnp.asarray(numbers["good_steps"], jnp.int32),
+            skipped=jnp.asarray(numbers.get("skipped", 0), jnp.int32),
+        )
+
+
+def all_finite(tree: PyTree) -> Array:
+    """Whether every element of every leaf is finite, counted rather than compared by `max`.
+
+    XLA's `max` over devices drops NaN on some platforms, a sum of counts does not.
+
+    Example:
+        >>> bool(all_finite({"a": jnp.array([1.0, jnp.inf])}))
+        False
+    """
+    bad = [jnp.sum(~jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return sum(bad, start=jnp.zeros((), jnp.int32)) == 0
+
+
+def keep_if(condition: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Selects a whole tree by one flag, without asking the host."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+_EPSILON = 1e-6
+"""What PyTorch's `clip_grad_norm_` adds to the norm."""
+
+
+def clip_by_global_norm(grads: PyTree, max_norm: float | None) -> tuple[PyTree, Array]:
+    """Scales gradients by `min(1, max_norm / (norm + 1e-6))`.
+
+    In global view every element counts once, however it is laid out. The norm is added up in at
+    least float32.
+
+    Args:
+        grads: arrays of any floating dtypes, in global view, split or whole.
+        max_norm: the largest norm; None leaves the gradients as they are.
+
+    Returns:
+        The clipped gradients in their dtypes, laid out as before, and the norm before clipping.
+
+    Example:
+        >>> grads, norm = clip_by_global_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+        >>> float(norm), [round(float(x), 3) for x in grads["w"]]
+        (5.0, [0.6, 0.8])
+    """
+    # Squares of bfloat16 must not be added up in bfloat16.
+    wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    norm = optax.tree.norm(jax.tree.map(wide, grads))
+    if max_norm is None:
+        return grads, norm
+    factor = jnp.where(norm > max_norm, max_norm / (norm + _EPSILON), 1.0)
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), norm

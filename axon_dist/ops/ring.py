@@ -1,0 +1,361 @@
+"""Attention over a sequence that lies split over a mesh axis, inside `shard_map`.
+
+Ring attention passes keys and values around the ranks and merges what each block of them gives by
+the logarithms of their weights; no rank ever holds the whole sequence. Under a causal mask a
+contiguous split would leave the first rank idle while the last works, so the ranks first trade
+pieces: of 2c pieces rank r takes number r and number 2c-1-r, after which every rank multiplies two
+pieces of queries with keys in every step. A model that deals its positions once, in front of its
+layers, spares each layer the trade.
+
+Backwards either keys and values go around with their gradients, four arrays as wide as the heads of
+keys, or queries with what their gradients need, three as wide as their heads: the lighter of both.
+Gradients travel in the dtype of what they are gradients of.
+
+Ulysses instead trades the split of positions for a split of heads, attends, and trades back.
+
+Source: Liu et al., Ring Attention, arXiv:2310.01889; Brandon et al., Striped Attention,
+arXiv:2311.09431; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ..core.typing import Array
+from .attention import BlockAttention, Keys, Queries, merged
+
+AROUND = "around_a_ring"
+"""The name of what ring attention keeps under every remat policy: to recompute it would send all
+keys around once more, and it is one activation."""
+
+Attend: TypeAlias = Callable[..., Array]
+"""(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, maybe segments) -> `[B, T, H, K]`."""
+
+
+def ring_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    axis: str,
+    causal: bool,
+    segments: Array | None = None,
+    *,
+    form: str = "auto",
+    is_dealt: bool = False,
+) -> Array:
+    """Attends over the whole sequence, each rank with its positions.
+
+    Equals `softmax(q k^T / sqrt(K)) v` on the gathered sequence. The backward pass goes around the
+    ring once more and recomputes the scores, so that memory is linear in the positions of a rank.
+
+    Args:
+        query: `[B, T/c, H, K]`, this rank's positions.
+        key: `[B, T/c, N, K]`, each head shared by `H / N` query heads.
+        value: like `key`.
+        axis: the mesh axis of size c that splits the positions.
+        causal: position t sees positions 0 to t; `T/c` is then even.
+        segments: integers `[B, T/c]`; a position sees those of its own alone. None for one segment.
+        form: which kernel attends with a block of keys; `"auto"` takes that of the platform.
+        is_dealt: whether a rank has its positions as `Ring.deal` gives them, and not in order.
+
+    Returns:
+        `[B, T/c, H, K]` in the dtype of `query`, in the order that they came in.
+
+    Raises:
+        UnsupportedError: when the form cannot run here.
+    """
+    ring = Ring(axis, jax.lax.axis_size(axis), causal)
+    arrays = (query, key, value, segments)
+    if is_dealt:
+        return _attend(ring, BlockAttention(form), *arrays)
+    return ring.undeal(_attend(ring, BlockAttention(form), *jax.tree.map(ring.deal, arrays)))
+
+
+def ulysses_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    axis: str,
+    attend: Attend,
+    segments: Array | None = None,
+) -> Array:
+    """Attends with whole sequences of some heads, positions being split before and after.
+
+    Args:
+        query: `[B, T/c, H, K]`, H a multiple of c.
+        key: `[B, T/c, N, K]`, N a multiple of c.
+        value: like `key`.
+        axis: the mesh axis of size c that splits the positions.
+        attend: attention over a whole sequence.
+        segments: integers `[B, T/c]`, which are gathered for it; None for none.
+
+    Returns:
+        `[B, T/c, H, K]`.
+    """
+    to_heads = functools.partial(
+        jax.lax.all_to_all, axis_name=axis, split_axis=2, concat_axis=1, tiled=True
+    )
+    more = () if segments is None else (jax.lax.all_gather(segments, axis, axis=1, tiled=True),)
+    mixed = attend(*(to_heads(x) for x in (query, key, value)), *more)
+    return jax.lax.all_to_all(mixed, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The ranks along one axis, and who works on which pieces of the sequence.
+
+    Arrays are `[B, positions, ...]`. A rank has two pieces of positions under a causal mask, the
+    earlier one first, else one.
+
+    Args:
+        axis: the mesh axis.
+        size: its size.
+        causal: whether a position sees only those before it.
+    """
+
+    axis: str
+    size: int
+    causal: bool
+
+    @property
+    def rank(self) -> Array:
+        """This rank's position on the axis."""
+        return jax.lax.axis_index(self.axis)
+
+    def turn(self, tree: Any) -> Any:
+        """Hands arrays to the next rank."""
+        pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
+
+    def deal(self, x: Array) -> Array:
+        """Trades consecutive positions for pieces that make equal work."""
+        if not self.causal:
+            return x
+        # Under a causal mask early positions have little to do. Rank r works on pieces r and
+        # 2N-1-r, whose work adds up to the same for all (zigzag; Brandon et al., Striped Attention,
+        # arXiv:2311.09431).
+        even, odd = jnp.split(x, 2, axis=1)
+        even, odd = (self._send(half, parity) for parity, half in enumerate((even, odd)))
+        return self._in_order(even, odd)
+
+    def undeal(self, x: Array) -> Array:
+        """Trades the pieces back for consecutive positions."""
+        if not self.causal:
+            return x
+        even, odd = jnp.split(self._in_order(*jnp.split(x, 2, axis=1)), 2, axis=1)
+        halves = (self._send(half, parity, True) for parity, half in enumerate((even, odd)))
+        return jnp.concatenate(list(halves), axis=1)
+
+    def positions(self, length: int) -> Array:
+        """Which positions lie where once the whole sequence has been dealt: int32 `[length]`.
+
+        Example:
+            >>> Ring("cp", 2, True).positions(8).tolist()
+            [0, 1, 6, 7, 2, 3, 4, 5]
+        """
+        place = jnp.arange(length, dtype=jnp.int32)
+        if not self.causal:
+            return place
+        rows = length // (2 * self.size)
+        rank, is_later = place // (2 * rows), place // rows % 2 == 1
+        return jnp.where(is_later, 2 * self.size - 1 - rank, rank) * rows + place % rows
+
+    def _send(self, half: Array, parity: int, back: bool = False) -> Array:
+        """Sends pieces 2r + parity to the ranks that work on them, or back."""
+        owner = lambda piece: min(piece, 2 * self.size - 1 - piece)
+        pairs = [(rank, owner(2 * rank + parity)) for rank in range(self.size)]
+        pairs = [(b, a) for a, b in pairs] if back else pairs
+        return jax.lax.ppermute(half, self.axis, pairs)
+
+    def _in_order(self, one: Array, other: Array) -> Array:
+        """A rank of even number has its earlier piece at even places, else at odd ones."""
+        is_even = self.rank % 2 == 0
+        pieces = (jnp.where(is_even, one, other), jnp.where(is_even, other, one))
+        return jnp.concatenate(pieces, axis=1)
+
+    def pairs(self, precedes: Array | bool) -> tuple[tuple[Any, Any], ...]:
+        """Which pieces of queries meet which pieces of another rank's keys.
+
+        The first piece of an earlier rank precedes both pieces of queries, and its second none;
+        both pieces of a later rank precede the second piece of queries, and neither the first. All
+        of a pair is seen, and both cases cost two products of half a block: no rank waits for
+        another.
+
+        Args:
+            precedes: whether the keys are those of an earlier rank than the queries.
+        """
+        if not self.causal:
+            return ((None, None),)
+        chosen = jnp.where(precedes, 0, 1)
+        return ((1, 0), (chosen, chosen))
+
+    def piece(self, tree: Any, number: Any) -> Any:
+        """One of the two pieces that a rank has; None for all it has."""
+        if number is None:
+            return tree
+        rows = lambda x: x.shape[1] // 2
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, number * rows(x), rows(x), 1), tree
+        )
+
+    def with_piece(self, tree: Any, number: Any, change: Callable[[Any], Any]) -> Any:
+        """The tree, one of its two pieces changed; all of it for None."""
+        new = change(self.piece(tree, number))
+        if number is None:
+            return new
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, number * new.shape[1], 1)
+        return jax.tree.map(put, tree, new)
+
+    def around(
+        self,
+        visit: Callable[[Any, Any, Any], tuple[Any, Any]],
+        state: Any,
+        held: Any,
+    ) -> tuple[Any, Any]:
+        """Visits what every other rank holds, and brings home what it is given on its way.
+
+        The next visitor is on its way while the present one is worked on, and what the last one was
+        given follows it.
+
+        Args:
+            visit: (state, what has come, from how many ranks back) -> (state, what it is given).
+            state: what the first visit gets.
+            held: what this rank sends around.
+
+        Returns:
+            The last state, and the sum of what was given to what this rank holds, in whose dtypes
+            it travels.
+        """
+        held = self.turn(held)
+        ahead = self.turn(held) if self.size > 2 else None
+        state, given = visit(state, held, jnp.asarray(1))
+
+        def step(carry: Any, back: Array) -> tuple[Any, None]:
+            state, given, held = carry
+            arriving, ahead = self.turn(given), self.turn(held)
+            state, more = visit(state, held, back)
+            return (state, _added(more, arriving), ahead), None
+
+        if self.size > 3:
+            steps = jnp.arange(2, self.size - 1)
+            (state, given, ahead), _ = jax.lax.scan(step, (state, given, ahead), steps)
+        if self.size > 2:
+            # The last round need not send on what it has read.
+            arriving = self.turn(given)
+            state, more = visit(state, ahead, jnp.asarray(self.size - 1))
+            given = _added(more, arriving)
+        return state, self.turn(given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    ring: Ring,
+    kernel: BlockAttention,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+) -> Array:
+    return _forward(ring, kernel, query, key, value, segments)[0]
+
+
+def _forward(
+    ring: Ring,
+    kernel: BlockAttention,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+) -> tuple[Array, Any]:
+    """Merges what one's own keys give with what those of every other rank do."""
+    queries, keys = Queries(query, segments), Keys(key, value, segments)
+    out, log_weight = kernel.forward(queries, keys, ring.causal)
+
+    def visit(state: Any, keys: Keys, back: Any) -> tuple[Any, tuple]:
+        for mine, theirs in ring.pairs(back <= ring.rank):
+            found = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
+            state = ring.with_piece(state, mine, functools.partial(merged, found))
+        return state, ()
+
+    if ring.size > 1:
+        (out, log_weight), _ = ring.around(visit, (out, log_weight), keys)
+    out = checkpoint_name(out.astype(query.dtype), AROUND)
+    log_weight = checkpoint_name(log_weight, AROUND)
+    return out, (query, key, value, segments, out, log_weight)
+
+
+def _backward(
+    ring: Ring, kernel: BlockAttention, saved: Any, cotangent: Array
+) -> tuple[Array, Array, Array, None]:
+    """Goes around once more; gradients travel with what they are gradients of, and come home."""
+    query, key, value, segments, out, log_weight = saved
+    # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
+    # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
+    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    queries = Queries(query, segments, cotangent, log_weight, delta, out)
+    keys = Keys(key, value, segments)
+    of_query, *of_keys = kernel.backward(queries, keys, ring.causal)
+    if ring.size > 1 and _queries_are_lighter(query, key):
+        of_keys, came = ring.around(
+            functools.partial(_host_queries, ring, kernel, keys),
+            tuple(of_keys),
+            queries._replace(out=None),
+        )
+        of_query += came.astype(jnp.float32)
+    elif ring.size > 1:
+        visit = functools.partial(_host_keys, ring, kernel, queries)
+        of_query, came = ring.around(visit, of_query, keys)
+        of_keys = [x + y.astype(jnp.float32) for x, y in zip(of_keys, came, strict=True)]
+    like = zip((of_query, *of_keys), (query, key, value), strict=True)
+    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in like)
+    return of_query, of_key, of_value, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _queries_are_lighter(query: Array, key: Array) -> bool:
+    """Whether fewer bytes go around with queries than with keys, in the backward pass.
+
+    Queries take cotangents, gradients and two float32 numbers a head along; keys take values, and
+    the gradients of both.
+    """
+    per_head = query.shape[-1] * query.dtype.itemsize
+    return query.shape[2] * (3 * per_head + 8) < key.shape[2] * 4 * per_head
+
+
+def _host_keys(
+    ring: Ring, kernel: BlockAttention, queries: Queries, of_query: Array, keys: Keys, back: Any
+) -> tuple[Array, tuple[Array, ...]]:
+    """Adds to the gradients of one's queries, and gives the visiting keys theirs."""
+    given = tuple(x.astype(jnp.float32) * 0 for x in keys[:2])
+    for mine, theirs in ring.pairs(back <= ring.rank):
+        found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
+        of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
+        given = ring.with_piece(given, theirs, functools.partial(_added, found[1:]))
+    return of_query, tuple(x.astype(y.dtype) for x, y in zip(given, keys[:2], strict=True))
+
+
+def _host_queries(
+    ring: Ring, kernel: BlockAttention, keys: Keys, of_keys: Any, queries: Queries, back: Any
+) -> tuple[Any, Array]:
+    """Adds to the gradients of one's keys, and gives the visiting queries theirs."""
+    given = queries.query.astype(jnp.float32) * 0
+    for visiting, mine in ring.pairs(back > ring.rank):
+        found = kernel.backward(ring.piece(queries, visiting), ring.piece(keys, mine))
+        given = ring.with_piece(given, visiting, functools.partial(_added, found[0]))
+        of_keys = ring.with_piece(of_keys, mine, functools.partial(_added, found[1:]))
+    return of_keys, given.astype(queries.query.dtype)
+
+
+def _added(found: Any, so_far: Any) -> Any:
+    """The sums in float32, in the dtypes of what there is so far."""
+    add = lambda x, y: (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+    return jax.tree.map(add, so_far, found)

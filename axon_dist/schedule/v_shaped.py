@@ -1,0 +1,280 @@
+"""Schedules whose second chunk runs back over the ranks: V-Half, V-Min, DualPipeV.
+
+Device `d` of `P` holds the stages `d` and `2P-1-d`. Going down the V, up, and back the same way,
+every hop between neighbours takes a fixed number of ticks; the next microbatch follows 6 ticks
+later, for a device has 6 tasks per microbatch. What is in flight on a device is then the block's
+lifespan over 6, however many microbatches there are.
+
+Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from .action import Action, Cell, Phase, check_sizes, dependencies
+from .order import order_to_table
+from .table import Schedule
+
+_PERIOD = 6  # F, I and W of two stages
+
+
+class Hops(NamedTuple):
+    """Ticks from one device to the next, on each of the four ways through the V.
+
+    Args:
+        down: of forwards, from the first device to the last.
+        up: of forwards, back to the first device.
+        back_down: of input gradients, from the first device to the last.
+        back_up: of input gradients, back to the first device.
+    """
+
+    down: int
+    up: int
+    back_down: int
+    back_up: int
+
+
+def v_schedule(
+    name: str, num_devices: int, num_microbatches: int, hops: Hops, most: int
+) -> Schedule:
+    """Builds the schedule of a block: forwards and input gradients in the order in which repeated
+    blocks have them, each as early as memory allows, weight gradients where a device would wait.
+
+    Args:
+        name: what the schedule is called.
+        num_devices: devices `P`, with two stages each.
+        num_microbatches: microbatches `M`.
+        hops: the slopes of the block.
+        most: chunks that a device may keep from `F` to `W`.
+
+    Returns:
+        The table, of `2P` stages.
+
+    Raises:
+        ScheduleError: a number below 1.
+    """
+    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
+    moments = _block(num_devices, hops)
+    orders = [_order(d, moments[d], num_devices, num_microbatches) for d in range(num_devices)]
+    placement = (*range(num_devices), *reversed(range(num_devices)))
+    return Schedule(name, num_microbatches, placement, _fill(orders, len(placement), most))
+
+
+class _Moments(NamedTuple):
+    """When a device works for the first microbatch: forwards and input gradients, both stages."""
+
+    f0: int
+    f1: int
+    i1: int
+    i0: int
+
+
+def _block(num_devices: int, hops: Hops) -> list[_Moments]:
+    """The shortest block in which no device does two tasks in one tick of the period."""
+    waits = sorted(product(range(_PERIOD), repeat=3), key=lambda waits: (sum(waits), waits))
+    blocks = (_with_waits(num_devices, hops, *turns) for turns in waits)
+    apart = lambda moments: len({tick % _PERIOD for tick in moments}) == len(moments)
+    return next(block for block in blocks if all(map(apart, block)))
+
+
+def _with_waits(
+    num_devices: int, hops: Hops, at_bottom: int, at_top: int, at_turn: int
+) -> list[_Moments]:
+    """The block that waits so many ticks where the way turns."""
+    last = num_devices - 1
+    f1 = last * hops.down + 1 + at_bottom  # the last device's
+    i1 = f1 + last * hops.up + 1 + at_top  # the first device's
+    i0 = i1 + last * hops.back_down + 1 + at_turn  # the last device's
+    return [
+        _Moments(
+            d * hops.down,
+            f1 + (last - d) * hops.up,
+            i1 + d * hops.back_down,
+            i0 + (last - d) * hops.back_up,
+        )
+        for d in range(num_devices)
+    ]
+
+
+def _order(device: int, moments: _Moments, num_devices: int, num_microbatches: int) -> list[Action]:
+    stages = (device, 2 * num_devices - 1 - device)
+    tasks = [(stages[0], Phase.F), (stages[1], Phase.F), (stages[1], Phase.I), (stages[0], Phase.I)]
+    timed = (
+        (moment + _PERIOD * m, Action(stage, phase, m))
+        for moment, (stage, phase) in zip(moments, tasks, strict=True)
+        for m in range(num_microbatches)
+    )
+    return [action for _, action in sorted(timed)]
+
+
+def _fill(orders: list[list[Action]], num_stages: int, most: int) -> tuple[tuple[Cell, ...], ...]:
+    """Runs orders without weight gradients tick by tick, and puts these where they fit."""
+    scheduled = {action for order in orders for action in order}
+    waiting = [deque(order) for order in orders]
+    weights: list[deque[Action]] = [deque() for _ in orders]
+    kept, done = [0] * len(orders), set()
+    rows: list[list[Cell]] = [[] for _ in orders]
+    while any(waiting) or any(weights):
+        made: list[Action] = []
+        for device, row in enumerate(rows):
+            todo = waiting[device]
+            full = bool(todo) and todo[0].phase is Phase.F and kept[device] == most
+            ready = (
+                todo and not full and done.issuperset(dependencies(todo[0], num_stages, scheduled))
+            )
+            if ready:
+                action = todo.popleft()
+                kept[device] += action.phase is Phase.F
+                if action.phase is Phase.I:
+                    weights[device].append(action._replace(phase=Phase.W))
+                row.append((action,))
+                made.append(action)
+            elif weights[device]:
+                row.append((weights[device].popleft(),))
+                kept[device] -= 1
+            else:
+                row.append(())
+        done.update(made)
+    return tuple(map(tuple, rows))
+
+
+def v_half(num_devices: int, num_microbatches: int) -> Schedule:
+    """Builds V-Half: device `d` holds the stages `d` and `2P-1-d`; the way up takes twice as long.
+
+    A device keeps `floor((P+2)/2)` whole microbatches from `F` to `W`, where 1F1B keeps `P`. With
+    `F = I = W` the bubble is `(3P/2 - 2)F` from three devices on: the paper's "about half of
+    1F1B's", `3(P-1)F`.
+
+    Args:
+        num_devices: devices `P`, with two stages each.
+        num_microbatches: microbatches `M`.
+
+    Returns:
+        The table, of `2P` stages.
+
+    Raises:
+        ScheduleError: a number below 1.
+
+    Example:
+        >>> from axon_dist.schedule import STASH_ENDS, peak_live
+        >>> max(peak_live(v_half(8, 32), STASH_ENDS)) / 2
+        5.0
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
+    """
+    most = 2 * ((num_devices + 2) // 2)
+    return v_schedule("v_half", num_devices, num_microbatches, Hops(1, 2, 1, 2), most)
+
+
+def v_min(num_devices: int, num_microbatches: int) -> Schedule:
+    """Builds V-Min: device `d` holds the stages `d` and `2P-1-d`, and every hop takes one tick.
+
+    A device keeps `floor((P+4)/3)` whole microbatches from `F` to `W`, where 1F1B keeps `P`. With
+    `F = I = W` the bubble is `(2P - 5/2)F`, and `F` more where 3 divides `P`: the paper's "about
+    two thirds of 1F1B's", `3(P-1)F`. With unequal times each device waits a little in every
+    microbatch, so that the bubble grows with their number: V-Half does not pay that.
+
+    Args:
+        num_devices: devices `P`, with two stages each.
+        num_microbatches: microbatches `M`.
+
+    Returns:
+        The table, of `2P` stages.
+
+    Raises:
+        ScheduleError: a number below 1.
+
+    Example:
+        >>> from axon_dist.schedule import STASH_ENDS, peak_live
+        >>> max(peak_live(v_min(8, 32), STASH_ENDS)) / 2
+        4.0
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362.
+    """
+    most = 2 * ((num_devices + 4) // 3)
+    return v_schedule("v_min", num_devices, num_microbatches, Hops(1, 1, 1, 1), most)
+
+
+def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
+    """Builds DualPipeV: device `d` holds the stages `d` and `2P-1-d`, a half of DualPipe's V.
+
+    In the steady state each tick pairs a forward of one chunk with a whole backward of the other,
+    so that what moves for one is covered by the other; backwards are split into `I` and `W` at the
+    ends alone, where `W` fills the bubble. Every device keeps at most `2P+1` chunks. Its authors'
+    bubble is `(P-1)(F&B + B - 3W)` in times of chunks, `F&B` for a pair: with pairs that take
+    `F + B` and no time won by overlap, `(P-1)(F + 2I - W)/2`, in times of whole devices. Devices
+    that need not stay in step lose less: with `F = I = W` `(P-1)F/2`, as ZB-V.
+
+    Args:
+        num_devices: devices `P`, with two stages each.
+        num_microbatches: microbatches `M`; the bubble grows below `2P`.
+
+    Returns:
+        The table, of `2P` stages.
+
+    Raises:
+        ScheduleError: a number below 1.
+
+    Example:
+        >>> print(dual_pipe_v(1, 2))
+        dual_pipe_v: 2 stages on 1 devices, 2 microbatches, 8 ticks
+        tick         0    1    2    3        4    5    6    7
+        device 0   0F0  1F0  0F1  1B0  1F1+0B0  1B1  0I1  0W1
+
+    Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv:2412.19437, and Sea AI Lab's cut in
+    half of it, which DeepSeek's DualPipe repository documents.
+    """
+    check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
+    # The pattern needs 2P microbatches; with fewer, those that do not exist are left out.
+    total = max(num_microbatches, 2 * num_devices)
+    order = []
+    for device in range(num_devices):
+        cells = _cells(device, num_devices, total)
+        kept = (tuple(a for a in cell if a.microbatch < num_microbatches) for cell in cells)
+        order.append([cell for cell in kept if cell])
+    placement = [*range(num_devices), *reversed(range(num_devices))]
+    return order_to_table("dual_pipe_v", order, placement, num_microbatches)
+
+
+def _steps(device: int, num_devices: int, total: int) -> Iterator[str]:
+    """The cells of a device, as phase and chunk; `W` is the longest waiting weight gradient."""
+    down = num_devices - 1 - device  # devices from the next to the turn of the V
+    here = device + 1
+    yield from ["F0"] * (2 * down)
+    yield from ["F0", "F1"] * here
+    yield from ["I1", "W", "F1"] * down
+    for number in range(total - 2 * num_devices + here):
+        # The last device makes its own input of chunk 1: pairing would delay its first gradient.
+        yield from ["F0", "B1"] if number == 0 and down == 0 else ["F0 B1"]
+        yield "F1 B0"
+    yield from ["B1", "F1 B0"] * down
+    for number in range(2 * here):
+        # The second half is split: what other devices wait for goes first.
+        phase = "I" if number >= here else "B"
+        yield f"{phase}{1 - number % 2}"
+    yield from ["W", "I0"] * down
+    yield from ["W"] * here
+
+
+def _cells(device: int, num_devices: int, total: int) -> Iterator[Cell]:
+    stages = {"0": device, "1": 2 * num_devices - 1 - device}
+    forwards: Counter[str] = Counter()
+    backwards: Counter[str] = Counter()
+    weights: deque[Action] = deque()
+    for step in _steps(device, num_devices, total):
+        cell = []
+        for task in step.split():
+            if task == "W":
+                cell.append(weights.popleft())
+                continue
+            phase, chunk = Phase(task[0]), task[1]
+            seen = forwards if phase is Phase.F else backwards
+            cell.append(Action(stages[chunk], phase, seen[chunk]))
+            seen[chunk] += 1
+            if phase is Phase.I:
+                weights.append(cell[-1]._replace(phase=Phase.W))
+        yield tuple(cell)
