@@ -1,16 +1,26 @@
-"""The shape of the package in numbers: files, lines, imports, and what one step has to enter.
+"""The shape of the package in numbers: sizes, imports, names, types, and what one step enters.
 
-    python -m benchmarks.house
+    python -m benchmarks.house            # the table
+    python -m benchmarks.house --names    # and what is counted
+    python -m benchmarks.house --write    # writes tests/repo/ratchets.json, whose figures shrink
 
-Nothing here is a speed: every figure is a count, and the same on every machine.
+Nothing here is a speed: every figure is a count, and the same on every machine, but for the
+CPU-seconds of `axon --help`, which are printed and not pinned.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import collections
+import dataclasses
+import functools
+import json
+import os
 import pathlib
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,14 +35,52 @@ from axon_dist import World, build_train_step, compose, ddp, fsdp, pipelined
 
 PACKAGE = pathlib.Path(axon_dist.__file__).parent
 TESTS = PACKAGE.parent / "tests"
-H100 = ("989e12", "9.89e14")
+PINS = TESTS / "repo" / "ratchets.json"
+
+JAXPR_FIELDS = frozenset({"eqns", "invars", "outvars", "constvars"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One file of the package, read once.
+
+    Attributes:
+        path: relative to the package.
+        tree: its syntax tree.
+        lines: all of its lines.
+        code: the lines that are neither blank, nor comment, nor docstring.
+        uses: the modules of the package that it imports, wherever the import stands.
+        places: what its import statements name of the package; several names of a room are one.
+    """
+
+    path: pathlib.PurePath
+    tree: ast.Module
+    lines: int
+    code: int
+    uses: frozenset[str]
+    places: int
+
+    @property
+    def room(self) -> str:
+        """The folder it lies in, or "" for a face at the top."""
+        return self.path.parts[0] if len(self.path.parts) > 1 else ""
+
+    @property
+    def name(self) -> str:
+        """Its dotted name in the package: `step.build`, or `step` for the face of a room."""
+        parts = self.path.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def code_lines(path: pathlib.Path) -> int:
     """Lines that are neither blank, nor comment, nor docstring."""
     text = path.read_text()
+    return _code_lines(text, ast.parse(text))
+
+
+def _code_lines(text: str, tree: ast.Module) -> int:
     hidden: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             hidden.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
@@ -41,36 +89,217 @@ def code_lines(path: pathlib.Path) -> int:
     )
 
 
-def own_imports(path: pathlib.Path) -> set[str]:
-    """The modules of the package that a file imports, by the places it names."""
-    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-    return {"." * n.level + (n.module or "") for n in nodes if n.level or _is_own(n.module)}
+def imported(path: pathlib.PurePath, tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """What a file imports of the package, as dotted names below it.
+
+    Also under `TYPE_CHECKING`, inside functions, and by `import_module("axon_dist. …")`.
+    """
+    package = path.parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - (node.level - 1)]
+            elif (node.module or "").split(".")[0] == "axon_dist":
+                base = ()
+            else:
+                continue
+            stem = [x for x in (node.module or "").split(".") if x and x != "axon_dist"]
+            for alias in node.names:
+                yield ".".join((*base, *stem, alias.name)), node
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("axon_dist."):
+                    yield alias.name.removeprefix("axon_dist."), node
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("axon_dist."):
+            yield str(node.value).removeprefix("axon_dist."), node
 
 
-def walks_jaxprs(path: pathlib.Path) -> bool:
-    """Whether a file reads the equations of a traced program."""
-    attributes = (
-        n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
+def _is_own(node: ast.AST) -> bool:
+    """Whether it is an import from the package."""
+    return isinstance(node, ast.ImportFrom) and bool(
+        node.level or (node.module or "").split(".")[0] == "axon_dist"
     )
-    return "eqns" in set(attributes)
 
 
-def entered(run: Callable[[], Any]) -> int:
-    """How many functions of the package a program enters, each counted once."""
-    found: set[tuple[str, int]] = set()
+def _place(node: ast.AST) -> str:
+    assert isinstance(node, ast.ImportFrom)
+    return "." * node.level + (node.module or "")
+
+
+@functools.cache
+def modules() -> Mapping[str, Module]:
+    """Every module of the package by its dotted name."""
+    read = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        text, path = file.read_text(), pathlib.PurePath(file.relative_to(PACKAGE))
+        tree = ast.parse(text)
+        uses = frozenset(name for name, _ in imported(path, tree))
+        places = len({_place(n) for n in ast.walk(tree) if _is_own(n)})
+        module = Module(path, tree, text.count("\n"), _code_lines(text, tree), uses, places)
+        read[module.name] = module
+    faces = {name: _face(module, read) for name, module in read.items()}
+    return {
+        name: dataclasses.replace(
+            module, uses=frozenset(_resolved(use, read, faces) for use in module.uses) - {"", name}
+        )
+        for name, module in read.items()
+    }
+
+
+def _face(module: Module, read: Mapping[str, Module]) -> Mapping[str, str]:
+    """Of a room's `__init__`, or a face at the top: where each of its names is defined."""
+    if module.path.name != "__init__.py" and module.room:
+        return {}
+    return {use.rpartition(".")[2]: use.rpartition(".")[0] for use in module.uses}
+
+
+def _resolved(use: str, read: Mapping[str, Module], faces: Mapping[str, Mapping[str, str]]) -> str:
+    """The module that defines what was imported."""
+    if use in read:
+        return use
+    place, _, name = use.rpartition(".")
+    if place not in read:
+        return ""
+    defined = faces[place].get(name, place)
+    return defined if defined in read else place
+
+
+def arrows() -> set[tuple[str, str]]:
+    """(room, a room that it imports); a room's own face is no import."""
+    rooms = {m.room for m in modules().values() if m.room}
+    return {
+        (module.room, modules()[use].room)
+        for module in modules().values()
+        for use in module.uses
+        if module.room and module.path.name != "__init__.py"
+        if modules()[use].room in rooms - {module.room}
+    }
+
+
+def floors() -> tuple[Mapping[str, int], int]:
+    """The floor of every room, 1 for those that import none, and how many circles there are."""
+    below = collections.defaultdict(set)
+    for room, used in arrows():
+        below[room].add(used)
+    circles: set[frozenset[str]] = set()
+    found: dict[str, int] = {}
+
+    def floor(room: str, above: tuple[str, ...]) -> int:
+        if room in above:
+            circles.add(frozenset(above[above.index(room) :]))
+            return 0
+        if room not in found:
+            found[room] = 1 + max((floor(r, (*above, room)) for r in below[room]), default=0)
+        return found[room]
+
+    for room in sorted({m.room for m in modules().values() if m.room}):
+        floor(room, ())
+    return found, len(circles)
+
+
+def _code_modules() -> list[Module]:
+    """What a room's `__init__` names is its public list, not what its code leans on."""
+    return [m for m in modules().values() if m.path.name != "__init__.py"]
+
+
+def most_own_imports() -> tuple[int, str]:
+    """The largest number of places of the package that one file imports from, and the file."""
+    most = max(_code_modules(), key=lambda m: m.places)
+    return most.places, most.name
+
+
+def single_users() -> list[str]:
+    """Modules with exactly one user, in their own room, and in no face."""
+    users = collections.defaultdict(set)
+    for module in modules().values():
+        for use in module.uses:
+            users[use].add(module.name)
+    return [
+        m.name
+        for m in _code_modules()
+        if m.room and len(users[m.name]) == 1
+        if modules()[next(iter(users[m.name]))].room == m.room
+        if modules()[next(iter(users[m.name]))].path.name != "__init__.py"
+    ]
+
+
+def repeated_classes() -> list[str]:
+    """Class names that stand in more than one module."""
+    names = collections.Counter(
+        node.name
+        for m in modules().values()
+        for node in m.tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def repeated_stems() -> list[str]:
+    """Module names that stand in more than one room."""
+    stems = collections.Counter(m.path.stem for m in _code_modules())
+    return sorted(stem for stem, count in stems.items() if count > 1)
+
+
+def anys() -> int:
+    """How often `Any` stands in the package."""
+    return sum(
+        isinstance(node, ast.Name) and node.id == "Any"
+        for m in modules().values()
+        for node in ast.walk(m.tree)
+    )
+
+
+def named_lambdas() -> list[str]:
+    """Lambdas that are bound to a name where a function would do."""
+    return [
+        f"{m.path}:{node.lineno}"
+        for m in modules().values()
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Lambda)
+    ]
+
+
+def gather_files() -> list[str]:
+    """The files of the step's rooms that define something with `gather` in its name."""
+    return [
+        str(m.path)
+        for m in modules().values()
+        if m.room in {"parallel", "step", "program", "jaxpr"}
+        if any(
+            isinstance(node, ast.FunctionDef | ast.ClassDef) and "gather" in node.name.lower()
+            for node in ast.walk(m.tree)
+        )
+    ]
+
+
+def jaxpr_readers() -> list[str]:
+    """The rooms that read the equations of a traced program."""
+    return sorted(
+        {
+            m.room
+            for m in modules().values()
+            for node in ast.walk(m.tree)
+            if isinstance(node, ast.Attribute) and node.attr in JAXPR_FIELDS
+        }
+    )
+
+
+def entered(run: Callable[[], Any]) -> set[tuple[str, int]]:
+    """The functions of the package that a program enters, by file and line."""
+    seen: set[tuple[str, int]] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
         named = not code.co_name.startswith("<")
         if event == "call" and named and code.co_filename.startswith(str(PACKAGE)):
-            found.add((code.co_filename, code.co_firstlineno))
+            seen.add((code.co_filename, code.co_firstlineno))
 
     sys.setprofile(look)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return len(found)
+    return seen
 
 
 class Net(nnx.Module):
@@ -85,72 +314,116 @@ class Net(nnx.Module):
         return x
 
 
-def loss_fn(model: Any, batch: Any) -> Any:
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+@dataclasses.dataclass
+class CountedLoss:
+    """A loss that counts how often Python runs it, which is how often it is traced."""
+
+    calls: int = 0
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        self.calls += 1
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def one_step(strategy: Any, axes: str) -> Callable[[], Any]:
+STEPS = {
+    "ddp": (ddp, "dp=8"),
+    "fsdp": (fsdp, "fsdp=8"),
+    "1f1b+dp": (lambda: compose(ddp(), pipelined(4, 8)), "pp=4,dp=2"),
+}
+"""Strategies by name, each with the mesh of one step."""
+
+
+def one_step(name: str, loss: CountedLoss, accumulate: int = 1) -> Callable[[], Any]:
     """Builds, makes the first state, and takes one step."""
+    make, axes = STEPS[name]
     batch = {key: np.ones((32, 64), np.float32) for key in "xy"}
     world, model = World.emulate(8, axes), Net(nnx.Rngs(0))
 
     def run() -> None:
-        step = build_train_step(model, optax.adam(1e-3), loss_fn, strategy, world)
+        step = build_train_step(model, optax.adam(1e-3), loss, make(), world, accumulate=accumulate)
         step(step.init(), batch)
 
     return run
 
 
-def _is_own(module: str | None) -> bool:
-    return (module or "").split(".")[0] == "axon_dist"
+def traces(name: str, accumulate: int = 1) -> int:
+    """How often the user's loss is traced by build, init and the first step."""
+    loss = CountedLoss()
+    one_step(name, loss, accumulate)()
+    return loss.calls
 
 
-def _untested(files: list[pathlib.Path]) -> list[str]:
-    """Modules with code whose names no test imports, neither from them nor through their room."""
-    text = "\n".join(path.read_text() for path in TESTS.rglob("*.py"))
-    names = {n for node in ast.walk(ast.parse(text)) for n in _imported(node)}
-    missing = []
-    for path in files:
-        own = {
-            n.name
-            for n in ast.parse(path.read_text()).body
-            if isinstance(n, ast.ClassDef | ast.FunctionDef)
-        }
-        if own and not own & names and path.stem not in names:
-            missing.append(str(path.relative_to(PACKAGE)))
-    return missing
+def help_seconds() -> float:
+    """CPU-seconds of `axon --help`."""
+    before = os.times()
+    subprocess.run(
+        [sys.executable, "-m", "axon_dist.cli", "--help"], check=True, capture_output=True
+    )
+    after = os.times()
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
-def _imported(node: ast.AST) -> list[str]:
-    return [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+def static_figures() -> dict[str, float]:
+    """The figures that are read from the source alone."""
+    every, (levels, circles) = modules().values(), floors()
+    code = sum(m.code for m in every)
+    return {
+        "files": len(every),
+        "lines": sum(m.lines for m in every),
+        "lines of code": code,
+        "rooms": len({m.room for m in every if m.room}),
+        "floors": max(levels.values()),
+        "arrows": len(arrows()),
+        "circles": circles,
+        "most own imports of a file": most_own_imports()[0],
+        "modules with one user in their room": len(single_users()),
+        "classes of one name": len(repeated_classes()),
+        "modules of one name": len(repeated_stems()),
+        "Any per 100 lines of code": round(100 * anys() / code, 2),
+        "lambdas bound to names": len(named_lambdas()),
+        "files about gathering": len(gather_files()),
+        "rooms that read jaxprs": len(jaxpr_readers()),
+    }
+
+
+def run_figures() -> dict[str, float]:
+    """The figures of one step each of three strategies."""
+    World.emulate(8)
+    figures: dict[str, float] = {}
+    for name in STEPS:
+        seen = entered(one_step(name, CountedLoss()))
+        figures[f"functions entered, {name}"] = len(seen)
+        figures[f"files entered, {name}"] = len({file for file, _ in seen})
+    for name, accumulate in (("ddp", 1), ("ddp", 4), ("fsdp", 1), ("fsdp", 4), ("1f1b+dp", 1)):
+        figures[f"traces of the loss, {name} K={accumulate}"] = traces(name, accumulate)
+    return figures
 
 
 def main() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
-    # What a room's `__init__` names is its public list, not what its code leans on.
-    code = [path for path in files if path.name != "__init__.py"]
-    most = max(code, key=lambda path: len(own_imports(path)))
-    walkers = sorted({path.relative_to(PACKAGE).parts[0] for path in files if walks_jaxprs(path)})
-    rates = [p.name for p in files for _ in range(sum(p.read_text().count(r) for r in H100))]
+    """Prints the table."""
+    parser = argparse.ArgumentParser(prog="benchmarks.house", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the pins of the ratchets")
+    parser.add_argument("--names", action="store_true", help="list what is counted")
+    options = parser.parse_args()
+    figures = {**static_figures(), **run_figures()}
     table = Table("what", "figure")
-    table.add_row("files", str(len(files)))
-    table.add_row("lines of code", str(sum(map(code_lines, files))))
-    table.add_row(
-        "most own imports of a file", f"{len(own_imports(most))} ({most.relative_to(PACKAGE)})"
-    )
-    table.add_row("rooms that walk jaxprs", ", ".join(walkers))
-    table.add_row("places that state an H100's rate", f"{len(rates)} ({', '.join(rates)})")
-    rows = {
-        "ddp": (ddp(), "dp=8"),
-        "full_shard": (fsdp(), "fsdp=8"),
-        "1f1b + dp": (compose(ddp(), pipelined(4, 8)), "pp=4,dp=2"),
-    }
-    World.emulate(8)
-    for name, (strategy, axes) in rows.items():
-        count = entered(one_step(strategy, axes))
-        table.add_row(f"functions entered by build, init and a step of {name}", str(count))
-    table.add_row("modules that no test imports", ", ".join(_untested(files)) or "none")
-    Console().print(table)
+    for name, figure in figures.items():
+        table.add_row(name, str(figure))
+    table.add_row("CPU-seconds of axon --help", f"{help_seconds():.2f}")
+    console = Console()
+    console.print(table)
+    if options.names:
+        console.print("one user in their room:", *single_users())
+        console.print("classes of one name:", *repeated_classes())
+        console.print("modules of one name:", *repeated_stems())
+        console.print("about gathering:", *gather_files())
+        console.print("lambdas:", *named_lambdas())
+        console.print("most own imports:", most_own_imports()[1])
+        console.print("floors:", *sorted(floors()[0].items(), key=lambda item: item[1]))
+    if options.write:
+        PINS.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""Figures of the package that may only shrink; `python -m benchmarks.house --write` pins them."""
+
+import json
+
+import pytest
+
+from benchmarks import house
+
+PINNED = json.loads(house.PINS.read_text())
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """What the package is now, read once."""
+    return {**house.static_figures(), **house.run_figures()}
+
+
+def test_nothing_has_grown(figures):
+    assert set(figures) == set(PINNED)
+    grown = {k: (PINNED[k], v) for k, v in figures.items() if v > PINNED[k]}
+    assert not grown, f"grown, as (pinned, now); what is to go instead? {grown}"
+
+
+def test_what_shrank_is_pinned(figures):
+    """A ratchet that lags behind lets the next change grow for nothing."""
+    shrunk = {k: (PINNED[k], v) for k, v in figures.items() if v < 0.98 * PINNED[k]}
+    assert not shrunk, f"smaller than pinned; run `python -m benchmarks.house --write`: {shrunk}"
