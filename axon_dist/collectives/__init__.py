@@ -11,7 +11,7 @@ from .buckets import GradSyncStrategy as GradSyncStrategy
 from .buckets import plan_buckets as plan_buckets
 from .buckets import reduce_buckets as reduce_buckets
 from .compressed import Compression as Compression
-from .compressed import Rounded as Rounded
+from .compressed import Quantized as Quantized
 from .compressed import TopK as TopK
 from .compressed import compression_of as compression_of
 from .move import all_gather as all_gather

@@ -46,7 +46,7 @@ class Compression(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded:
+class Quantized:
     """Eight bits a number, and a float32 scale for each block of a leaf.
 
     The ranks exchange blocks, so that each averages 1/R of them in float32, round the means, and
@@ -190,12 +190,12 @@ def compression_of(what: Compression | str | None) -> Compression | None:
         >>> compression_of("fp8")
         Rounded(kind='fp8', block=256)
     """
-    if what is None or isinstance(what, (Rounded, TopK)):
+    if what is None or isinstance(what, (Quantized, TopK)):
         return what
     if what == "top_k":
         return TopK()
     if isinstance(what, str) and what in _LARGEST:
-        return Rounded(what)
+        return Quantized(what)
     names = (*_LARGEST, "top_k")
     raise ConfigError(
         f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give a Rounded "

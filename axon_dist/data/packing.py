@@ -79,7 +79,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
+class RowLayout:
     """Which pieces of which documents stand in which row.
 
     Args:
@@ -116,7 +116,7 @@ class Rows:
         return {"tokens": tokens, "segments": segments, "mask": mask}
 
 
-def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) -> Rows:
+def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) -> RowLayout:
     """Decides which documents share a row of `length + 1` tokens.
 
     Args:
@@ -151,7 +151,7 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
             "another data.sequence_length"
         )
     rows = pack(stop - start, length + 1) if packed else [[n] for n in range(len(pieces))]
-    return Rows(documents, pieces, rows, len(lengths) - len(kept))
+    return RowLayout(documents, pieces, rows, len(lengths) - len(kept))
 
 
 class PackedRows:

@@ -17,7 +17,7 @@ from ..mesh.replica_groups import Groups, replica_groups, source_target_pairs
 from .cost import Cost, CostModel
 from .ledger import Exposure, ring_bytes
 from .parse import Computation, Instruction, Module, total_bytes
-from .transfers import Transfer, results, transfers
+from .transfers import ScheduledCollective, results, transfers
 from .walk import trip_count
 
 NOTHING = 0.01
@@ -25,10 +25,10 @@ NOTHING = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class TransferTime:
     """A transfer and the seconds it needs alone on the wire."""
 
-    transfer: Transfer
+    transfer: ScheduledCollective
     seconds: float
 
 
@@ -42,7 +42,10 @@ class Judged:
 
 
 def judge(
-    work: Sequence[Cost], wires: Sequence[Wire], within: Sequence[float], machine: Hardware | None
+    work: Sequence[Cost],
+    wires: Sequence[TransferTime],
+    within: Sequence[float],
+    machine: Hardware | None,
 ) -> list[Judged]:
     """Judges every transfer that a computation launches.
 
@@ -65,7 +68,7 @@ def judge(
     ]
 
 
-def _has_compute(work: Sequence[Cost], transfer: Transfer) -> bool:
+def _has_compute(work: Sequence[Cost], transfer: ScheduledCollective) -> bool:
     return any(cost.low or cost.traffic for cost in work[transfer.start + 1 : transfer.done])
 
 
@@ -77,7 +80,7 @@ def _exposure(seconds: float, waited: float, has_compute: bool) -> Exposure:
 
 
 def _waits(
-    compute_seconds: Sequence[float], wires: Sequence[Wire], within: Sequence[float]
+    compute_seconds: Sequence[float], wires: Sequence[TransferTime], within: Sequence[float]
 ) -> list[float]:
     """Runs the schedule and returns how long the compute units stand still for each transfer."""
     starts: dict[int, list[int]] = {}
@@ -108,7 +111,7 @@ def _waits(
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class TransferBytes:
     """A transfer with its groups and bytes.
 
     Args:
@@ -118,7 +121,7 @@ class Sent:
         bytes_out: bytes of its results on one device.
     """
 
-    transfer: Transfer
+    transfer: ScheduledCollective
     groups: Groups
     bytes_in: int
     bytes_out: int
@@ -146,10 +149,10 @@ class WireModel:
         self.module: Module = module
         self._machine = machine
         self._costs = CostModel(module)
-        self._sent: dict[str, list[Sent]] = {}
+        self._sent: dict[str, list[TransferBytes]] = {}
         self._seconds: dict[str, float] = {}
 
-    def sent(self, computation: Computation) -> list[Sent]:
+    def sent(self, computation: Computation) -> list[TransferBytes]:
         """What a computation launches itself, not in its loops or branches, in order."""
         if computation.name not in self._sent:
             found = transfers(self.module, computation)
@@ -158,26 +161,28 @@ class WireModel:
 
     def judged(self, computation: Computation) -> list[Judged]:
         """A judgement for each of what `sent` lists."""
-        wires = [Wire(one.transfer, self._alone(one)) for one in self.sent(computation)]
+        wires = [TransferTime(one.transfer, self._alone(one)) for one in self.sent(computation)]
         work = [self._costs.instruction(computation, i) for i in computation.instructions]
         within = [self._within(computation, i) for i in computation.instructions]
         return judge(work, wires, within, self._machine)
 
-    def leaves_node(self, sent: Sent) -> bool:
+    def leaves_node(self, sent: TransferBytes) -> bool:
         """Whether a transfer goes from one node to another, where the machine has nodes."""
         size = 0 if self._machine is None else self._machine.node_size
         return bool(size) and any(len({d // size for d in group}) > 1 for group in sent.groups)
 
-    def _measured(self, transfer: Transfer) -> Sent:
+    def _measured(self, transfer: ScheduledCollective) -> TransferBytes:
         instruction = transfer.instruction
         if transfer.kind == "collective-permute":
             groups = source_target_pairs(instruction.attributes)
         else:
             groups = replica_groups(instruction.attributes, self.module.num_devices)
         operands = transfer.owner.operand_shapes(instruction)
-        return Sent(transfer, groups, total_bytes(operands), total_bytes(results(transfer)))
+        return TransferBytes(
+            transfer, groups, total_bytes(operands), total_bytes(results(transfer))
+        )
 
-    def _alone(self, sent: Sent) -> float:
+    def _alone(self, sent: TransferBytes) -> float:
         if self._machine is None:
             return 0.0
         return self._machine.wire_seconds(sent.wire_bytes, sent.groups)

@@ -33,7 +33,7 @@ _STOPS = ("while", "conditional", "call")
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class ScheduledCollective:
     """One collective and the part of the schedule during which it is under way.
 
     Args:
@@ -69,7 +69,7 @@ def collective_kind(instruction: Instruction) -> str | None:
     return kind if kind in KINDS else None
 
 
-def results(transfer: Transfer) -> tuple[Shape, ...]:
+def results(transfer: ScheduledCollective) -> tuple[Shape, ...]:
     """The arrays that come out; a `-start` may carry its operands and contexts beside them."""
     instruction, owner = transfer.instruction, transfer.owner
     if transfer.kind == "collective-permute":
@@ -111,7 +111,7 @@ def reduced_slice(owner: Computation, instruction: Instruction) -> Instruction |
         left = users[0]
 
 
-def transfers(module: Module, computation: Computation) -> list[Transfer]:
+def transfers(module: Module, computation: Computation) -> list[ScheduledCollective]:
     """Lists the collectives that a computation launches itself, not in its loops or branches.
 
     Args:
@@ -121,12 +121,12 @@ def transfers(module: Module, computation: Computation) -> list[Transfer]:
     Returns:
         The collectives in the order of the schedule, a chain of fusions as one.
     """
-    found: list[Transfer] = []
+    found: list[ScheduledCollective] = []
     chains: dict[tuple[str, str], int] = {}
     for index, instruction in enumerate(computation.instructions):
         for owner, inner in _launched(module, computation, instruction):
             done = _done(computation, index) if _is_start(instruction) else index
-            transfer = Transfer(inner, owner, index, done)
+            transfer = ScheduledCollective(inner, owner, index, done)
             chain = _chain(inner)
             if chain in chains:
                 first = found[chains[chain]]

@@ -30,7 +30,7 @@ _SHORTEST, _LONGEST = 0.2, 1.0
 _STACK_LINES = 12
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """A key-value store that all processes share."""
 
     def set(self, key: str, value: str) -> None:
@@ -89,10 +89,10 @@ class Watchdog:
         timeout: seconds of silence after which a process counts as lost.
     """
 
-    def __init__(self, me: int, present: Sequence[Attendee], store: Store, timeout: float):
+    def __init__(self, me: int, present: Sequence[Attendee], store: KeyValueStore, timeout: float):
         self.me: int = me
         self.present: Sequence[Attendee] = present
-        self.store: Store = store
+        self.store: KeyValueStore = store
         self.timeout: float = timeout
         self.period = min(max(timeout / 10, _SHORTEST), _LONGEST)
         watched = [p.process for p in present if p.process != me] if me == 0 else [0]
@@ -164,7 +164,7 @@ class Watchdog:
         os._exit(EXIT_PEER_LOST)
 
 
-def post_failure(store: Store, process: int, reason: str) -> None:
+def post_failure(store: KeyValueStore, process: int, reason: str) -> None:
     """Lets the others know why this process ends."""
     store.set(f"{_FAILURES}{process}", reason)
     if process == 0:
@@ -172,7 +172,7 @@ def post_failure(store: Store, process: int, reason: str) -> None:
         post_verdict(store, f"process 0 failed: {reason}")
 
 
-def post_verdict(store: Store, verdict: str) -> None:
+def post_verdict(store: KeyValueStore, verdict: str) -> None:
     """Lets every process know who is lost; they end."""
     store.set(f"{_BULLETIN}verdict", verdict)
 

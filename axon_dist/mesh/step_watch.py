@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from ..core.compat import SharedStore
 from ..launch.distributed import STEP_TIMEOUT, Timeouts
 from ..launch.rendezvous import Attendee
-from ..launch.watchdog import Silences, Store, post_verdict
+from ..launch.watchdog import KeyValueStore, Silences, post_verdict
 from .world import World
 
 _STEPS = "axon/watch/step/"
@@ -38,9 +38,9 @@ class StepWatch:
             that steps, validations and saves have taken.
     """
 
-    def __init__(self, me: Attendee, store: Store, timeout: float, follows: bool = False):
+    def __init__(self, me: Attendee, store: KeyValueStore, timeout: float, follows: bool = False):
         self.me: Attendee = me
-        self.store: Store = store
+        self.store: KeyValueStore = store
         self.timeout: float = timeout
         self.follows: bool = follows
         self._last = self._began = time.monotonic()

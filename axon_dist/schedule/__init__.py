@@ -37,7 +37,7 @@ from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
 from .registry import PipelineSchedule as PipelineSchedule
 from .registry import build_schedule as build_schedule
-from .search import Found as Found
+from .search import SearchResult as SearchResult
 from .search import for_stages as for_stages
 from .search import search as search
 from .simulate import Costs as Costs

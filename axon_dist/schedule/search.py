@@ -31,7 +31,7 @@ _ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 @dataclass(frozen=True)
-class Rule:
+class FillRule:
     """How `greedy` fills the cells of a tick.
 
     Args:
@@ -53,7 +53,7 @@ class Rule:
 
 
 def greedy(
-    name: str, num_microbatches: int, rule: Rule, times: Times, limit: float
+    name: str, num_microbatches: int, rule: FillRule, times: Times, limit: float
 ) -> Schedule | None:
     """Builds a table tick by tick: every device takes what is ready, fits, and is most urgent.
 
@@ -86,7 +86,7 @@ def greedy(
     return Schedule(name, num_microbatches, rule.placement, rows)
 
 
-def _work(num_microbatches: int, rule: Rule, times: Times) -> list[float]:
+def _work(num_microbatches: int, rule: FillRule, times: Times) -> list[float]:
     """The time that each device computes in a step."""
     phases = (Phase.F, Phase.I, Phase.W) if rule.splits else (Phase.F, Phase.B)
     work = [0.0] * (1 + max(rule.placement))
@@ -99,7 +99,7 @@ def _work(num_microbatches: int, rule: Rule, times: Times) -> list[float]:
 class _Devices:
     """What every device has ready, by phase; heaps, the most urgent first."""
 
-    rule: Rule
+    rule: FillRule
     times: Times
     ready: list[dict[Phase, list[_Entry]]]
     chunk: list[int]
@@ -109,7 +109,7 @@ class _Devices:
     arriving: list[Action] = field(default_factory=list)
 
     @classmethod
-    def start(cls, num_microbatches: int, rule: Rule, times: Times) -> _Devices:
+    def start(cls, num_microbatches: int, rule: FillRule, times: Times) -> _Devices:
         """No action done, and every microbatch before the first stage."""
         placement = rule.placement
         devices = 1 + max(placement)
@@ -206,7 +206,7 @@ def retimed(schedule: Schedule, times: Times, span: float) -> Schedule:
     Args:
         schedule: a valid table; what it keeps depends on the order alone, and stays.
         times: the time of each stage's phases.
-        span: the length that a cell is filled to, as in `Rule`.
+        span: the length that a cell is filled to, as in `FillRule`.
 
     Returns:
         A table with the same order on every device.
@@ -246,7 +246,7 @@ NAME = "searched"
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A table and what it costs.
 
     Args:
@@ -267,7 +267,7 @@ def search(
     costs: Costs | None = None,
     memory: float = inf,
     chunks: int = 2,
-) -> Found:
+) -> SearchResult:
     """Finds the fastest table in step that memory allows; no named schedule is faster.
 
     Candidates are all named schedules, as they are and with their cells filled evenly, and tables
@@ -301,7 +301,7 @@ def search(
         )
     costs = Costs() if costs is None else costs
     _check_weights(costs, num_stages, chunks)
-    best: Found | None = None
+    best: SearchResult | None = None
     least = inf
     for found in _named(num_stages, num_microbatches, costs, chunks):
         least = min(least, found.memory)
@@ -341,18 +341,20 @@ def candidates(num_stages: int, num_microbatches: int, chunks: int) -> Iterator[
                 continue
 
 
-def _measured(schedule: Schedule, costs: Costs) -> Found:
+def _measured(schedule: Schedule, costs: Costs) -> SearchResult:
     memory = max(peak_live(schedule, STASH_ENDS)) / schedule.chunks
-    return Found(schedule, simulate(schedule, costs, lockstep=True).makespan, memory)
+    return SearchResult(schedule, simulate(schedule, costs, lockstep=True).makespan, memory)
 
 
-def _better(best: Found | None, other: Found) -> Found:
+def _better(best: SearchResult | None, other: SearchResult) -> SearchResult:
     # Sums of the same times in another order may differ in their last digit.
     key = lambda found: (round(found.makespan, 9), found.memory, found.schedule.num_stages)
     return other if best is None or key(other) < key(best) else best
 
 
-def _named(num_stages: int, num_microbatches: int, costs: Costs, chunks: int) -> Iterator[Found]:
+def _named(
+    num_stages: int, num_microbatches: int, costs: Costs, chunks: int
+) -> Iterator[SearchResult]:
     for schedule in candidates(num_stages, num_microbatches, chunks):
         own = for_stages(costs, schedule.num_stages)
         if own is None:
@@ -369,8 +371,8 @@ def _built(
     costs: Costs,
     memory: float,
     chunks: int,
-    best: Found | None,
-) -> Iterator[Found]:
+    best: SearchResult | None,
+) -> Iterator[SearchResult]:
     limit = inf if best is None else best.makespan
     for placement in _placements(num_stages, chunks):
         own = for_stages(costs, len(placement))
@@ -392,14 +394,14 @@ def _built(
 
 def _rules(
     placement: tuple[int, ...], times: Times, num_microbatches: int, most: int
-) -> Iterator[Rule]:
+) -> Iterator[FillRule]:
     devices = 1 + max(placement)
     groups = {1} if len(placement) == devices else {1, devices, num_microbatches}
     for splits in (False, True):
         for span in _spans(times, splits):
             for forward_first in (False, True):
                 for group in sorted(groups):
-                    yield Rule(placement, splits, span, forward_first, group, most)
+                    yield FillRule(placement, splits, span, forward_first, group, most)
 
 
 def _spans(times: Times, splits: bool) -> list[float]:

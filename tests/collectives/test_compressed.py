@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from axon_dist import World
-from axon_dist.collectives import Rounded, TopK, compression_of
+from axon_dist.collectives import Quantized, TopK, compression_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import collectives
 
 RANKS = 4
 SHAPES = ((7, 9), (300,), ())
-KINDS = [Rounded("int8", 16), Rounded("fp8", 16), Rounded("int8", 256), TopK(0.1), TopK(1.0)]
+KINDS = [Quantized("int8", 16), Quantized("fp8", 16), Quantized("int8", 256), TopK(0.1), TopK(1.0)]
 
 
 def values(seed=0):
@@ -79,7 +79,7 @@ def test_mean_is_what_was_sent_and_the_rest_is_kept(kind):
     assert ledger.total_wire_bytes() == kind.wire_bytes(sizes, RANKS)
 
 
-@pytest.mark.parametrize("kind", [Rounded("int8"), TopK(0.05)], ids=str)
+@pytest.mark.parametrize("kind", [Quantized("int8"), TopK(0.05)], ids=str)
 def test_feedback_brings_everything_in_the_end(kind):
     run, _ = mapped(kind)
     rows, missing, total = values(1), [jnp.zeros_like(x) for x in values(1)], 0.0
@@ -96,9 +96,9 @@ def test_wrong_compressions_are_refused():
     with pytest.raises(ConfigError, match=r"there is no compression 'int9'\. Did you mean 'int8'"):
         compression_of("int9")
     with pytest.raises(ConfigError, match="there is no rounding 'int4'"):
-        Rounded("int4")
+        Quantized("int4")
     with pytest.raises(ConfigError, match="block is 0; give how many numbers"):
-        Rounded("int8", 0)
+        Quantized("int8", 0)
     with pytest.raises(ConfigError, match=r"share is 1\.5; give the part"):
         TopK(1.5)
     assert compression_of("top_k") == TopK()

@@ -24,7 +24,7 @@ from axon_dist.schedule import (
     summarize,
     validate,
 )
-from axon_dist.schedule.search import Rule, greedy, retimed
+from axon_dist.schedule.search import FillRule, greedy, retimed
 from axon_dist.schedule.simulate import times_of
 
 TIMES = st.sampled_from([0.5, 1.0, 1.2, 2.0, 3.0])
@@ -103,7 +103,7 @@ def test_a_greedy_table_ends_with_as_little_memory_as_its_chunks(placement, spli
     times = times_of(shape, Costs())
     for most in (count, count + 1, 2 * count):
         for forward_first in (False, True):
-            rule = Rule(placement, splits, 1.0, forward_first, group, most)
+            rule = FillRule(placement, splits, 1.0, forward_first, group, most)
             table = greedy("x", 5, rule, times, inf)
             assert table is not None
             validate(table, max_live=most)
