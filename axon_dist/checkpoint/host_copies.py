@@ -400,7 +400,9 @@ def _read_here(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPa
     assert own is not None
 
     def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
-        take = lambda index: own.read(path, leaf.dtype, place_of(index, leaf.shape))
+        def take(index):
+            return own.read(path, leaf.dtype, place_of(index, leaf.shape))
+
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
 
     return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}

@@ -89,7 +89,10 @@ def _check_leaves(
     parts: Collection[str] | None,
 ) -> None:
     wanted = {path: spec_of(target) for path, target in targets.items()}
-    is_asked = lambda path: parts is None or path.split("/")[0] in parts
+
+    def is_asked(path):
+        return parts is None or path.split("/")[0] in parts
+
     saved = {path: spec for path, spec in manifest.leaves.items() if is_asked(path)}
     found = differences(saved, wanted)
     if found:

@@ -111,7 +111,10 @@ class PendingSave:
         )
         checksums = leaf_checksums(stored)
         write = self._run(lambda: STORES[type].begin(staging_of(folder), stored))
-        complete = lambda: self._complete(write, manifest, checksums, then)
+
+        def complete():
+            return self._complete(write, manifest, checksums, then)
+
         threading.Thread(target=self._finish, args=(complete,), name="checkpoint").start()
 
     def wait(self) -> None:

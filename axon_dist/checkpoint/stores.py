@@ -114,7 +114,10 @@ class FullStore:
 
         def place(path: LeafPath, target: jax.ShapeDtypeStruct) -> Array:
             values = stored[path]
-            take = lambda index: np.array(values[index])
+
+            def take(index):
+                return np.array(values[index])
+
             return jax.make_array_from_callback(target.shape, target.sharding, take)
 
         return {path: place(path, target) for path, target in targets.items()}

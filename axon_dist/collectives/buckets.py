@@ -129,7 +129,10 @@ def as_structs(tree_or_shapes: PyTree) -> PyTree:
             "buckets; give a tree of arrays, of jax.ShapeDtypeStruct, or of shapes such as (3, 4)"
         )
     if all(_is_shape(leaf) for leaf in leaves):
-        whole = lambda shape: jax.ShapeDtypeStruct(shape, np.float32)
+
+        def whole(shape):
+            return jax.ShapeDtypeStruct(shape, np.float32)
+
         return jax.tree.map(whole, tree_or_shapes, is_leaf=_is_shape)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree_or_shapes)
 

@@ -79,8 +79,13 @@ class Quantized:
         """As `Compression.mean`."""
         blocks = self._blocks(values, ranks)
         sent = self._pack(blocks)
-        share = lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
-        apart = lambda x: x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
+
+        def share(x):
+            return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+
+        def apart(x):
+            return x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
+
         own = self._unpack(*(apart(share(x)) for x in sent)).mean(0)
         rounded = self._pack(own)
         whole = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
@@ -102,7 +107,9 @@ class Quantized:
         return ranks * math.ceil(sum(math.ceil(size / self.block) for size in sizes) / ranks)
 
     def _blocks(self, values: Sequence[Array], ranks: int) -> Array:
-        pad = lambda x: jnp.pad(x.reshape(-1), (0, -x.size % self.block)).reshape(-1, self.block)
+        def pad(x):
+            return jnp.pad(x.reshape(-1), (0, -x.size % self.block)).reshape(-1, self.block)
+
         rows = jnp.concatenate([pad(value) for value in values])
         count = self._count([value.size for value in values], ranks)
         return jnp.pad(rows, ((0, count - rows.shape[0]), (0, 0)))

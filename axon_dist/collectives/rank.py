@@ -93,5 +93,8 @@ def barrier(group: ProcessGroup) -> None:
 @functools.lru_cache(maxsize=32)
 def _meeting(mesh: Mesh) -> Callable[[], Array]:
     """A sum over all devices: it can finish nowhere before all of them have come to it."""
-    add = lambda: jax.lax.psum(jax.lax.axis_index(mesh.axis_names), mesh.axis_names)
+
+    def add():
+        return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), mesh.axis_names)
+
     return jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))

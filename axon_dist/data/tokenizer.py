@@ -211,7 +211,10 @@ def _template_in(path: Path) -> Rendered | None:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The tokens that templates call by name, such as `bos_token`."""
-    text = lambda x: x.get("content") if isinstance(x, dict) else x
+
+    def text(x):
+        return x.get("content") if isinstance(x, dict) else x
+
     found = {name: text(x) for name, x in config.items() if name.endswith("_token")}
     return {name: x for name, x in found.items() if isinstance(x, str)}
 
@@ -286,7 +289,10 @@ def byte_tokenizer() -> Tokenizer:
         >>> byte_tokenizer().encode(b"axon").tolist()
         [97, 120, 111, 110, 0]
     """
-    encode = lambda content: np.frombuffer(content + b"\0", np.uint8)
+
+    def encode(content):
+        return np.frombuffer(content + b"\0", np.uint8)
+
     return Tokenizer(
         "bytes",
         256,

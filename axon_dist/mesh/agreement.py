@@ -111,7 +111,10 @@ def from_main(tree: PyTree) -> PyTree:
     # Random keys do not travel; their words do.
     words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     sent = multihost_utils.broadcast_one_to_all(words)
-    wrap = lambda new, old: jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
+
+    def wrap(new, old):
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
+
     return jax.tree.map(lambda new, old: wrap(new, old) if is_key(old) else new, sent, tree)
 
 

@@ -124,7 +124,10 @@ class PipelineMemoryStats:
             >>> stats.worst, stats.total
             (4, 10)
         """
-        limit = lambda stage: num_stages - stage
+
+        def limit(stage):
+            return num_stages - stage
+
         return cls._closed_form(num_stages, num_microbatches, limit)
 
     @classmethod

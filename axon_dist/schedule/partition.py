@@ -100,7 +100,10 @@ def _balanced(costs: Sequence[float], num_layers: int, num_stages: int) -> Bound
         )
     ends = [0, *accumulate(costs)]
     pace, _ = _cheapest_cut(ends, num_stages, price=lambda cost: cost, total=max)
-    even = lambda cost: cost * cost if cost <= pace else inf
+
+    def even(cost):
+        return cost * cost if cost <= pace else inf
+
     return _cheapest_cut(ends, num_stages, price=even, total=add)[1]
 
 

@@ -348,7 +348,9 @@ def _measured(schedule: Schedule, costs: Costs) -> SearchResult:
 
 def _better(best: SearchResult | None, other: SearchResult) -> SearchResult:
     # Sums of the same times in another order may differ in their last digit.
-    key = lambda found: (round(found.makespan, 9), found.memory, found.schedule.num_stages)
+    def key(found):
+        return (round(found.makespan, 9), found.memory, found.schedule.num_stages)
+
     return other if best is None or key(other) < key(best) else best
 
 

@@ -270,7 +270,10 @@ def times_of(schedule: Schedule, costs: Costs) -> _Times:
             f"got {len(weights)} stage_weights for the {schedule.num_stages} stages of "
             f"{schedule.name!r}. Give one weight per stage through the whole model, or none."
         )
-    share = lambda phase, weight: 1.0 if phase in TOGETHER else weight / schedule.chunks
+
+    def share(phase, weight):
+        return 1.0 if phase in TOGETHER else weight / schedule.chunks
+
     return {
         (stage, phase): costs.of(phase) * share(phase, weight)
         for stage, weight in enumerate(weights)

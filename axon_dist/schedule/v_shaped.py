@@ -77,7 +77,10 @@ def _block(num_devices: int, hops: Hops) -> list[_Moments]:
     """The shortest block in which no device does two tasks in one tick of the period."""
     waits = sorted(product(range(_PERIOD), repeat=3), key=lambda waits: (sum(waits), waits))
     blocks = (_with_waits(num_devices, hops, *turns) for turns in waits)
-    apart = lambda moments: len({tick % _PERIOD for tick in moments}) == len(moments)
+
+    def apart(moments):
+        return len({tick % _PERIOD for tick in moments}) == len(moments)
+
     return next(block for block in blocks if all(map(apart, block)))
 
 

@@ -139,8 +139,11 @@ def _check_vocabulary(schedule: Schedule) -> None:
         for microbatch in range(schedule.num_microbatches):
             _check_together(schedule, {Action(own[0], phase, microbatch) for own in stages})
     order = list(Phase)
+
     # Of what all do together each device takes the microbatches alike, too.
-    place = lambda a: (order.index(a.phase), a.microbatch if a.phase in TOGETHER else 0)
+    def place(a):
+        return (order.index(a.phase), a.microbatch if a.phase in TOGETHER else 0)
+
     for device, row in enumerate(schedule.rows):
         for tick, cell in enumerate(row):
             if list(cell) != sorted(cell, key=place):
@@ -159,7 +162,10 @@ def _check_together(schedule: Schedule, wanted: set[Action]) -> None:
     found = {action for action in schedule.where if action[1:] == (phase, microbatch)}
     parts = sorted((schedule.where[action] for action in found), key=lambda part: part.device)
     if found != wanted:
-        names = lambda actions: ", ".join(map(str, sorted(actions))) or f"no {phase}"
+
+        def names(actions):
+            return ", ".join(map(str, sorted(actions))) or f"no {phase}"
+
         raise _fail(
             schedule,
             f"microbatch {microbatch} has {names(found)}, and {phase} is of all devices, each "
@@ -328,7 +334,10 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
             for phase in found
             if tick in found[phase]
         }
-        of_all = lambda phase: own.get(phase, [])
+
+        def of_all(phase):
+            return own.get(phase, [])
+
         forwards = [action for action in at(device, tick - 1) if action.phase is Phase.F]
         late = [a for a in at(device, tick - 1 - delay) if a.phase is not Phase.F]
         return (*of_all(Phase.E), *forwards, *of_all(Phase.V), *late, *of_all(Phase.G))

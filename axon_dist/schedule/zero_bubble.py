@@ -35,7 +35,10 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
-    ahead = lambda stage: num_stages - stage
+
+    def ahead(stage):
+        return num_stages - stage
+
     return _table("zero_bubble_h1", num_stages, num_microbatches, ahead)
 
 
@@ -56,7 +59,10 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: the same paper.
     """
-    ahead = lambda stage: 2 * (num_stages - stage) - 1
+
+    def ahead(stage):
+        return 2 * (num_stages - stage) - 1
+
     return _table("zero_bubble_h2", num_stages, num_microbatches, ahead)
 
 
