@@ -174,14 +174,14 @@ class Pieces:
 
     @functools.cached_property
     def _by_leaf(self) -> dict[LeafPath, list[tuple[Place, np.ndarray, int]]]:
-        found: dict[LeafPath, list[tuple[Place, np.ndarray, int]]] = {}
+        pieces: dict[LeafPath, list[tuple[Place, np.ndarray, int]]] = {}
         for path in self._files:
             arrays = open_tensors(path)
             rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
             for number, ((leaf, place), crc) in enumerate(rows):
                 whole = tuple((int(start), int(stop)) for start, stop in place)
-                found.setdefault(leaf, []).append((whole, arrays[str(number)], int(crc)))
-        return found
+                pieces.setdefault(leaf, []).append((whole, arrays[str(number)], int(crc)))
+        return pieces
 
     @property
     def is_whole(self) -> bool:
@@ -330,27 +330,27 @@ class HostCopies:
             CheckpointError: when the copy belongs to another model or optimizer.
             DamagedCheckpointError: on all processes, when a piece is not what was written.
         """
-        own = next(iter(complete_copies(self.folder)), None)
-        best = _gathered(-1 if own is None else own.header.step)
+        local = next(iter(complete_copies(self.folder)), None)
+        best = _gathered(-1 if local is None else local.header.step)
         if max(best) < 0:
             return None
-        step, has_it = max(best), own is not None and own.header.step == max(best)
+        step, has_it = max(best), local is not None and local.header.step == max(best)
         source = best.index(step)
         targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
         if has_it:
-            assert own is not None
+            assert local is not None
             wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
-            if found := differences(own.header.leaves, wanted):
+            if unlike := differences(local.header.leaves, wanted):
                 raise CheckpointError(
                     f"the copy of step {step} in the memory of this host does not fit: "
-                    f"{shortened(found)}; start the run anew, with the model it was made from"
+                    f"{shortened(unlike)}; start the run anew, with the model it was made from"
                 )
         read = _read_here if min(best) == step else _read_from
-        stored = read(own if has_it else None, source, targets)
-        _check_whole(own if has_it else None, step)
+        stored = read(local if has_it else None, source, targets)
+        _check_whole(local if has_it else None, step)
         leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
         state = jax.tree.unflatten(jax.tree.structure(target), leaves)
-        return HostCopy(step, state, _meta_of(own if has_it else None, source))
+        return HostCopy(step, state, _meta_of(local if has_it else None, source))
 
     def forget(self) -> None:
         """Throws all copies away, as a run does that goes back to an earlier state."""
@@ -360,7 +360,7 @@ class HostCopies:
         self, stored: Mapping[LeafPath, Array]
     ) -> list[tuple[LeafPath, Place, np.dtype, jax.Array]]:
         me = process_index()
-        found = []
+        shards = []
         for path, leaf in stored.items():
             owners: dict[Place, int] = {}
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -370,8 +370,8 @@ class HostCopies:
             mine = {place_of(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
             for place, shard in mine.items():
                 if owners[place] == me:
-                    found.append((path, place, np.dtype(leaf.dtype), shard.data))
-        return found
+                    shards.append((path, place, np.dtype(leaf.dtype), shard.data))
+        return shards
 
     def _remove(self, is_outdated: Callable[[CopyHeader], bool]) -> None:
         for header, path in _headers(self.folder):
@@ -395,20 +395,20 @@ def _gathered(number: int) -> list[int]:
 Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
 
 
-def _read_here(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
+def _read_here(local: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
     """Every process takes what its shards need from the memory of its host."""
-    assert own is not None
+    assert local is not None
 
     def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
         def take(index):
-            return own.read(path, leaf.dtype, place_of(index, leaf.shape))
+            return local.read(path, leaf.dtype, place_of(index, leaf.shape))
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
 
     return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}
 
 
-def _read_from(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
+def _read_from(local: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
     """One process hands every leaf to all, some of which are on a host that has none."""
 
     def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
@@ -416,8 +416,8 @@ def _read_from(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPa
         is_source = process_index() == source
         values = np.zeros(leaf.shape, leaf.dtype)
         if is_source:
-            assert own is not None
-            values = own.read(path, leaf.dtype, whole)
+            assert local is not None
+            values = local.read(path, leaf.dtype, whole)
         sent = np.asarray(multihost_utils.broadcast_one_to_all(values, is_source=is_source))
         sent = sent.astype(leaf.dtype)
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: sent[index])
@@ -425,9 +425,9 @@ def _read_from(own: Pieces | None, source: int, targets: Targets) -> dict[LeafPa
     return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}
 
 
-def _check_whole(own: Pieces | None, step: int) -> None:
+def _check_whole(local: Pieces | None, step: int) -> None:
     """Raises on all processes where one has read a piece that is not what was written."""
-    damaged = _gathered(own is not None and bool(own.damaged))
+    damaged = _gathered(local is not None and bool(local.damaged))
     if any(damaged):
         raise DamagedCheckpointError(
             f"the copy of step {step} in the memory of the hosts of the processes "
@@ -436,10 +436,10 @@ def _check_whole(own: Pieces | None, step: int) -> None:
         )
 
 
-def _meta_of(own: Pieces | None, source: int) -> Mapping[str, Any]:
+def _meta_of(local: Pieces | None, source: int) -> Mapping[str, Any]:
     """What was kept with the copy, from the process that has it."""
     is_source = process_index() == source
-    text = os.fsencode(own.header.meta_text) if is_source and own is not None else b""
+    text = os.fsencode(local.header.meta_text) if is_source and local is not None else b""
     size = max(_gathered(len(text)))
     sent = np.zeros(size, np.uint8)
     sent[: len(text)] = np.frombuffer(text, np.uint8)

@@ -119,15 +119,15 @@ def differences(
         >>> differences({"w": LeafSpec("float32", (2,))}, {"w": LeafSpec("float32", (3,))})
         ['w is float32[2] in the checkpoint and float32[3] here']
     """
-    found = []
+    unlike = []
     for path in [*saved, *(path for path in wanted if path not in saved)]:
         if path not in wanted:
-            found.append(f"{path} ({saved[path]}) is in the checkpoint and not here")
+            unlike.append(f"{path} ({saved[path]}) is in the checkpoint and not here")
         elif path not in saved:
-            found.append(f"{path} ({wanted[path]}) is here and not in the checkpoint")
+            unlike.append(f"{path} ({wanted[path]}) is here and not in the checkpoint")
         elif saved[path] != wanted[path]:
-            found.append(f"{path} is {saved[path]} in the checkpoint and {wanted[path]} here")
-    return found
+            unlike.append(f"{path} is {saved[path]} in the checkpoint and {wanted[path]} here")
+    return unlike
 
 
 def shortened(sentences: list[str]) -> str:
@@ -245,9 +245,9 @@ def target_of(abstract: PyTree, shardings: PyTree) -> PyTree:
 
 def _key_impl(target: jax.ShapeDtypeStruct) -> Any:
     """The implementation of described keys, which only an array, or a tracer of one, tells."""
-    found = []
-    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), target)
-    return found[0]
+    impls = []
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), target)
+    return impls[0]
 
 
 def is_main() -> bool:
@@ -291,9 +291,9 @@ def on_main(action: Callable[[], Any]) -> Any:
 
 def _error_class(name: str) -> type[AxonDistError]:
     """The error of this library with a name; process 0 raised it, so it exists."""
-    found, waiting = {}, [AxonDistError]
+    by_name, waiting = {}, [AxonDistError]
     while waiting:
         cls = waiting.pop()
-        found[cls.__name__] = cls
+        by_name[cls.__name__] = cls
         waiting += cls.__subclasses__()
-    return found[name]
+    return by_name[name]

@@ -94,10 +94,10 @@ def _check_leaves(
         return parts is None or path.split("/")[0] in parts
 
     saved = {path: spec for path, spec in manifest.leaves.items() if is_asked(path)}
-    found = differences(saved, wanted)
-    if found:
+    unlike = differences(saved, wanted)
+    if unlike:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} does not fit: {shortened(found)}; restore it into the "
+            f"checkpoint {str(folder)!r} does not fit: {shortened(unlike)}; restore it into the "
             "model, optimizer and precision that it was saved from"
         )
 

@@ -223,14 +223,14 @@ class CheckpointManager:
 
     def entries(self) -> list[Entry]:
         """The finished checkpoints whose manifest can be read, oldest first."""
-        found = []
+        entries = []
         for path in self._paths():
             try:
                 manifest = read_manifest(path)
             except CheckpointError:
                 continue
-            found.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
-        return sorted(found, key=lambda entry: entry.serial)
+            entries.append(Entry(step_of(path.name) or 0, manifest.serial, manifest.score))
+        return sorted(entries, key=lambda entry: entry.serial)
 
     def newest_step(self) -> int:
         """The step of the newest finished checkpoint, or -1 without one."""
@@ -238,14 +238,14 @@ class CheckpointManager:
 
     def passed_over(self) -> list[str]:
         """What is wrong with each checkpoint that would be newer than the newest finished one."""
-        found = []
+        damages = []
         for path in self._newest_first():
             try:
                 read_manifest(path)
                 break
             except CheckpointError as error:
-                found.append(str(error))
-        return found
+                damages.append(str(error))
+        return damages
 
     def restore_newest(self, target: PyTree) -> Restored | None:
         """Restores the newest good checkpoint, and tells about every newer one that is damaged.

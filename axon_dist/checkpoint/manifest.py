@@ -148,11 +148,11 @@ def check_meta(meta: Any) -> None:
 
 def installed_versions() -> dict[str, str]:
     """The versions of the packages that a checkpoint depends on, where they are installed."""
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def mesh_shape(arrays: Iterable[Array]) -> dict[str, int]:

@@ -296,19 +296,19 @@ def check_replaceable(folder: Path) -> None:
         )
     for path in (folder, staging_of(folder), replaced_of(folder)):
         try:
-            found = foreign_in(path, may_be_partial=path != folder)
+            foreign = foreign_in(path, may_be_partial=path != folder)
         except OSError as error:
             raise CheckpointError(
                 f"could not save checkpoint {str(folder)!r}: cannot look at what lies at "
                 f"{str(path)!r}: {error.strerror}; allow this program to read it, or name another "
                 "folder"
             ) from error
-        if found is not None:
+        if foreign is not None:
             raise CheckpointError(
-                f"could not save checkpoint {str(folder)!r}: at {str(path)!r} lies {found}, which "
-                "saving would delete; only an empty folder or an earlier checkpoint is replaced. "
-                f"Name a new folder, such as {f'{folder}-checkpoint'!r}, or move away what "
-                "lies there; nothing was changed"
+                f"could not save checkpoint {str(folder)!r}: at {str(path)!r} lies {foreign}, "
+                "which saving would delete; only an empty folder or an earlier checkpoint is "
+                f"replaced. Name a new folder, such as {f'{folder}-checkpoint'!r}, or move away "
+                "what lies there; nothing was changed"
             )
 
 
@@ -353,7 +353,7 @@ def _is_part(name: str) -> bool:
 def _is_manifest(path: Path) -> bool:
     """Whether a file is a manifest of this library, rather than of anything else of that name."""
     try:
-        found = json.loads(path.read_bytes())
+        manifest = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return False
-    return isinstance(found, dict) and {"format", "leaves", "checksums"} <= found.keys()
+    return isinstance(manifest, dict) and {"format", "leaves", "checksums"} <= manifest.keys()

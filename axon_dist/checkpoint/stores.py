@@ -65,9 +65,9 @@ class OrbaxStore:
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
         """Reads the slices that the shards of this process need."""
         stored = {path: target for path, target in targets.items() if target.size}
-        found = self._read((folder / ARRAYS).absolute(), stored) if stored else {}
+        restored = self._read((folder / ARRAYS).absolute(), stored) if stored else {}
         return {
-            path: found[path] if path in found else _empty(target)
+            path: restored[path] if path in restored else _empty(target)
             for path, target in targets.items()
         }
 

@@ -86,14 +86,14 @@ class Quantized:
         def apart(x):
             return x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
 
-        own = self._unpack(*(apart(share(x)) for x in sent)).mean(0)
-        rounded = self._pack(own)
+        mean = self._unpack(*(apart(share(x)) for x in sent)).mean(0)
+        rounded = self._pack(mean)
         whole = self._unpack(*(jax.lax.all_gather(x, axis, tiled=True) for x in rounded))
         missing = blocks - self._unpack(*sent)
         rank = jax.lax.axis_index(axis)
-        twice = ranks * (own - self._unpack(*rounded))
-        start = (rank * own.shape[0], 0)
-        late = jax.lax.dynamic_slice(missing, start, own.shape) + twice
+        twice = ranks * (mean - self._unpack(*rounded))
+        start = (rank * mean.shape[0], 0)
+        late = jax.lax.dynamic_slice(missing, start, mean.shape) + twice
         missing = jax.lax.dynamic_update_slice(missing, late, start)
         return self._leaves(whole, values), self._leaves(missing, values)
 
@@ -115,12 +115,12 @@ class Quantized:
         return jnp.pad(rows, ((0, count - rows.shape[0]), (0, 0)))
 
     def _leaves(self, blocks: Array, like: Sequence[Array]) -> list[Array]:
-        found, start = [], 0
+        leaves, start = [], 0
         for leaf in like:
             stop = start + math.ceil(leaf.size / self.block)
-            found.append(blocks[start:stop].reshape(-1)[: leaf.size].reshape(leaf.shape))
+            leaves.append(blocks[start:stop].reshape(-1)[: leaf.size].reshape(leaf.shape))
             start = stop
-        return found
+        return leaves
 
     def _pack(self, blocks: Array) -> tuple[Array, Array]:
         """Eight bits a number, as integers of any meaning, and a scale a block."""

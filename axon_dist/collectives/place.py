@@ -132,8 +132,8 @@ def keep_outside(result: Array, x: Array, group: ProcessGroup) -> Array:
     """Gives ranks outside the group their own value back, or zeros where the shape differs."""
     if group.members is None:
         return result
-    own = x.astype(result.dtype) if x.shape == result.shape else jnp.zeros_like(result)
-    return jnp.where(position(group) >= 0, result, own)
+    unchanged = x.astype(result.dtype) if x.shape == result.shape else jnp.zeros_like(result)
+    return jnp.where(position(group) >= 0, result, unchanged)
 
 
 def check_root(root: int, name: str, group: ProcessGroup) -> None:

@@ -163,20 +163,20 @@ class DocumentSource:
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer, self.end_token)
         template = None if self.messages is None else find_template(self.template, self.tokenizer)
-        train, held = (self._documents(part, tokenizer, template) for part in self._split())
+        train, validation = (self._documents(part, tokenizer, template) for part in self._split())
         chats = "" if template is None else f", chats as {template.name}"
-        amounts = f"{len(train)} records for training, {len(held)} for validation"
+        amounts = f"{len(train)} records for training, {len(validation)} for validation"
         default = "refuse" if self._has_mask else "split"
         return PackedRows(
             train,
-            held,
+            validation,
             length,
             packed=self.packed,
             too_long=self.too_long or default,
             has_mask=self._has_mask,
             vocab_size=tokenizer.vocab_size,
             description=f"{', '.join(self.files)}: {amounts}, as {tokenizer.name}{chats}"
-            + says_little(len(train), len(held), "records"),
+            + says_little(len(train), len(validation), "records"),
             show=tokenizer.decode,
         )
 
@@ -184,9 +184,9 @@ class DocumentSource:
         files = find_files(self.files)
         records = self.records(files)
         if self.validation_files:
-            held = find_files(self.validation_files)
-            check_disjoint(files, held)
-            sides = [records, self.records(held)]
+            validation_files = find_files(self.validation_files)
+            check_disjoint(files, validation_files)
+            sides = [records, self.records(validation_files)]
             return [(side, np.arange(len(side))) for side in sides]
         fraction = held_fraction(self.validation_fraction)
         is_held = drawn(len(records), fraction, "records")
@@ -244,8 +244,8 @@ class RecordDocuments:
     def lengths(self) -> np.ndarray:
         """Makes tokens of every record once, in threads, and keeps how many."""
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            found = pool.map(lambda number: len(self.take(number)[0]), range(len(self)))
-            return np.fromiter(found, np.int64, len(self))
+            lengths = pool.map(lambda number: len(self.take(number)[0]), range(len(self)))
+            return np.fromiter(lengths, np.int64, len(self))
 
     def checksum(self) -> int:
         """Of the files, of which records these are, and of what becomes of them."""
@@ -313,15 +313,15 @@ class JsonLines:
     def __init__(self, files: Sequence[TextFile]):
         self._bytes = [np.memmap(f.path, np.uint8, "r") for f in files if f.size]
         self._paths = [file.path for file in files if file.size]
-        found = [
+        tables = [
             np.column_stack([np.full(len(lines), number), lines])
             for number, content in enumerate(self._bytes)
             if len(lines := _lines(content))
         ]
-        if not found:
+        if not tables:
             names = ", ".join(str(file.path) for file in files)
             raise ConfigError(f"data.files: {names} has no line; give files with records.")
-        self._lines = np.concatenate(found)
+        self._lines = np.concatenate(tables)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -452,8 +452,10 @@ class ParquetRows:
             for column in table.columns:
                 for chunk in column.chunks:
                     # A slice of a larger buffer is copied out, so that equal rows give equal bytes.
-                    own = chunk.take(np.arange(len(chunk)))
-                    arrays += [np.frombuffer(b, np.uint8) for b in own.buffers() if b is not None]
+                    copied = chunk.take(np.arange(len(chunk)))
+                    arrays += [
+                        np.frombuffer(b, np.uint8) for b in copied.buffers() if b is not None
+                    ]
         return checksum(*arrays)
 
     def _find(self, number: int) -> tuple[int, int]:

@@ -66,11 +66,11 @@ def find_files(patterns: Sequence[str]) -> tuple[TextFile, ...]:
     Raises:
         ConfigError: a pattern matches no file.
     """
-    found: dict[Path, TextFile] = {}
+    files: dict[Path, TextFile] = {}
     for pattern in patterns:
         for file in _match(pattern):
-            found.setdefault(file.path.resolve(), file)
-    return tuple(sorted(found.values()))
+            files.setdefault(file.path.resolve(), file)
+    return tuple(sorted(files.values()))
 
 
 def standard_library_files() -> tuple[TextFile, ...]:
@@ -81,10 +81,10 @@ def standard_library_files() -> tuple[TextFile, ...]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = sorted(path for path in relative if _NOT_PROSE.isdisjoint(path.parts))
-    if not kept:
+    prose = sorted(path for path in relative if _NOT_PROSE.isdisjoint(path.parts))
+    if not prose:
         raise ConfigError(f"no Python sources in {root}: name files of your own in data.files.")
-    return tuple(TextFile(path.as_posix(), root / path) for path in kept)
+    return tuple(TextFile(path.as_posix(), root / path) for path in prose)
 
 
 def split_files(
@@ -142,11 +142,11 @@ def split_bytes(
         >>> [file.name for file in split_bytes(files, 0.2)[1]]
         ['d', 'j']
     """
-    wanted, held, reached = fraction * sum(file.size for file in files), [], 0
+    wanted, validation, reached = fraction * sum(file.size for file in files), [], 0
     for file in sorted(files, key=lambda file: _place(file.name)):
         if reached + file.size > wanted:
             break
-        held.append(file)
+        validation.append(file)
         reached += file.size
     else:
         return (), tuple(files)
@@ -155,17 +155,17 @@ def split_bytes(
     cut = None
     if abs(nearest - wanted) > wanted / 2:
         cut = _cut(file, file.size - round(wanted - reached))
-        held.append(dataclasses.replace(file, start=cut, stop=file.start + file.size))
+        validation.append(dataclasses.replace(file, start=cut, stop=file.start + file.size))
     elif nearest == border[1]:
-        held.append(file)
+        validation.append(file)
     rest = [
         dataclasses.replace(one, stop=cut) if one == file and cut is not None else one
         for one in files
-        if one not in held
+        if one not in validation
     ]
     order = [one.name for one in files]
-    held.sort(key=lambda one: order.index(one.name))
-    return tuple(one for one in rest if one.size), tuple(one for one in held if one.size)
+    validation.sort(key=lambda one: order.index(one.name))
+    return tuple(one for one in rest if one.size), tuple(one for one in validation if one.size)
 
 
 def _cut(file: TextFile, size: int) -> int:
@@ -194,12 +194,12 @@ def check_disjoint(train: Sequence[TextFile], validation: Sequence[TextFile]) ->
         )
 
 
-def says_little(train: float, held: float, what: str) -> str:
+def says_little(train: float, validation: float, what: str) -> str:
     """A clause for people where training got less than 80 % of the data, else nothing.
 
     Args:
         train: how much there is for training.
-        held: how much there is for validation.
+        validation: how much there is for validation.
         what: it is measured in.
 
     Example:
@@ -208,7 +208,7 @@ def says_little(train: float, held: float, what: str) -> str:
         >>> says_little(90, 10, "bytes")
         ''
     """
-    share = train / (train + held)
+    share = train / (train + validation)
     few = f"; note that only {100 * share:.0f} % of the {what} are for training"
     return few if share < _MOST else ""
 

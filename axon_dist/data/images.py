@@ -141,12 +141,14 @@ def load_images(source: ImageSource | SyntheticImages, channels: int, num_classe
         return _made_up(source, shape, num_classes)
     whole = _read(source.files, shape, num_classes)
     if source.validation_files:
-        held = _read(source.validation_files, shape, num_classes)
+        validation = _read(source.validation_files, shape, num_classes)
         check_disjoint(find_files(source.files), find_files(source.validation_files))
     else:
         is_held = drawn(len(whole), held_fraction(source.validation_fraction))
-        whole, held = whole.part(~is_held), whole.part(is_held)
-    return Images(whole, held, shape, _describe(", ".join(source.files), whole, held, shape))
+        whole, validation = whole.part(~is_held), whole.part(is_held)
+    return Images(
+        whole, validation, shape, _describe(", ".join(source.files), whole, validation, shape)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,11 +208,11 @@ class MadeImages:
 
     def _draw(self, number: int) -> tuple[np.ndarray, int]:
         height, width, channels = self.shape
-        own = random_of(1, number)
-        label = int(own.integers(self.num_classes))
+        generator = random_of(1, number)
+        label = int(generator.integers(self.num_classes))
         coarse = random_of(0, label).integers(0, 256, (PATTERN, PATTERN, channels), np.uint8)
         rows, columns = (np.arange(size) * PATTERN // size for size in (height, width))
-        noise = own.integers(0, 256, self.shape, np.uint8)
+        noise = generator.integers(0, 256, self.shape, np.uint8)
         mean = (coarse[rows][:, columns].astype(np.uint16) + noise) // 2
         return mean.astype(np.uint8), label
 
@@ -218,8 +220,10 @@ class MadeImages:
 def _made_up(source: SyntheticImages, shape: tuple[int, int, int], num_classes: int) -> Images:
     numbers = np.arange(source.num_images)
     is_held = drawn(source.num_images, held_fraction(source.validation_fraction))
-    train, held = (MadeImages(numbers[side], shape, num_classes) for side in (~is_held, is_held))
-    return Images(train, held, shape, _describe("synthetic images", train, held, shape))
+    train, validation = (
+        MadeImages(numbers[side], shape, num_classes) for side in (~is_held, is_held)
+    )
+    return Images(train, validation, shape, _describe("synthetic images", train, validation, shape))
 
 
 def _read(patterns: Sequence[str], shape: tuple[int, int, int], num_classes: int) -> ArrayImages:

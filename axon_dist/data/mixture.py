@@ -71,8 +71,8 @@ class Mixture:
         for number, part in enumerate(self._parts):
             start = int(self._starts[number])
             # Parts of one size would otherwise be shuffled alike.
-            own = (seed + number * 0x9E3779B9) % 2**32
-            order = shuffled(part.identity["num_samples"], own)
+            part_seed = (seed + number * 0x9E3779B9) % 2**32
+            order = shuffled(part.identity["num_samples"], part_seed)
             parts.append(order.map(lambda sample, start=start: start + sample))
         return grain.MapDataset.mix(parts, self._shares.tolist())
 

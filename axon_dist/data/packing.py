@@ -107,9 +107,9 @@ class RowLayout:
             place = 0
             for segment, piece in enumerate(self.rows[number], start=1):
                 document, start, stop = self.pieces[piece].tolist()
-                found, is_learned = self.documents.take(document)
+                ids, is_learned = self.documents.take(document)
                 here = slice(place, place + stop - start)
-                tokens[row, here] = found[start:stop]
+                tokens[row, here] = ids[start:stop]
                 segments[row, here] = segment
                 mask[row, here] = is_learned[start:stop]
                 place += stop - start
@@ -138,9 +138,9 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
             "data.too_long to drop or split"
         )
     is_kept = (lengths >= 2) & ((lengths <= length + 1) | (too_long == "split"))
-    kept = np.flatnonzero(is_kept)
-    counts = np.maximum(-(-(lengths[kept] - 1) // length), 1)
-    document = np.repeat(kept, counts)
+    chosen = np.flatnonzero(is_kept)
+    counts = np.maximum(-(-(lengths[chosen] - 1) // length), 1)
+    document = np.repeat(chosen, counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     start = number * length
     stop = np.minimum(start + length + 1, lengths[document])
@@ -151,7 +151,7 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
             "another data.sequence_length"
         )
     rows = pack(stop - start, length + 1) if packed else [[n] for n in range(len(pieces))]
-    return RowLayout(documents, pieces, rows, len(lengths) - len(kept))
+    return RowLayout(documents, pieces, rows, len(lengths) - len(chosen))
 
 
 class PackedRows:

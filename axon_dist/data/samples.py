@@ -330,8 +330,8 @@ class Sequences:
         rows = [_arrays(side, number) for number in numbers.tolist()]
         shapes = {name: (x.shape, x.dtype) for name, x in self.example.items()}
         for number, row in zip(numbers.tolist(), rows, strict=True):
-            found = {name: (x.shape, x.dtype) for name, x in row.items()}
-            if found != shapes:
+            row_shapes = {name: (x.shape, x.dtype) for name, x in row.items()}
+            if row_shapes != shapes:
                 raise ConfigError(
                     f"sample {number} of {self.description} has {_written(row)}, and the first one "
                     f"has {_written(self.example)}; all must be alike: pad them"

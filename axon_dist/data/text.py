@@ -114,15 +114,15 @@ def load_text(source: TextSource) -> Text:
     )
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
-    held = _stream(validation, tokenizer)
+    validation_tokens = _stream(validation, tokenizer)
     return Text(
         train=_stream(train, tokenizer),
-        validation=held,
+        validation=validation_tokens,
         vocab_size=tokenizer.vocab_size,
         description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
         f"validation, as {tokenizer.name}" + says_little(_size(train), _size(validation), "bytes"),
         show=tokenizer.decode,
-        validation_bytes=_size(validation) if source.tokenizer else len(held),
+        validation_bytes=_size(validation) if source.tokenizer else len(validation_tokens),
     )
 
 
@@ -149,13 +149,13 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
     if max_bytes is None:
         return files
     totals = itertools.accumulate(file.size for file in files)
-    kept = [file for file, total in zip(files, totals, strict=True) if total <= max_bytes]
-    if not kept:
+    readable = [file for file, total in zip(files, totals, strict=True) if total <= max_bytes]
+    if not readable:
         raise ConfigError(
             f"data.max_bytes={max_bytes} is less than the first file, {files[0].path} of "
             f"{files[0].size} bytes: raise it, since a limit cuts no file."
         )
-    return kept
+    return readable
 
 
 def _stream(files: Sequence[TextFile], tokenizer: Tokenizer) -> np.ndarray:

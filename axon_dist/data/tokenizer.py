@@ -66,7 +66,7 @@ class Turns:
 
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
-        found: list[tuple[str, bool]] = []
+        pieces: list[tuple[str, bool]] = []
         given = self.begin
         for message in messages:
             role, said = message["role"], message["content"] + self.tail
@@ -77,11 +77,11 @@ class Turns:
                 )
             given += self.heads[role]
             if role == LEARNED:
-                found += [(given, False), (said, True)]
+                pieces += [(given, False), (said, True)]
                 given = ""
             else:
                 given += said
-        return [*found, (given, False)] if given else found
+        return [*pieces, (given, False)] if given else pieces
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class Rendered:
     def pieces(self, messages: Sequence[Message]) -> Pieces:
         """The text of a chat."""
         whole = self.render(messages, False)
-        found: list[tuple[str, bool]] = []
+        pieces: list[tuple[str, bool]] = []
         end = 0
         for number, message in enumerate(messages):
             if message["role"] != LEARNED:
@@ -114,9 +114,9 @@ class Rendered:
                     "where more follows it, so that nobody can tell what of the text is the "
                     "answer; choose data.template among " + ", ".join(TEMPLATES)
                 )
-            found += [(whole[end : len(asked)], False), (whole[len(asked) : len(said)], True)]
+            pieces += [(whole[end : len(asked)], False), (whole[len(asked) : len(said)], True)]
             end = len(said)
-        return [*found, (whole[end:], False)] if end < len(whole) else found
+        return [*pieces, (whole[end:], False)] if end < len(whole) else pieces
 
 
 _ROLES = ("system", "user", LEARNED)
@@ -215,8 +215,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     def text(x):
         return x.get("content") if isinstance(x, dict) else x
 
-    found = {name: text(x) for name, x in config.items() if name.endswith("_token")}
-    return {name: x for name, x in found.items() if isinstance(x, str)}
+    texts = {name: text(x) for name, x in config.items() if name.endswith("_token")}
+    return {name: x for name, x in texts.items() if isinstance(x, str)}
 
 
 def _renderer(
@@ -358,11 +358,11 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
         return np.array([*model.encode(content.decode()).ids, *added], dtype)
 
     def answer(prompt: str, text: str) -> tuple[np.ndarray, int]:
-        found = model.encode(prompt + text)
+        encoded = model.encode(prompt + text)
         # Tokens that the tokenizer adds have no letters; what it adds behind is for the model to
         # learn, and a token on the border counts as prompt.
-        before = [i for i, (a, b) in enumerate(found.offsets) if a < b and a < len(prompt)]
-        return np.array([*found.ids, *added], dtype), before[-1] + 1 if before else 0
+        before = [i for i, (a, b) in enumerate(encoded.offsets) if a < b and a < len(prompt)]
+        return np.array([*encoded.ids, *added], dtype), before[-1] + 1 if before else 0
 
     return Tokenizer(
         f"tokens of {Path(path).name}",
@@ -380,10 +380,10 @@ def _tokens_of_chat(
     model: Any, added: tuple[int, ...], dtype: Any, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
     # A template says itself where a special token stands.
-    found = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+    encoded = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)
     letters = np.concatenate([np.full(len(text), learned) for text, learned in pieces])
-    is_learned = [bool(letters[a:b].all()) for a, b in found.offsets]
-    ids = np.array([*found.ids, *added], dtype)
+    is_learned = [bool(letters[a:b].all()) for a, b in encoded.offsets]
+    ids = np.array([*encoded.ids, *added], dtype)
     return ids, np.array([*is_learned, *[pieces[-1][1] for _ in added]], bool)
 
 
@@ -419,10 +419,10 @@ def _unreadable(path: str, tokenizers: Any, error: BaseException) -> ConfigError
 def _behind(encoded: Any) -> list[int]:
     """The special tokens at the end of an encoded text."""
     pairs = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
-    kept = len(pairs)
-    while kept and pairs[kept - 1][1]:
-        kept -= 1
-    return encoded.ids[kept:]
+    stop = len(pairs)
+    while stop and pairs[stop - 1][1]:
+        stop -= 1
+    return encoded.ids[stop:]
 
 
 def _without_end(encoded: Any) -> list[int]:
@@ -434,10 +434,10 @@ def _end(
 ) -> tuple[int, ...]:
     if end_token is None:
         return ()
-    found = token_to_id(end_token)
-    if found is None:
+    token_id = token_to_id(end_token)
+    if token_id is None:
         raise ConfigError(
             f"data.end_token={end_token!r} is not in the vocabulary of {path}: name a token that "
             "is, or leave it out."
         )
-    return (found,)
+    return (token_id,)

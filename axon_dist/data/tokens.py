@@ -222,21 +222,21 @@ def map_tokens(source: TokenSource) -> Text:
     train = _stream(source, source.files)
     if source.validation_files:
         check_disjoint(find_files(source.files), find_files(source.validation_files))
-        held = _stream(source, source.validation_files)
+        validation = _stream(source, source.validation_files)
     else:
         border = len(train) - round(held_fraction(source.validation_fraction) * len(train))
-        train, held = train[:border], train[border:]
-    seen = [_some(side) for side in (train, held)]
+        train, validation = train[:border], train[border:]
+    seen = [_some(side) for side in (train, validation)]
     where = ", ".join(source.files)
     more = {}
     if source.tokenizer is not None:
         more["show"] = load_tokenizer(source.tokenizer).decode
     return Text(
         train=train,
-        validation=held,
+        validation=validation,
         vocab_size=1 + max((int(part.max()) for part in seen if part.size), default=0),
-        description=f"{where}: {len(train)} tokens for training, {len(held)} for validation"
-        + says_little(len(train), len(held), "tokens"),
+        description=f"{where}: {len(train)} tokens for training, {len(validation)} for validation"
+        + says_little(len(train), len(validation), "tokens"),
         document_end=source.document_end,
         **more,
     )
@@ -269,11 +269,11 @@ class Joined:
             return Joined(self._parts, self._start + start, self._start + stop)
         places = np.asarray(index) + self._start
         which = np.searchsorted(self._ends, places, side="right")
-        found = np.empty(places.shape, self._parts[0].dtype)
+        tokens = np.empty(places.shape, self._parts[0].dtype)
         for number in np.unique(which).tolist():
             chosen, part = which == number, self._parts[number]
-            found[chosen] = part[places[chosen] - (self._ends[number] - len(part))]
-        return found
+            tokens[chosen] = part[places[chosen] - (self._ends[number] - len(part))]
+        return tokens
 
 
 def _stream(source: TokenSource, patterns: tuple[str, ...]) -> Any:

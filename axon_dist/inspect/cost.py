@@ -222,10 +222,10 @@ class CostModel:
             )
         if opcode == "call":
             return _total(called)
-        own = matmul_flops(computation, instruction)
+        flops = matmul_flops(computation, instruction)
         inner = _total(called)
         traffic = self._traffic(computation, instruction)
-        return Cost(own + inner.low, own + inner.high, traffic)
+        return Cost(flops + inner.low, flops + inner.high, traffic)
 
     def _traffic(self, computation: Computation, instruction: Instruction) -> int:
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done")):

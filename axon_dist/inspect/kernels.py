@@ -82,9 +82,9 @@ def expect_collectives(
     wrong = []
     for kind, claim in expected.items():
         rows = (row for row in ledger.select(kind, axis) if row.wire_bytes >= min_bytes)
-        found = sum(row.count for row in rows)
-        if not is_expected(found, claim):
-            wrong.append(f"{found} {kind} instead of {claim}")
+        count = sum(row.count for row in rows)
+        if not is_expected(count, claim):
+            wrong.append(f"{count} {kind} instead of {claim}")
     if wrong:
         place = f" over axis {axis!r}" if axis else ""
         raise ClaimError(
@@ -121,20 +121,20 @@ def expect_bytes(
         ClaimError: the bytes deviate by more; the message shows the ledger.
     """
     ledger = collectives(program, mesh)
-    found = ledger.total_wire_bytes(kind, axis)
-    if abs(found - bytes) > tolerance * abs(bytes):
+    sent = ledger.total_wire_bytes(kind, axis)
+    if abs(sent - bytes) > tolerance * abs(bytes):
         what = " ".join(filter(None, (kind or "collectives", f"over {axis}" if axis else "")))
         raise ClaimError(
-            f"a device sends {found:,} bytes per step by {what} instead of {bytes:,.0f} within "
+            f"a device sends {sent:,} bytes per step by {what} instead of {bytes:,.0f} within "
             f"{tolerance:.0%}; change the claim or the shardings that lead to them:\n"
             f"{_rendered(ledger)}"
         )
     return ledger
 
 
-def is_expected(found: int, claim: Expected) -> bool:
+def is_expected(count: int, claim: Expected) -> bool:
     """Whether a number of executions is one that is allowed."""
-    return claim is None or found in (claim if isinstance(claim, range) else (claim,))
+    return claim is None or count in (claim if isinstance(claim, range) else (claim,))
 
 
 def _rendered(ledger: Ledger) -> str:
@@ -194,12 +194,12 @@ def kernels(program: Program) -> dict[str, int]:
         >>> kernels(jax.jit(lambda x: x + 1).lower(1.0).compile())
         {}
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for visit in visits(as_module(program)):
         for instruction in visit.computation.instructions:
             if instruction.opcode == "custom-call":
-                found[_name(instruction)] += visit.count
-    return dict(sorted(found.items()))
+                counts[_name(instruction)] += visit.count
+    return dict(sorted(counts.items()))
 
 
 def attention_kernels(program: Program) -> dict[str, int]:
@@ -292,28 +292,28 @@ def expect_kernels(
         {}
     """
     module = as_module(program)
-    found = kernels(module)
-    fused = {name: count for name, count in found.items() if ATTENTION.search(name)}
+    calls = kernels(module)
+    fused = {name: count for name, count in calls.items() if ATTENTION.search(name)}
     wrong = []
     if not is_expected(sum(fused.values()), attention):
         wrong.append(
             f"{sum(fused.values())} fused kernels of attention instead of {attention} "
-            f"({_listed(fused) or 'among its custom calls: ' + (_listed(found) or 'none')})"
+            f"({_listed(fused) or 'among its custom calls: ' + (_listed(calls) or 'none')})"
         )
-    if loss is not None and (held := largest_logits(module, loss[1])) >= loss[0]:
+    if loss is not None and (positions := largest_logits(module, loss[1])) >= loss[0]:
         wrong.append(
-            f"an array of logits of {held} positions and {loss[1]} classes, where none "
+            f"an array of logits of {positions} positions and {loss[1]} classes, where none "
             f"should hold those of {loss[0]}"
         )
-    if remat is not None and not is_expected((own := recomputed(module)).count, remat):
-        wrong.append(f"what XLA rematerialises by itself: {own}, instead of {remat}")
+    if remat is not None and not is_expected((again := recomputed(module)).count, remat):
+        wrong.append(f"what XLA rematerialises by itself: {again}, instead of {remat}")
     if wrong:
         raise ClaimError(
             f"a step runs {'; and '.join(wrong)}. Compute in bfloat16 and leave the form of "
             "attention on 'auto' for fused kernels, logits='chunked' for the loss, and activation "
             "checkpointing for memory; or change the claim"
         )
-    return found
+    return calls
 
 
 def _name(instruction: Instruction) -> str:
@@ -324,5 +324,5 @@ def _name(instruction: Instruction) -> str:
     return f"{target} {_NUMBER.sub('', instruction.name)}"
 
 
-def _listed(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in found.items())
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

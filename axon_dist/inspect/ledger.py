@@ -253,11 +253,11 @@ class Ledger:
         if exposure:
             table.add_column("covered", no_wrap=True)
         table.add_column("source", overflow="fold")
-        for (*labels, each, found, source), rows in self._joined():
+        for (*labels, each, coverage, source), rows in self._joined():
             kind, axis, dtypes, flags = labels
             count = rows.num_executions()
             sizes = (byte_size(each), byte_size(each * count))
-            covered = found if found == "hidden" else f"{found} {rows._times(None)}"
+            covered = coverage if coverage == "hidden" else f"{coverage} {rows._times(None)}"
             last = (covered, source) if exposure else (source,)
             table.add_row(kind, axis, dtypes, f"{count}{flags}", *sizes, *last)
         table.add_section()

@@ -93,8 +93,10 @@ def memory(compiled: jax.stages.Compiled) -> MemoryReport:
         # There the size of temporaries has in it more than is in the chip's memory at once, such as
         # what lies in its vector memory. XLA's own peak has not: of a 1.3B step on v5p:2x2x2 it is
         # 3.41 GiB, XLA's report of memory in use 3.43, and by that size it would be 3.82.
-        held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-        temporaries = min(temporaries, max(0, stats.peak_memory_in_bytes - held))
+        between = (
+            stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+        )
+        temporaries = min(temporaries, max(0, stats.peak_memory_in_bytes - between))
     return MemoryReport(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,

@@ -155,8 +155,8 @@ class WireModel:
     def sent(self, computation: Computation) -> list[TransferBytes]:
         """What a computation launches itself, not in its loops or branches, in order."""
         if computation.name not in self._sent:
-            found = transfers(self.module, computation)
-            self._sent[computation.name] = [self._measured(transfer) for transfer in found]
+            in_order = transfers(self.module, computation)
+            self._sent[computation.name] = [self._measured(transfer) for transfer in in_order]
         return self._sent[computation.name]
 
     def judged(self, computation: Computation) -> list[Judged]:
@@ -200,7 +200,7 @@ class WireModel:
 
     def _total(self, computation: Computation) -> float:
         if computation.name not in self._seconds:
-            own = sum(self._alone(one) for one in self.sent(computation))
+            alone = sum(self._alone(one) for one in self.sent(computation))
             inner = sum(self._within(computation, i) for i in computation.instructions)
-            self._seconds[computation.name] = own + inner
+            self._seconds[computation.name] = alone + inner
         return self._seconds[computation.name]

@@ -207,8 +207,8 @@ class Computation:
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """The types of the operands of one of its instructions, tuples flattened."""
-        found = (self.by_name.get(name) for name in instruction.operands)
-        return tuple(shape for operand in found if operand for shape in operand.shapes)
+        operands = (self.by_name.get(name) for name in instruction.operands)
+        return tuple(shape for operand in operands if operand for shape in operand.shapes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ def transfers(module: Module, computation: Computation) -> list[ScheduledCollect
     Returns:
         The collectives in the order of the schedule, a chain of fusions as one.
     """
-    found: list[ScheduledCollective] = []
+    collectives: list[ScheduledCollective] = []
     chains: dict[tuple[str, str], int] = {}
     for index, instruction in enumerate(computation.instructions):
         for owner, inner in _launched(module, computation, instruction):
@@ -129,13 +129,13 @@ def transfers(module: Module, computation: Computation) -> list[ScheduledCollect
             transfer = ScheduledCollective(inner, owner, index, done)
             chain = _chain(inner)
             if chain in chains:
-                first = found[chains[chain]]
-                found[chains[chain]] = dataclasses.replace(first, done=index)
+                first = collectives[chains[chain]]
+                collectives[chains[chain]] = dataclasses.replace(first, done=index)
                 continue
             if chain:
-                chains[chain] = len(found)
-            found.append(transfer)
-    return found
+                chains[chain] = len(collectives)
+            collectives.append(transfer)
+    return collectives
 
 
 def _launched(

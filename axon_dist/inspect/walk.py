@@ -81,13 +81,13 @@ def _arguments(module: Module, computation: Computation) -> list[int | dict[int,
 
     XLA for CPUs moves small loops into calls of their own.
     """
-    found = []
+    values = []
     for caller in module.computations.values():
         for call in (i for i in caller.instructions if i.opcode == "call"):
             if computation in module.called(call):
                 given = _arguments(module, caller)
-                found.append([_value(module, caller, given, name) for name in call.operands])
-    return found[0] if found and all(other == found[0] for other in found) else []
+                values.append([_value(module, caller, given, name) for name in call.operands])
+    return values[0] if values and all(other == values[0] for other in values) else []
 
 
 def _value(

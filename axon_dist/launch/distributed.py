@@ -35,11 +35,11 @@ def check_settings() -> None:
     """
     secure = ("mtls_", "verify_secure_credentials")
     stated = {name: v for name, v in jax.config.values.items() if any(s in name for s in secure)}
-    if found := [name for name, value in stated.items() if value]:
+    if refused := [name for name, value in stated.items() if value]:
         raise LaunchError(
-            f"{', '.join(found)} would have JAX authenticate the processes of a run to each other; "
-            "their coordination service is started by axon_dist, in the clear. Leave the setting "
-            "out and let no one but the run reach the port, or call jax.distributed.initialize "
+            f"{', '.join(refused)} would have JAX authenticate the processes of a run to each "
+            "other; their coordination service is started by axon_dist, in the clear. Leave the "
+            "setting out and let no one but the run reach the port, or call jax.distributed.initialize "
             "before World.init()"
         )
 

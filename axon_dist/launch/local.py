@@ -444,8 +444,8 @@ class _Attempt:
 
 def _find_program(name: str) -> str:
     """Finds a program on the path, or beside the Python that runs this, as `axon` is."""
-    found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
-    found = found or shutil.which(name, path=str(Path(sys.executable).parent))
-    if found is None:
+    path = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    path = path or shutil.which(name, path=str(Path(sys.executable).parent))
+    if path is None:
         raise LaunchError(f"there is no program {name!r}; give one that is on the PATH")
-    return found
+    return path

@@ -251,8 +251,8 @@ class _Reception:
                     raise ConnectionError("it hung up, or says too much")
                 return None
             message = json.loads(guest.said)
-            fields, own = message["attendee"], str(message["nonce"])
-            proof = _proof(self.token, "attendee", guest.nonce, own, fields)
+            fields, nonce = message["attendee"], str(message["nonce"])
+            proof = _proof(self.token, "attendee", guest.nonce, nonce, fields)
             if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
                 self.refused += 1
                 _send(guest.connection, {"refused": True})
@@ -264,7 +264,7 @@ class _Reception:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             self._drop(guest)
             return None
-        guest.own = own or "-"
+        guest.own = nonce or "-"
         return late
 
     def _drop(self, guest: _Guest) -> None:
@@ -339,14 +339,14 @@ def _report(address: str, me: Attendee, deadline: float, token: str) -> dict[str
     seconds = max(deadline - time.monotonic(), _PAUSE_SECONDS)
     with socket.create_connection(split_address(address), timeout=seconds) as connection:
         nonce = str(_receive(connection, time.monotonic() + _HELLO_SECONDS)["nonce"])
-        own, fields = secrets.token_hex(16), dataclasses.asdict(me)
-        proof = _proof(token, "attendee", nonce, own, fields)
-        _send(connection, {"attendee": fields, "nonce": own, "proof": proof})
+        drawn, fields = secrets.token_hex(16), dataclasses.asdict(me)
+        proof = _proof(token, "attendee", nonce, drawn, fields)
+        _send(connection, {"attendee": fields, "nonce": drawn, "proof": proof})
         # Process 0 may have started its clock later, and answers when its own time is up.
         answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
     if answer.get("refused"):
         return answer
-    proof = _proof(token, "answer", own, answer["said"])
+    proof = _proof(token, "answer", drawn, answer["said"])
     if not hmac.compare_digest(proof.encode(), str(answer["proof"]).encode()):
         raise ConnectionError(f"what answers there has another {TOKEN}")
     return answer["said"]
@@ -373,10 +373,10 @@ def _receive(connection: socket.socket, deadline: float) -> dict[str, Any]:
             raise ConnectionError("process 0 closed the connection")
         if len(line) > _LINE_BYTES or time.monotonic() > deadline:
             raise ConnectionError("what answers there is not process 0 of a run")
-    found = json.loads(line)
-    if not isinstance(found, dict):
+    message = json.loads(line)
+    if not isinstance(message, dict):
         raise ConnectionError("what answers there is not process 0 of a run")
-    return found
+    return message
 
 
 def _missing_text(missing: Sequence[int], count: int, timeout: float, refused: int) -> str:

@@ -56,8 +56,8 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
     """
     if world.num_processes == 1:
         return
-    found = _exchange(world, topic, json.dumps(dict(facts)), timeout)
-    if lines := differences({process: json.loads(text) for process, text in found.items()}):
+    answers = _exchange(world, topic, json.dumps(dict(facts)), timeout)
+    if lines := differences({process: json.loads(text) for process, text in answers.items()}):
         shown = lines[:_MOST_LINES]
         more = f", and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
         raise LaunchError(
@@ -82,8 +82,8 @@ def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """
     first: dict[str, tuple[int, Any]] = {}
     lines = []
-    for process, own in sorted(facts.items()):
-        for name, value in own.items():
+    for process, values in sorted(facts.items()):
+        for name, value in values.items():
             holder, expected = first.setdefault(name, (process, value))
             if value != expected:
                 lines.append(
@@ -131,14 +131,14 @@ def checksums(tree: PyTree) -> dict[str, str]:
         >>> checksums({"b": np.zeros(2, np.float32)})
         {'b': '6522df69'}
     """
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     for path, leaf in leaves_with_paths(tree):
         array = jax.random.key_data(leaf) if is_key(leaf) else leaf
         for place, data in _shards(array):
             name = f"{path}{place}"
-            if name not in found:
-                found[name] = f"{zlib.crc32(np.ascontiguousarray(data).tobytes()):08x}"
-    return found
+            if name not in checksums:
+                checksums[name] = f"{zlib.crc32(np.ascontiguousarray(data).tobytes()):08x}"
+    return checksums
 
 
 def digest(lowered: jax.stages.Lowered) -> str:
@@ -168,22 +168,22 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 def _exchange(world: World, topic: str, mine: str, timeout: float) -> dict[int, str]:
     """What every process says about a topic for the same time as this one."""
     store, me = SharedStore(), world.process_index
-    own = f"{_PREFIX}{topic}/{me}/"
+    prefix = f"{_PREFIX}{topic}/{me}/"
     # The store knows how often this process has spoken; the others must have as often.
-    turn = len(store.items(own))
-    store.set(f"{own}{turn}", mine)
+    turn = len(store.items(prefix))
+    store.set(f"{prefix}{turn}", mine)
     deadline = time.monotonic() + timeout
     while True:
         said = store.items(f"{_PREFIX}{topic}/")
-        found = {
+        answers = {
             int(key.split("/")[0]): text
             for key, text in said.items()
             if key.split("/")[1] == str(turn)
         }
-        if len(found) == world.num_processes:
-            return found
+        if len(answers) == world.num_processes:
+            return answers
         if time.monotonic() > deadline:
-            missing = sorted(set(range(world.num_processes)) - set(found))
+            missing = sorted(set(range(world.num_processes)) - set(answers))
             raise LaunchError(
                 f"processes {', '.join(map(str, missing))} of {world.num_processes} did not say "
                 f"what they were given ({topic}) within {timeout:g} s; all must run the same "
@@ -273,10 +273,10 @@ def _hosts(world: World) -> dict[int, str]:
         return {world.process_index: here}
     store = SharedStore()
     store.set(f"{_HOSTS}{world.process_index}", here)
-    while len(found := store.items(_HOSTS)) < count:
+    while len(hosts := store.items(_HOSTS)) < count:
         # Whoever does not come is noticed by the watchdog.
         time.sleep(_POLL_SECONDS)
-    return {int(process): host for process, host in found.items()}
+    return {int(process): host for process, host in hosts.items()}
 
 
 @contextlib.contextmanager

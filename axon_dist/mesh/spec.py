@@ -242,7 +242,7 @@ def _nodes(devices: Sequence[Any]) -> tuple[str, list[list[Any]]]:
     kind, keys = "slice", slices
     if len(set(slices)) < 2:
         kind, keys = "process", [device.process_index for device in devices]
-    found: dict[Any, list[Any]] = {}
+    by_node: dict[Any, list[Any]] = {}
     for key, device in zip(keys, devices, strict=True):
-        found.setdefault(key, []).append(device)
-    return kind, list(found.values())
+        by_node.setdefault(key, []).append(device)
+    return kind, list(by_node.values())

@@ -322,17 +322,17 @@ class World:
 def _as_devices(devices: Any) -> list[Any]:
     if isinstance(devices, (str, Mapping)) or not isinstance(devices, Iterable):
         devices = [devices]
-    found = list(devices)
-    odd = [device for device in found if not isinstance(device, jax.Device)]
+    listed = list(devices)
+    odd = [device for device in listed if not isinstance(device, jax.Device)]
     if odd and not all(hasattr(device, "platform") for device in odd):
         raise MeshError(
             f"got {odd[0]!r:.80}, a {type(odd[0]).__name__}, among the devices; give devices of "
             "JAX, such as list(world.mesh.devices.flat), or none for all"
         )
-    if len(set(found)) < len(found):
-        twice = next(device for device in found if found.count(device) > 1)
+    if len(set(listed)) < len(listed):
+        twice = next(device for device in listed if listed.count(device) > 1)
         raise MeshError(f"got the device {twice} more than once; every rank needs one of its own")
-    return found
+    return listed
 
 
 def process_index() -> int:

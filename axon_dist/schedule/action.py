@@ -178,6 +178,6 @@ def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) 
         return [Action(stage, Phase.I, microbatch)]
     if phase is Phase.G:
         return [gradient_from(0)]
-    own = Action(stage, Phase.F, microbatch)
+    forward = Action(stage, Phase.F, microbatch)
     is_last = stage + 1 == num_stages
-    return [own, *(of_all(Phase.V) if is_last else [gradient_from(stage + 1)])]
+    return [forward, *(of_all(Phase.V) if is_last else [gradient_from(stage + 1)])]

@@ -143,8 +143,8 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
     joined = PipelineSchedule.EAGER_1F1B if flat else PipelineSchedule.INTERLEAVED_1F1B
     sizes = schedule.num_devices, schedule.num_microbatches, schedule.chunks
     other = _row(joined, *sizes, costs)
-    own = simulate(schedule, costs, lockstep=True).makespan
-    if isinstance(other, Unavailable) or other.lockstep_makespan >= own:
+    makespan = simulate(schedule, costs, lockstep=True).makespan
+    if isinstance(other, Unavailable) or other.lockstep_makespan >= makespan:
         return ()
     halves, whole = costs.i + costs.w, costs.of(Phase.B)
     why = (
@@ -154,7 +154,7 @@ def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, .
         f"W {costs.w:g}"
     )
     return (
-        f"{schedule.name} takes {own:g} in step and {other.name} {other.lockstep_makespan:g}: "
+        f"{schedule.name} takes {makespan:g} in step and {other.name} {other.lockstep_makespan:g}: "
         f"splitting the backward does not pay here, {why}.",
     )
 
@@ -166,9 +166,9 @@ def _row(
     chunks: int,
     costs: Costs | None,
 ) -> ScheduleSummary | Unavailable:
-    own = chunks if SCHEDULES[name].any_chunks else None
+    num_chunks = chunks if SCHEDULES[name].any_chunks else None
     try:
-        schedule = build_schedule(name, num_stages, num_microbatches, own)
+        schedule = build_schedule(name, num_stages, num_microbatches, num_chunks)
     except ScheduleError as error:
         return Unavailable(str(name), str(error))
     return summarize(schedule, costs)

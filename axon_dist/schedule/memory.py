@@ -243,7 +243,7 @@ def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
     is_last = stage + 1 == schedule.num_stages
     home = schedule.stages_of(user.device)[0] if is_last else stage
     part = where.get(Action(home, Phase.V, action.microbatch))
-    found = where.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
+    lookup = where.get(Action(stage, Phase.E, action.microbatch)) if stage == 0 else None
 
     def life(start: Moment, end: Moment) -> _Life:
         return _Life(start, end, user.device, (stage, action.microbatch))
@@ -256,12 +256,12 @@ def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
             yield "activations", life(made, now)
         if is_last and part is not None:
             yield "outputs", life(now, _moment(part))
-        if found is not None:
+        if lookup is not None:
             back = where.get(action._replace(phase=Phase.I), end)
-            yield "lookups", life(_moment(found), now)
-            yield "kept_lookups", life(_moment(found), _moment(back))
+            yield "lookups", life(_moment(lookup), now)
+            yield "kept_lookups", life(_moment(lookup), _moment(back))
         return
-    if found is not None:
+    if lookup is not None:
         yield "scatters", life(now, _moment(where[action._replace(phase=Phase.G)]))
     if not is_last:
         yield "gradients", life(made, now)

@@ -132,19 +132,19 @@ class _Devices:
 
     def tick(self) -> list[Cell]:
         """Fills one tick: to the rule's span first, then to the longest cell."""
-        kept = [*self.kept]
+        stashed = [*self.kept]
         cells: list[list[Action]] = [[] for _ in self.ready]
         for span in (self.rule.span, None):
             longest = max(map(self.length, map(tuple, cells))) if span is None else span
             for device, cell in enumerate(cells):
-                self._fill(device, cell, longest, kept[device])
+                self._fill(device, cell, longest, stashed[device])
         self.left -= sum(map(len, cells))
         for action in self.arriving:
             self._push(action)
         self.arriving.clear()
         return [tuple(sorted(cell, key=lambda action: _ORDER[action.phase])) for cell in cells]
 
-    def _fill(self, device: int, cell: list[Action], span: float, kept: int) -> None:
+    def _fill(self, device: int, cell: list[Action], span: float, stashed: int) -> None:
         backward = Phase.I if self.rule.splits else Phase.B
         first = [Phase.F, backward] if self.rule.forward_first else [backward, Phase.F]
         # A backward may follow on the forward that has just been taken: so it is asked again.
@@ -152,7 +152,7 @@ class _Devices:
             queue = self.ready[device][phase]
             if not queue or any(action.phase is phase for action in cell):
                 continue
-            entry = self._most_urgent(device, phase, kept)
+            entry = self._most_urgent(device, phase, stashed)
             if entry is None or (cell and self.length((*cell, entry[1])) > span * _CLOSE):
                 continue
             if entry is queue[0]:
@@ -163,17 +163,17 @@ class _Devices:
             cell.append(entry[1])
             self._done(entry[1], device)
 
-    def _most_urgent(self, device: int, phase: Phase, kept: int) -> _Entry | None:
+    def _most_urgent(self, device: int, phase: Phase, stashed: int) -> _Entry | None:
         queue = self.ready[device][phase]
-        if phase is not Phase.F or self._has_room(device, queue[0][1].stage, kept):
+        if phase is not Phase.F or self._has_room(device, queue[0][1].stage, stashed):
             return queue[0]
         # Where an early chunk has no room, a later one may.
-        roomy = [entry for entry in queue if self._has_room(device, entry[1].stage, kept)]
+        roomy = [entry for entry in queue if self._has_room(device, entry[1].stage, stashed)]
         return min(roomy, default=None)
 
-    def _has_room(self, device: int, stage: int, kept: int) -> bool:
+    def _has_room(self, device: int, stage: int, stashed: int) -> bool:
         # A slot is left for each later chunk: else a device full of the first could never free any.
-        return kept + self.chunks[device] - self.chunk[stage] <= self.rule.most
+        return stashed + self.chunks[device] - self.chunk[stage] <= self.rule.most
 
     def _done(self, action: Action, device: int) -> None:
         """Notes what an action makes possible: here at once where another phase, else later."""
@@ -303,12 +303,12 @@ def search(
     _check_weights(costs, num_stages, chunks)
     best: SearchResult | None = None
     least = inf
-    for found in _named(num_stages, num_microbatches, costs, chunks):
-        least = min(least, found.memory)
-        if found.memory <= memory:
-            best = _better(best, found)
-    for found in _built(num_stages, num_microbatches, costs, memory, chunks, best):
-        best = _better(best, found)
+    for result in _named(num_stages, num_microbatches, costs, chunks):
+        least = min(least, result.memory)
+        if result.memory <= memory:
+            best = _better(best, result)
+    for result in _built(num_stages, num_microbatches, costs, memory, chunks, best):
+        best = _better(best, result)
     if best is None:
         raise ScheduleError(
             f"got memory={memory:g} for {num_stages} stages and {num_microbatches} microbatches. "
@@ -348,8 +348,8 @@ def _measured(schedule: Schedule, costs: Costs) -> SearchResult:
 
 def _better(best: SearchResult | None, other: SearchResult) -> SearchResult:
     # Sums of the same times in another order may differ in their last digit.
-    def key(found):
-        return (round(found.makespan, 9), found.memory, found.schedule.num_stages)
+    def key(result):
+        return (round(result.makespan, 9), result.memory, result.schedule.num_stages)
 
     return other if best is None or key(other) < key(best) else best
 
@@ -358,13 +358,13 @@ def _named(
     num_stages: int, num_microbatches: int, costs: Costs, chunks: int
 ) -> Iterator[SearchResult]:
     for schedule in candidates(num_stages, num_microbatches, chunks):
-        own = for_stages(costs, schedule.num_stages)
-        if own is None:
+        stage_costs = for_stages(costs, schedule.num_stages)
+        if stage_costs is None:
             continue
-        yield _measured(schedule, own)
-        times = times_of(schedule, own)
+        yield _measured(schedule, stage_costs)
+        times = times_of(schedule, stage_costs)
         for span in _spans(times, schedule.splits_backward):
-            yield _measured(replace(retimed(schedule, times, span), name=NAME), own)
+            yield _measured(replace(retimed(schedule, times, span), name=NAME), stage_costs)
 
 
 def _built(
@@ -377,11 +377,11 @@ def _built(
 ) -> Iterator[SearchResult]:
     limit = inf if best is None else best.makespan
     for placement in _placements(num_stages, chunks):
-        own = for_stages(costs, len(placement))
-        if own is None:
+        stage_costs = for_stages(costs, len(placement))
+        if stage_costs is None:
             continue
         shape = Schedule(NAME, num_microbatches, placement, ((),) * num_stages)
-        times, count = times_of(shape, own), shape.chunks
+        times, count = times_of(shape, stage_costs), shape.chunks
         most = count * num_microbatches if memory == inf else int(memory * count)
         if most < count:
             continue
@@ -389,9 +389,9 @@ def _built(
             # A tie is kept for `_better` to decide: the other may keep less.
             made = greedy(NAME, num_microbatches, rule, times, limit * (1 + 1e-9))
             if made is not None:
-                found = _measured(made, own)
-                limit = min(limit, found.makespan)
-                yield found
+                result = _measured(made, stage_costs)
+                limit = min(limit, result.makespan)
+                yield result
 
 
 def _rules(
@@ -448,4 +448,4 @@ def for_stages(costs: Costs, num_stages: int) -> Costs | None:
     if rest:
         return None
     stages = (weights[size * stage : size * (stage + 1)] for stage in range(num_stages))
-    return replace(costs, stage_weights=tuple(sum(own) / size for own in stages))
+    return replace(costs, stage_weights=tuple(sum(parts) / size for parts in stages))

@@ -144,21 +144,21 @@ def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
     Raises:
         ScheduleError: a stage stands on several devices or on none.
     """
-    found: dict[int, dict[int, int]] = {}  # stage -> device -> first tick
+    first_ticks: dict[int, dict[int, int]] = {}  # stage -> device -> first tick
     for device, row in enumerate(rows):
         for tick, cell in enumerate(row):
             for action in cell:
-                found.setdefault(action.stage, {}).setdefault(device, tick)
-    for stage in range(1 + max(found)):
-        homes = found.get(stage, {})
+                first_ticks.setdefault(action.stage, {}).setdefault(device, tick)
+    for stage in range(1 + max(first_ticks)):
+        homes = first_ticks.get(stage, {})
         if len(homes) != 1:
             devices = f"devices {sorted(homes)}" if homes else "no device"
             raise ScheduleError(
-                f"stage {stage} of 0..{max(found)} runs on {devices}. A stage must live on exactly "
-                "one device; number the stages through the whole model, without gaps.\n"
+                f"stage {stage} of 0..{max(first_ticks)} runs on {devices}. A stage must live on "
+                "exactly one device; number the stages through the whole model, without gaps.\n"
                 + render_grid(rows, list(homes.items()))
             )
-    return tuple(next(iter(found[stage])) for stage in range(1 + max(found)))
+    return tuple(next(iter(first_ticks[stage])) for stage in range(1 + max(first_ticks)))
 
 
 class Placed(NamedTuple):
@@ -287,8 +287,8 @@ class Schedule:
             True
         """
         row = self.rows[self.placement[stage]]
-        own = [a for cell in row for a in cell if a.stage == stage and a.phase in phases]
-        return own == sorted(own, key=lambda action: action.microbatch)
+        actions = [a for cell in row for a in cell if a.stage == stage and a.phase in phases]
+        return actions == sorted(actions, key=lambda action: action.microbatch)
 
     @property
     def num_ticks(self) -> int:

@@ -119,26 +119,26 @@ def _fill(orders: list[list[Action]], num_stages: int, most: int) -> tuple[tuple
     scheduled = {action for order in orders for action in order}
     waiting = [deque(order) for order in orders]
     weights: list[deque[Action]] = [deque() for _ in orders]
-    kept, done = [0] * len(orders), set()
+    stashed, done = [0] * len(orders), set()
     rows: list[list[Cell]] = [[] for _ in orders]
     while any(waiting) or any(weights):
         made: list[Action] = []
         for device, row in enumerate(rows):
             todo = waiting[device]
-            full = bool(todo) and todo[0].phase is Phase.F and kept[device] == most
+            full = bool(todo) and todo[0].phase is Phase.F and stashed[device] == most
             ready = (
                 todo and not full and done.issuperset(dependencies(todo[0], num_stages, scheduled))
             )
             if ready:
                 action = todo.popleft()
-                kept[device] += action.phase is Phase.F
+                stashed[device] += action.phase is Phase.F
                 if action.phase is Phase.I:
                     weights[device].append(action._replace(phase=Phase.W))
                 row.append((action,))
                 made.append(action)
             elif weights[device]:
                 row.append((weights[device].popleft(),))
-                kept[device] -= 1
+                stashed[device] -= 1
             else:
                 row.append(())
         done.update(made)
@@ -237,8 +237,8 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     order = []
     for device in range(num_devices):
         cells = _cells(device, num_devices, total)
-        kept = (tuple(a for a in cell if a.microbatch < num_microbatches) for cell in cells)
-        order.append([cell for cell in kept if cell])
+        cells_of_m = (tuple(a for a in cell if a.microbatch < num_microbatches) for cell in cells)
+        order.append([cell for cell in cells_of_m if cell])
     placement = [*range(num_devices), *reversed(range(num_devices))]
     return order_to_table("dual_pipe_v", order, placement, num_microbatches)
 

@@ -137,7 +137,7 @@ def _check_vocabulary(schedule: Schedule) -> None:
         )
     for phase in used:
         for microbatch in range(schedule.num_microbatches):
-            _check_together(schedule, {Action(own[0], phase, microbatch) for own in stages})
+            _check_together(schedule, {Action(home[0], phase, microbatch) for home in stages})
     order = list(Phase)
 
     # Of what all do together each device takes the microbatches alike, too.
@@ -318,7 +318,7 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
     }
     if not schedule.splits_vocabulary:
         ticks[Phase.V] = lambda m: where[Action(last, Phase.F, m)].tick + 2
-    found = {
+    microbatches = {
         phase: {tick_of(m): m for m in range(schedule.num_microbatches)}
         for phase, tick_of in ticks.items()
     }
@@ -329,14 +329,14 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
 
     def cell(device: int, tick: int) -> Cell:
         home = schedule.stages_of(device)[:1]
-        own = {
-            phase: [Action(stage, phase, found[phase][tick]) for stage in home]
-            for phase in found
-            if tick in found[phase]
+        expected = {
+            phase: [Action(stage, phase, microbatches[phase][tick]) for stage in home]
+            for phase in microbatches
+            if tick in microbatches[phase]
         }
 
         def of_all(phase):
-            return own.get(phase, [])
+            return expected.get(phase, [])
 
         forwards = [action for action in at(device, tick - 1) if action.phase is Phase.F]
         late = [a for a in at(device, tick - 1 - delay) if a.phase is not Phase.F]
