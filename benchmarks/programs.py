@@ -123,7 +123,7 @@ class Cell:
     mesh: str
     strategy: Callable[[], Strategy]
     model: Callable[[], nnx.Module] = net()
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     optimizer: Callable[[], optax.GradientTransformation] = lambda: optax.adam(1e-3)
 
     def lowered(self) -> str:
@@ -217,7 +217,7 @@ def _cells() -> dict[str, Cell]:
             lambda: pipelined(2, 4, split_vocabulary=True),
             transformer(logits="chunked", tied_head=True),
         ),
-        "pipeline BatchNorm": Cell("pp=2", lambda: pipelined(2, 4), net(dropout=0.1)),
+        "pipeline dropout": Cell("pp=2", lambda: pipelined(2, 4), net(dropout=0.1)),
         "pipeline LAMB": Cell("pp=2", lambda: pipelined(2, 4), optimizer=lambda: optax.lamb(0.1)),
         "pipeline muon": Cell("pp=2", lambda: pipelined(2, 4), optimizer=lambda: muon(0.1)),
     }
