@@ -1,30 +1,27 @@
-"""Runs a program of a model's leaves on rows that stack them, block by block as it is written.
+"""Runs an optimizer's program on rows that stack blocks, block by block as it is written.
 
 The program is traced on the model's own tree, so it sees every leaf as one device would. The
 operations of a block are its own part of the program. Where the blocks of a row have the same
 part, it runs once, vectorised over the ranks; where they differ only in numbers, such as rates per
 layer, the numbers are stacked; where they differ in operations, each rank keeps what its own part
-makes. Nothing moves between ranks but what the blocks hand to all, such as norms.
+computes. Nothing moves between ranks but what the blocks hand to all, such as norms.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.compat import eval_equation
-from ..program.alike import same_params
 from ..program.owners import Atom, Constant, Operation, OwnedProgram
 from ..program.sums import sums_of
-from .form import Place
 from .layout import Keys
-from .storage import Cell
+from .storage import Cell, Place
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
@@ -61,14 +58,13 @@ class Share:
         spell = lambda names, atom: names.get(atom, program.aval_of(atom))
         shape = lambda found: (found.shape, found.dtype) if hasattr(found, "shape") else found
         return (
-            mine.equation.primitive is theirs.equation.primitive
+            mine.computes_as(theirs)
             and mine.level == theirs.level
             and len(mine.inputs) == len(theirs.inputs)
             and all(
                 shape(spell(self.names, a)) == shape(spell(other.names, b))
                 for a, b in zip(mine.inputs, theirs.inputs, strict=True)
             )
-            and same_params(mine.equation.params, theirs.equation.params)
         )
 
 
@@ -110,6 +106,7 @@ class RowProgram:
         targets: for each output, which result it is a leaf of, and where.
         mesh: names and sizes of its axes, over all devices.
         num_ranks: along the pipeline: dim 0 of every row.
+        axis: the axis of the pipeline, where ranks take different branches of an operation.
     """
 
     def __init__(
@@ -119,7 +116,9 @@ class RowProgram:
         targets: Sequence[tuple[int, Place]],
         mesh: Mesh,
         num_ranks: int,
+        axis: str | None = None,
     ):
+        self._mesh, self._axis = mesh, axis
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -210,9 +209,9 @@ class RowProgram:
         apart = [where for where, (_, row) in outside.items() if row is not None]
         results = [(v, first.names[v]) for i in numbers for v in first.operations[i].outputs]
 
-        def part(given_rows: list[Any], numbers_apart: list[Any]) -> list[Any]:
+        def part(given_rows: list[Any], numbers_apart: list[Any], shared: list[Any]) -> list[Any]:
             values = dict(zip(given, given_rows, strict=True))
-            single = {where: value for where, (value, _) in outside.items()}
+            single = dict(zip(alike, shared, strict=True))
             single.update(zip(apart, numbers_apart, strict=True))
             for i in numbers:
                 op = first.operations[i]
@@ -220,14 +219,43 @@ class RowProgram:
                     single[i, at] if (i, at) in single else values[first.names[atom]]
                     for at, atom in enumerate(op.inputs)
                 ]
-                made_here = eval_equation(op.equation, operands)
-                values.update(zip((first.names[v] for v in op.outputs), made_here, strict=True))
+                values.update(
+                    zip((first.names[v] for v in op.outputs), op.run(operands), strict=True)
+                )
             return [values[name] for _, name in results]
 
+        alike = [where for where, (_, row) in outside.items() if row is None]
         rows = [outside[where][1] for where in apart]
-        vectorised = jax.vmap(part, axis_size=self._num_ranks)
-        found = vectorised(list(given.values()), rows) if numbers else []
+        shared = [outside[where][0] for where in alike]
+        found = self._on_ranks(part, [*given.values()], rows, shared) if numbers else []
         return {name: x for (_, name), x in zip(results, found, strict=True)}
+
+    def _on_ranks(
+        self, part: Callable[..., list[Any]], given: list[Any], rows: list[Any], shared: list[Any]
+    ) -> list[Any]:
+        """Runs a part for all ranks at once, each on its entries of rows."""
+        if self._axis is None:
+            vectorised = jax.vmap(lambda *own: part(*own, shared), axis_size=self._num_ranks)
+            return vectorised(given, rows)
+        split, whole = PartitionSpec(self._axis), PartitionSpec()
+        place = lambda spec, values: [
+            jax.lax.with_sharding_constraint(jnp.asarray(x), NamedSharding(self._mesh, spec))
+            for x in values
+        ]
+        entries = lambda values: [x[0] for x in values]
+        mapped = jax.shard_map(
+            lambda given, rows, shared: [
+                x[None] for x in part(entries(given), entries(rows), shared)
+            ],
+            mesh=self._mesh,
+            axis_names=frozenset({self._axis}),
+            in_specs=(split, split, whole),
+            out_specs=split,
+            check_vma=False,
+        )
+        # Rows that other axes split would have to be moved in branches, where permutes hang.
+        operands = place(split, given), place(split, rows), place(whole, shared)
+        return place(split, mapped(*operands))
 
     def _outside(
         self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Any]
@@ -238,14 +266,14 @@ class RowProgram:
         atoms = {rank: share.operations[number].inputs[at] for rank, share in members}
         first = next(iter(atoms.values()))
         if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
-            return _value(first, known), None
+            return value_of(first, known), None
         return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
 
     def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Any]) -> Any:
         """A row of values that all know."""
         first = next(iter(atoms.values()))
         aval = self._program.aval_of(first)
-        values = [_array(_value(atoms.get(rank, first), known), aval) for rank in self._ranks]
+        values = [as_array(value_of(atoms.get(rank, first), known), aval) for rank in self._ranks]
         return jnp.stack(values)
 
     def _home(self, value: int) -> Home:
@@ -286,10 +314,10 @@ class RowProgram:
         if op.outputs[0] in self._partial_sums:
             return {}
         if (found := self._sums.get(op.outputs[0])) is None:
-            results = eval_equation(op.equation, [_value(a, known) for a in op.inputs])
+            results = op.run([value_of(a, known) for a in op.inputs])
             return dict(zip(op.outputs, results, strict=True))
         aval = self._program.avals[op.outputs[0]]
-        terms = [jnp.asarray(_value(term, known), aval.dtype) for term in found.single]
+        terms = [jnp.asarray(value_of(term, known), aval.dtype) for term in found.single]
         for (number, name), ranks in found.rows.items():
             row = made[number][name]
             row = jnp.where(self._is_in(ranks, row.ndim), row, 0)
@@ -325,7 +353,7 @@ class RowProgram:
         for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
             slot: Any = (tree, place.part, place.slot)
             if place.cell is None:
-                found[slot] = _array(_value(atom, known), self._program.aval_of(atom))
+                found[slot] = as_array(value_of(atom, known), self._program.aval_of(atom))
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
@@ -357,10 +385,12 @@ class RowProgram:
         return whole
 
 
-def _value(atom: Atom, known: Mapping[Atom, Any]) -> Any:
+def value_of(atom: Atom, known: Mapping[Atom, Any]) -> Any:
+    """The value of an atom."""
     return atom.value if isinstance(atom, Constant) else known[atom]
 
 
-def _array(value: Any, aval: Any) -> Any:
+def as_array(value: Any, aval: Any) -> Any:
+    """A value as an array of a dtype; random keys stay as they are."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return value if is_key else jnp.asarray(value, aval.dtype)
