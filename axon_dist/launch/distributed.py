@@ -39,8 +39,8 @@ def check_settings() -> None:
         raise LaunchError(
             f"{', '.join(refused)} would have JAX authenticate the processes of a run to each "
             "other; their coordination service is started by axon_dist, in the clear. Leave the "
-            "setting out and let no one but the run reach the port, or call jax.distributed.initialize "
-            "before World.init()"
+            "setting out and let no one but the run reach the port, or call "
+            "jax.distributed.initialize before World.init()"
         )
 
 
