@@ -261,9 +261,8 @@ MUTATIONS = (
         "inspect/test_ledger.py::test_ring_costs",
     ),
     row(
-        "planner/traffic.py", "2 * around(num_replicas) * size / num_ranks",
-        "2 * around(num_replicas) * size",
-        "planner/test_traffic.py::test_hybrid_adds_an_all_reduce_of_the_shards",
+        "planner/reading.py", "(1 - 1 / self._ranks(sent))", "1.0",
+        "planner/test_reading.py::test_a_reading_is_near_the_compiled_step",
     ),
     # Blocks of bridged models: one program for equal ones, their own weights, their names.
     row(

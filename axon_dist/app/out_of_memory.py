@@ -13,10 +13,9 @@ from axon_dist.core.errors import AxonDistError, OutOfMemoryError
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size
 from axon_dist.mesh.chips import hardware, machine_of
-from axon_dist.planner import recommend
 
 from ..config.build import Run
-from .planned import platform_of_chip, workload
+from .planned import plan_config
 
 PROFILE = "memory.prof"
 """The file in the folder of a run that says what was in memory; `pprof` reads it."""
@@ -82,26 +81,18 @@ def advice(run: Run) -> list[str]:
 
 def _planned(run: Run) -> Iterator[str]:
     """The planner's choice for such a model, batch and machine, of whatever kind."""
-    config, chip = run.config, machine_of(run.world.mesh)
+    chip = machine_of(run.world.mesh)
     if chip is None:
         return
     try:
-        work = workload(config, platform_of_chip(chip))
-        found = recommend(
-            work.shape,
-            run.world.size,
-            hardware=hardware(chip.name),
-            global_batch=work.global_batch,
-            optimizer=work.optimizer,
-            precision=work.precision,
-        )
+        found = plan_config(run.config, hardware(chip.name), run.world.size)
     except AxonDistError:
         return
     best = found.best
     if found.fits:
         yield (
-            f"axon plan would take {best.name} on mesh {best.arrangement.mesh}, "
-            f"{byte_size(best.memory.total)} of {byte_size(best.device_bytes)} on a {chip.name}"
+            f"axon plan would take {best.arrangement.name} on mesh {best.arrangement.mesh}, "
+            f"{byte_size(best.reading.peak)} of {byte_size(best.device_bytes)} on a {chip.name}"
         )
     else:
         yield f"by axon plan no strategy fits {run.world.size} x {chip.name}"

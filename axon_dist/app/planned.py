@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.told import told
 from axon_dist.inspect import Report
 from axon_dist.mesh import paper_world
-from axon_dist.mesh.chips import Hardware
+from axon_dist.mesh.chips import MOST_DEVICES, Hardware
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
@@ -22,13 +23,13 @@ from axon_dist.planner import (
     Reading,
     StepTime,
     Workload,
+    candidates,
     idle_share,
-    on_best_schedule,
+    more_microbatches,
     read_program,
     workload_of,
 )
-from axon_dist.planner.plan import USABLE
-from axon_dist.planner.recommend import SIMPLICITY, evaluated, quickest
+from axon_dist.step import TrainStep
 
 from ..config.build import abstract_batch, build_step, model_of
 from ..config.load import CONFIG
@@ -36,13 +37,26 @@ from ..config.schema import RunConfig
 from .examine import examine
 
 MOST = 10
-"""How many plans are read; the others are left where the estimate has put them."""
+"""How many kinds of plans are traced, the simplest first."""
 
 FEW = 2
 """The same of each way to train to other numbers."""
 
 ALIKE = 0.03
 """Steps whose predicted times differ by less are as fast."""
+
+USABLE = 0.9
+"""The share of device memory that a plan may fill; the rest is the runtime's and fragmentation."""
+
+TRIES = 5
+"""How often an arrangement is traced until it fits."""
+
+_BEFORE_REMAT = 2
+"""How often of these smaller microbatches are tried before blocks are recomputed."""
+
+SIMPLICITY = ("ddp", "shard_grad_op", "zero1", "full_shard", "hybrid_shard")
+"""Data-parallel strategies in the order in which they are taken. ZeRO-1 holds more than ZeRO-2, and
+is for steps of so many microbatches that reducing each is no longer quiet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +97,7 @@ class ReadPlan:
     @property
     def complexity(self) -> int:
         """How much is combined; smaller is simpler."""
-        one = self.arrangement
-        axes = (one.tp, one.cp, one.pp, one.ep)
-        combined = sum(2**place for place, size in enumerate(axes) if size > 1)
-        remat = int(self.arrangement.remat)
-        return (
-            2 * (len(SIMPLICITY) * combined + SIMPLICITY.index(self.arrangement.strategy)) + remat
-        )
+        return 2 * _complexity(self.arrangement) + int(self.arrangement.remat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +143,10 @@ def plan_config(
 ) -> ConfigPlans:
     """Ranks the ways to run a config on some devices.
 
-    Every mesh, strategy, schedule and rematerialisation is estimated from what a sample costs the
-    model (`workload_of`); the best of each kind is then built on paper, its step traced, and its
-    memory, bytes and products read from the program. The best are compiled where that is asked.
+    Of each kind of arrangement the one that splits the model least is taken whose train state fits,
+    as the sharding policies lay it out. Its step is built on paper and traced, and its memory,
+    bytes and products are read from the program; where it does not fit, it is traced again with
+    smaller microbatches and with every block recomputed. The best are compiled where that is asked.
     Stacked experts are split where the model has some. Replicas that train apart, as `diloco` or
     `local_sgd` say, are kept where the config has them.
 
@@ -207,22 +216,58 @@ class _Search:
         """What is trained."""
         return workload(self.config, self.platform)
 
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a plan may fill."""
+        size = self.device_bytes
+        return USABLE * (self.hardware.memory_bytes if size is None else size)
+
     def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
-        """Estimates all, and reads the best of each kind.
+        """Traces the simplest kinds whose train state fits; the smallest where none does.
 
         Args:
             most: of how many kinds.
             refused: takes the names of those that the step refuses, and why.
         """
-        work, row, size = self.work, self.hardware, self.device_bytes
-        tried = evaluated(work, self.num_devices, row, size, self.apart, self.replicas)
-        quick = [on_best_schedule(plan, work, row, size) for plan in quickest(tried)]
-        # What splits nothing but the batch is always read: there the estimate matters least.
-        splits_more = lambda plan: plan.arrangement.data_ranks < self.num_devices
-        quick = sorted(quick, key=splits_more)[:most]
-        device_bytes = quick[0].device_bytes
-        read = functools.partial(_read, self, device_bytes, refused)
-        return [plan for one in quick for plan in read(one.arrangement)]
+        kinds: dict[str, list[Arrangement]] = {}
+        for one in self.candidates():
+            kinds.setdefault(one.name, []).append(one)
+        order = sorted(kinds.values(), key=lambda group: _complexity(group[0]))
+        found: list[ReadPlan] = []
+        nearest: tuple[float, Arrangement] | None = None
+        for group in order:
+            if len(found) == most:
+                break
+            state, least = _least_split(self, group, refused)
+            if least is None:
+                continue
+            if state <= self.usable:
+                plan = _read(self, refused, least)
+                found += [] if plan is None else [plan]
+            elif nearest is None or state < nearest[0]:
+                nearest = state, least
+        if not found and nearest is not None:
+            plan = _read(self, refused, nearest[1])
+            found += [] if plan is None else [plan]
+        return found
+
+    def candidates(self) -> list[Arrangement]:
+        """All arrangements.
+
+        Raises:
+            ConfigError: for a batch that no mesh of all the devices divides.
+        """
+        count, batch = self.num_devices, self.work.global_batch
+        if not 1 <= count <= MOST_DEVICES:
+            raise ConfigError(f"got {count} devices; plan for 1 to {MOST_DEVICES}")
+        found = list(candidates(self.work, count, self.hardware, self.apart, self.replicas))
+        if not found:
+            raise ConfigError(
+                f"no mesh of {count} devices divides global_batch={batch} and "
+                f"{self.work.num_layers} blocks; make the batch a multiple of {count}, such as "
+                f"{-(-batch // count) * count}"
+            )
+        return found
 
     def with_other_numbers(self) -> Iterator[_Search]:
         """The same config in a narrower precision, and with replicas that seldom meet."""
@@ -249,7 +294,7 @@ def _apart_in(config: RunConfig, nodes: int) -> tuple[Apart | None, int]:
 
 
 def workload(config: RunConfig, platform: str) -> Workload:
-    """What a config trains, read from its model's own program; nothing is made.
+    """What a config trains, read from its model and its loss; nothing is made.
 
     Args:
         config: a run, checked.
@@ -260,7 +305,6 @@ def workload(config: RunConfig, platform: str) -> Workload:
         factory,
         config.kind.task.loss_fn,
         abstract_batch(config),
-        config.optimizer.build(config.train.steps, factory),
         config.precision,
         {"gpu": "cuda"}.get(platform, platform),
     )
@@ -294,30 +338,77 @@ def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
 _NAMES = {"shard_grad_op": "zero2"}
 
 
-def _read(
-    search: _Search, device_bytes: int, refused: dict[str, str], arrangement: Arrangement
-) -> Iterator[ReadPlan]:
-    """Reads an arrangement, and the same with every block recomputed where it does not fit."""
-    kinds = [arrangement]
-    if not arrangement.remat:
-        kinds.append(dataclasses.replace(arrangement, remat=True))
-    for one in kinds:
+def _complexity(one: Arrangement) -> int:
+    """How much is combined; smaller is simpler."""
+    axes = (one.tp, one.cp, one.pp, one.ep)
+    combined = sum(2**place for place, size in enumerate(axes) if size > 1)
+    return len(SIMPLICITY) * combined + SIMPLICITY.index(one.strategy)
+
+
+def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainStep]:
+    config = arranged(search.config, arrangement)
+    world = paper_world(config.mesh, search.num_devices, search.platform)
+    return config, build_step(config, world)
+
+
+def _least_split(
+    search: _Search, group: list[Arrangement], refused: dict[str, str]
+) -> tuple[float, Arrangement | None]:
+    """Of a kind the first whose train state fits, or the smallest; and the bytes of its state."""
+    splits = lambda one: one.tp * one.cp * one.pp * one.ep
+    best: tuple[float, Arrangement | None] = (float("inf"), None)
+    for one in sorted(group, key=splits):
         try:
-            own = arranged(search.config, one)
-            step = build_step(own, paper_world(own.mesh, search.num_devices, search.platform))
-            program, arguments = step.program(abstract_batch(own))
+            _, step = _build(search, one)
+            claims = step.claims
+            state = claims.params.bytes_per_device + claims.opt_state.bytes_per_device
         except AxonDistError as error:
             refused.setdefault(one.name, str(error))
-            return
+            continue
+        if state < best[0]:
+            best = state, one
+        if state <= search.usable:
+            break
+    return best
+
+
+def _read(search: _Search, refused: dict[str, str], one: Arrangement) -> ReadPlan | None:
+    """Traces an arrangement until it fits: smaller microbatches first, then recomputed blocks."""
+    plan: ReadPlan | None = None
+    for tried in range(TRIES):
+        try:
+            config, step = _build(search, one)
+            program, arguments = step.program(abstract_batch(config))
+        except AxonDistError as error:
+            if plan is None:
+                refused.setdefault(one.name, str(error))
+            return plan
         mesh = {str(name): size for name, size in step.world.mesh.shape.items()}
         num_state = len(jax.tree.leaves(step.abstract_state))
         reading = read_program(program, arguments, num_state, mesh, search.platform)
         time = _time(reading, one, search.work, search.hardware)
         time, met = _with_meetings(time, step, mesh, search, one.apart)
-        plan = ReadPlan(one, own, reading, time, device_bytes, changed=search.changed, met=met)
-        yield plan
-        if plan.fits:
-            return
+        size = search.hardware.memory_bytes if search.device_bytes is None else search.device_bytes
+        plan = ReadPlan(one, config, reading, time, size, changed=search.changed, met=met)
+        smaller = None if plan.fits else _smaller(plan, search, tried)
+        if smaller is None:
+            break
+        one = smaller
+    return plan
+
+
+def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
+    """What of a plan that does not fit is to be traced next; None where nothing is left."""
+    one, reading = plan.arrangement, plan.reading
+    room = search.usable - reading.state - reading.batch
+    if room <= 0:
+        return None
+    # What waits for the backward pass is as many bytes as samples are computed at a time.
+    least = math.ceil(one.num_microbatches * reading.temporaries / room)
+    more = more_microbatches(one, search.work, max(least, 2 * one.num_microbatches))
+    if more is None or (tried >= _BEFORE_REMAT and not one.remat):
+        return None if one.remat else dataclasses.replace(one, remat=True)
+    return more
 
 
 def _with_meetings(
@@ -350,7 +441,7 @@ def _time(
     return reading.step_time(
         hardware,
         work.policy.compute,
-        flops=work.flops(1) / arrangement.num_devices,
+        flops=4 / 3 * work.flops / arrangement.num_devices,  # every stage is recomputed
         idle=idle_share(arrangement.schedule, stages, count, 1),
     )
 

@@ -6,40 +6,26 @@ import argparse
 import dataclasses
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from axon_dist.app import plan_config
+from axon_dist.app.sized import config_of_size
 from axon_dist.config import load_config
+from axon_dist.config.optimizers import OPTIMIZERS
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
-from axon_dist.core.words import byte_size, plural
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
-from axon_dist.planner import (
-    OPTIMIZERS,
-    Plan,
-    Recommendation,
-    TransformerShape,
-    Workload,
-    parse_count,
-    parse_memory,
-    recommend,
-)
+from axon_dist.planner import parse_count, parse_memory
 
-from .plan_table import (
-    called,
-    count_of,
-    digits,
-    print_lines,
-    seconds,
-    show_config_plans,
-    unit_of,
-)
+from .plan_table import show_config_plans
 from .verb import Verb, as_int
 
 _DEFAULT_HARDWARE = "h100"
+
+_GLOBAL_BATCH = 1024
+"""Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
+(arXiv:2005.14165, table 2.1)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="of one device, such as 80GB; the target's by default")
     parser.add_argument("--batch", type=as_int, help="with --params: samples of a step")
     parser.add_argument("--sequence", type=as_int, help="with --params: tokens of a sample")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="with --params; adam by default")
+    parser.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), help="with --params; adam by default"
+    )
     parser.add_argument("--precision", help="with --params: float32, bf16 or fp16")
     parser.add_argument(
         "--compile",
@@ -72,11 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _plan_config(arguments, memory)
     if arguments.compile:
         raise ConfigError("--compile needs a config, for a number of parameters is no program")
-    row, num_devices = _devices(arguments)
-    size, options = _workload(arguments)
-    found = recommend(size, num_devices, memory, hardware=row, **options)
-    _show(found, Console(highlight=False))
-    return 0 if found.fits else 1
+    return _plan_size(arguments, memory)
 
 
 def _devices(arguments: argparse.Namespace) -> tuple[Any, int]:
@@ -99,16 +83,30 @@ def _emulated(target: str) -> tuple[Hardware, int]:
     return dataclasses.replace(row, name="cpu", memory_bytes=share, wiring=EMULATED), count
 
 
-def _workload(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The size of the model, and the options that `recommend` takes besides."""
+def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
+    """Plans for a decoder of a number of parameters, and says which."""
+    row, num_devices = _devices(arguments)
     given = {
-        "global_batch": arguments.batch,
         "sequence_length": arguments.sequence,
         "optimizer": arguments.optimizer,
         "precision": arguments.precision,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    return parse_count(arguments.params), given
+    if num_devices < 1:
+        raise ConfigError(f"got --devices {num_devices}; it must be at least 1")
+    config = config_of_size(
+        parse_count(arguments.params),
+        global_batch=arguments.batch or -(-_GLOBAL_BATCH // num_devices) * num_devices,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    model, console = config.model, Console(highlight=False)
+    console.print(
+        f"{arguments.params} parameters: a decoder of {model.num_layers} blocks, width "
+        f"{model.width}, {model.num_heads} heads, {model.vocab_size} tokens, samples of "
+        f"{model.max_length} tokens"
+    )
+    found = plan_config(config, row, num_devices, memory)
+    show_config_plans(config.name, found, console)
+    return 0 if found.fits else 1
 
 
 def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
@@ -141,63 +139,6 @@ def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
 
 
 _BESIDE = ("batch", "sequence", "optimizer", "precision")
-
-
-def _show(found: Recommendation, console: Console) -> None:
-    work, best = found.work, found.best
-    console.print(
-        f"{count_of(work.shape.num_params)} parameters, {plural(work.global_batch, 'sample')} of "
-        f"{_length(work)} tokens per step, {plural(found.num_devices, 'device')} of "
-        f"{byte_size(best.device_bytes)} with the rates of {found.hardware.name}"
-    )
-    console.print(
-        "Best first: what fits, leaves half of the memory free of state, spends at most 30 % in "
-        "transfers and bubble, is simple; then what is fast"
-    )
-    console.print(_table(found))
-    reason = found.reason.replace(best.name, called(best.name), 1)
-    console.print(reason, style="bold" if found.fits else "bold red")
-    if found.faster is not None:
-        console.print(
-            f"{called(found.faster.name)} on {found.faster.arrangement.mesh} may be faster, but "
-            f"is not as simple, roomy or quiet: {'; '.join(found.faster.reasons[1:])}"
-        )
-    for finding in found.findings:
-        console.print(f"note ({finding.rule}): {finding.message}")
-    if found.fits:
-        print_lines(best.arrangement, console)
-
-
-def _length(work: Workload) -> int:
-    assert isinstance(work.shape, TransformerShape)
-    return work.shape.sequence_length
-
-
-def _table(found: Recommendation) -> Table:
-    unit, name = unit_of(max(plan.memory.total for plan in found.plans))
-    caption = f"{name} per device, and sent per step; x: microbatches; half of peak FLOP/s assumed"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption)
-    table.add_column("plan", no_wrap=True)
-    for header in ("param", "grad", "opt", "act", "gath", "total", "fit", "sent", "step"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for plan in found.plans:
-        style = "bold" if plan is found.best and plan.fits else ("" if plan.fits else "dim")
-        table.add_row(*_row(plan, unit), style=style)
-    return table
-
-
-def _row(plan: Plan, unit: float) -> tuple[str, ...]:
-    memory, arrangement = plan.memory, plan.arrangement
-    sizes = (memory.params, memory.grads, memory.optimizer, memory.activations, memory.gathered)
-    name = arrangement.strategy if arrangement.data_ranks > 1 else plan.name
-    return (
-        f"{called(name)}{', remat' if arrangement.remat else ''}\n"
-        f"{arrangement.mesh} x{arrangement.num_microbatches}",
-        *(digits(size / unit) for size in (*sizes, memory.total)),
-        "yes" if plan.fits else "no",
-        digits(plan.wire_bytes / unit),
-        seconds(plan.time.total),
-    )
 
 
 VERB = Verb(

@@ -68,14 +68,13 @@ def show_config_plans(name: str, found: ConfigPlans, console: Console) -> None:
     work, best = found.work, found.best
     rates = "h100, for emulated devices have none" if found.hardware.name == "cpu" else None
     console.print(
-        f"{name}: {count_of(work.shape.num_params)} parameters, {work.global_batch} samples per "
+        f"{name}: {count_of(work.num_params)} parameters, {work.global_batch} samples per "
         f"step, {plural(found.num_devices, 'device')} of {byte_size(best.device_bytes)} with the "
         f"rates of {rates or found.hardware.name}"
     )
     console.print(
         "Best first: what fits into 90 % of the memory, then the shortest predicted step; of steps "
-        "within 3 % the simplest. The best of each kind by estimate; each was read from its own "
-        "traced step"
+        "within 3 % the simplest. Each was read from its own traced step"
     )
     console.print(_table(found.plans, best if best.fits else None))
     console.print(_reason(best), style="bold" if found.fits else "bold red")
@@ -122,7 +121,11 @@ def _reason(plan: ReadPlan) -> str:
     time = plan.time
     need = f"{byte_size(plan.reading.peak)} of {byte_size(plan.device_bytes)}"
     if not plan.fits:
-        return f"does not fit: {called(plan.arrangement.name)} comes nearest, {need}"
+        state = byte_size(plan.reading.state)
+        return (
+            f"does not fit: {called(plan.arrangement.name)} comes nearest, {need}, of which "
+            f"{state} are the train state"
+        )
     parts = {
         "products": time.compute,
         "waiting in the pipeline": time.bubble,

@@ -307,13 +307,13 @@ def new_operation(
     return operation
 
 
-def cudnn_attention(
-    query: Any, key: Any, value: Any, bias: Any | None, causal: bool
-) -> tuple[Any, Any]:
-    """cuDNN's attention with the logarithms of its weights, which the public call scrambles.
+def cudnn_attention_forward(
+    query: Any, key: Any, value: Any, bias: Any | None, causal: bool, keeps_weights: bool
+) -> tuple[Any, ...]:
+    """The forward kernel of cuDNN's attention, asked of no process whether it has cuDNN.
 
-    `jax.nn.dot_product_attention(return_residual=True)` gives them as `[B, T, H]` where the kernel
-    wrote `[B, H, T]`.
+    The public call asks that, and scrambles the logarithms of the weights besides: it gives them as
+    `[B, T, H]` where the kernel wrote `[B, H, T]`.
 
     Args:
         query: `[B, T, H, K]` in bfloat16 or float16.
@@ -321,24 +321,39 @@ def cudnn_attention(
         value: likewise.
         bias: `[B, 1, T, S]`, added to the scores; None for none.
         causal: position t sees positions 0 to t.
+        keeps_weights: whether the logarithms of the weights are given too.
 
     Returns:
-        `[B, T, H, K]`, and float32 `[B, H, T]`.
-
-    Raises:
-        RuntimeError: when there is no cuDNN.
-        NotImplementedError: for shapes or dtypes that it does not take.
+        `[B, T, H, K]`, and float32 `[B, H, T]` where they are kept.
     """
-    found: Any = cudnn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        scale=query.shape[-1] ** -0.5,
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        return_residual=True,
+    found = cudnn._dot_product_attention_fwd_p_wrapper.bind(
+        *_cudnn_operands(query, key, value, bias),
+        **_cudnn_parameters(query, bias, causal),
+        is_training=keeps_weights,
     )
-    return found
+    return tuple(found[: 1 + keeps_weights])
+
+
+def _cudnn_operands(query: Any, key: Any, value: Any, bias: Any | None) -> tuple[Any, ...]:
+    """The arrays of a call: no lengths, offsets or pages."""
+    unused = jnp.zeros(0, query.dtype)
+    return query, key, value, unused if bias is None else bias, *[unused] * 6
+
+
+def _cudnn_parameters(query: Any, bias: Any | None, causal: bool) -> dict[str, Any]:
+    # Since 0.11 a score may be changed by a function.
+    names = inspect.signature(cudnn.dot_product_attention).parameters
+    more = {"score_mod": None} if "score_mod" in names else {}
+    return {
+        "scale": query.shape[-1] ** -0.5,
+        "seed": 42,  # of a dropout that there is none of
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, False),
+        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+        **more,
+    }
 
 
 def cudnn_attention_gradients(
@@ -366,27 +381,12 @@ def cudnn_attention_gradients(
     Returns:
         The gradients of queries, keys and values.
     """
-    unused = jnp.zeros(0, query.dtype)
-    # Since 0.11 a score may be changed by a function.
-    names = inspect.signature(cudnn.dot_product_attention).parameters
-    more = {"score_mod": None} if "score_mod" in names else {}
     gradients = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        query,
-        key,
-        value,
-        unused if bias is None else bias,
-        *[unused] * 6,
+        *_cudnn_operands(query, key, value, bias),
         log_weight,
         out,
         cotangent,
-        scale=query.shape[-1] ** -0.5,
-        seed=0,
-        dropout_rate=0.0,
-        variadic_args=(bias is not None, False),
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
-        **more,
+        **_cudnn_parameters(query, bias, causal),
     )
     return tuple(gradients[:3])
 

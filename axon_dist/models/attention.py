@@ -33,6 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+from ..core.cudnn import HIDDEN
+from ..core.cudnn import cudnn_attention as fused_attention
+from ..core.cudnn import cudnn_obstacle as fused_obstacle
 from ..core.errors import UnsupportedError
 from ..core.typing import Array
 from ..core.weighted import per_sample
@@ -121,13 +124,13 @@ def cudnn_attention(
     """Computes attention with cuDNN's fused kernel; arguments as in `einsum_attention`.
 
     Raises:
-        UnsupportedError: cuDNN cannot be traced here, or not for this dtype or head size.
+        UnsupportedError: cuDNN does not take this dtype or head size.
     """
     obstacle = cudnn_obstacle(query, key, value, segments)
     if obstacle is not None:
         raise UnsupportedError(
-            f"attention='cudnn' with {query.dtype} heads of {query.shape[-1]}: {obstacle} Install "
-            "axon_dist[cuda] and compute in bfloat16, or use attention='auto' or 'einsum'."
+            f"attention='cudnn' with {query.dtype} heads of {query.shape[-1]}: {obstacle} Compute "
+            "in bfloat16, or use attention='auto' or 'einsum'."
         )
     return _cudnn(query, key, value, segments, causal=causal)
 
@@ -135,23 +138,18 @@ def cudnn_attention(
 def cudnn_obstacle(
     query: Array, key: Array, value: Array, segments: Array | None = None
 ) -> str | None:
-    """Says why cuDNN attention cannot be traced for these arrays, or None if it can.
+    """Says why cuDNN cannot compute attention of these arrays, or None if it can.
 
-    JAX itself is asked, by tracing the call without running it: the dtype has to be bfloat16 or
-    float16, the head size a multiple of 8 up to 128 (256 from Hopper on), and the CUDA plugin of
-    JAX has to be installed. No GPU is needed.
+    The dtype has to be bfloat16 or float16, the head size a multiple of 8 up to 256 (on chips
+    before Hopper a train step allows 128), and with segments the length even. That is the same on
+    every machine: neither a GPU nor CUDA has to be here.
 
     Example:
         >>> heads = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
         >>> cudnn_obstacle(heads, heads, heads) is None
         False
     """
-    try:
-        more = () if segments is None else (segments,)
-        jax.eval_shape(functools.partial(_cudnn, causal=True), query, key, value, *more)
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error)
-    return None
+    return fused_obstacle(query, segments is not None)
 
 
 def auto_attention(
@@ -227,8 +225,7 @@ _NAMES = MappingProxyType(
 
 _CURES = MappingProxyType(
     {
-        "cudnn": "precision bf16, with heads of a multiple of 8 up to 128 and axon_dist[cuda] "
-        "installed, would fuse it",
+        "cudnn": "precision bf16, with heads of a multiple of 8 up to 128 would fuse it",
         "flash": "a length that is a multiple of 128 would fuse it",
     }
 )
@@ -238,10 +235,10 @@ _CURES = MappingProxyType(
 def _cudnn(
     query: Array, key: Array, value: Array, segments: Array | None = None, *, causal: bool
 ) -> Array:
-    mask = None if segments is None else same_segment(segments)
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=causal, implementation="cudnn"
-    )
+    bias = None
+    if segments is not None:
+        bias = jnp.where(same_segment(segments), 0, HIDDEN[query.dtype.name]).astype(query.dtype)
+    return fused_attention(query, key, value, bias, causal)
 
 
 ATTENTION_FORMS: MappingProxyType[str, Callable[..., Array]] = MappingProxyType(

@@ -24,7 +24,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-from ..core.compat import cudnn_attention, cudnn_attention_gradients, splash_gradients
+from ..core.compat import cudnn_attention_forward, cudnn_attention_gradients, splash_gradients
+from ..core.cudnn import cudnn_obstacle
 from ..core.errors import UnsupportedError
 from ..core.typing import Array
 from ..core.weighted import per_sample
@@ -304,17 +305,13 @@ class _Cudnn:
     """cuDNN's flash attention; segments are a bias that is made of a pair of blocks alone."""
 
     def obstacle(self, queries: Queries, keys: Keys) -> str | None:
-        try:
-            jax.eval_shape(functools.partial(self.forward, causal=True), queries, keys)
-        except (RuntimeError, NotImplementedError) as error:
-            return str(error)
-        if queries.segments is not None and queries.query.shape[1] % 2:
-            return "segments ask for an even number of positions in a block."
-        return None
+        return cudnn_obstacle(queries.query, queries.segments is not None)
 
     def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
         bias = self._bias(queries, keys)
-        out, log_weight = cudnn_attention(queries.query, keys.key, keys.value, bias, causal)
+        out, log_weight = cudnn_attention_forward(
+            queries.query, keys.key, keys.value, bias, causal, keeps_weights=True
+        )
         return out.astype(jnp.float32), log_weight.swapaxes(1, 2)
 
     def backward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array, Array]:

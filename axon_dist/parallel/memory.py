@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ from jax.sharding import Mesh
 from ..core.tree import num_params
 from ..core.typing import PyTree
 from ..ops.precision import cast_floating
-from ..sharding import Decision, Policy, Replicate, optimizer_decisions, spec_axes
-from .data import MIN_ELEMENTS
+from ..sharding import Policy, Replicate, explain_optimizer
 from .strategy import Strategy, with_masters
 
 
@@ -98,13 +96,11 @@ def estimate(
     grad_dtype: Any = None,
     accumulate: int = 2,
 ) -> FSDPMemoryStats:
-    """Bytes per device before any array exists: what is split weighs 1/N of its whole.
+    """Bytes per device before any array exists: leaf by leaf, as the policies lay them out.
 
-    A leaf none of whose dims divides stays whole, and is counted so. Leaves below `MIN_ELEMENTS`
-    are counted as if they were split, as the formulas of the papers have it, which is why the
-    estimate of a model of nothing but small leaves is low; `TrainStep.claims` counts leaf by leaf,
-    and `measure` what there is. Parameters that a step would keep as split masters, as ZeRO-1 and 2
-    do under a precision that computes in a narrower dtype, are counted so.
+    A leaf that stays whole, because none of its dims divides or because it is small, counts whole.
+    Parameters that a step would keep as split masters, as ZeRO-1 and 2 do under a precision that
+    computes in a narrower dtype, are counted so. `measure` counts the arrays that there are.
 
     Args:
         strategy: its policies say what is split, and how many ways.
@@ -174,17 +170,8 @@ def device_bytes(leaves: Iterable[jax.Array]) -> int:
 
 def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
     """The bytes of a tree on one device."""
-    ways = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
-    decisions = jax.tree.leaves(
-        optimizer_decisions(policy, params, tree, mesh),
-        is_leaf=lambda x: isinstance(x, Decision),
-    )
-    total = Fraction()
-    for leaf, decision in zip(jax.tree.leaves(tree), decisions, strict=True):
-        is_small = math.prod(leaf.shape) < MIN_ELEMENTS
-        axes = policy.split_axes if is_small else spec_axes(decision.spec)
-        total += Fraction(_bytes(leaf), ways(axes)) if leaf.shape else 0
-    return math.ceil(total)
+    rows = explain_optimizer(policy, params, tree, mesh).rows
+    return sum(row.bytes_per_device for row in rows if row.shape)
 
 
 def _bytes(leaf: Any) -> int:

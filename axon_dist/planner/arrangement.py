@@ -10,8 +10,7 @@ from typing import Any
 from ..core.errors import ConfigError, did_you_mean
 from ..mesh import MeshSpec
 from ..mesh.spec import SLOW_AXES
-from ..ops.precision import MixedPrecision
-from ..parallel import ZERO, ZeROStage
+from ..parallel import ZeROStage
 from ..parallel.plans import APART, USUAL_EVERY
 from ..schedule import PipelineSchedule
 
@@ -172,58 +171,6 @@ class Arrangement:
     def shard_ranks(self) -> int:
         """The ranks that the strategy is over: those of `dp` and `fsdp`."""
         return self.dp * self.fsdp
-
-    @property
-    def model_ranks(self) -> int:
-        """Into how many pieces layers and their parts are split."""
-        return self.pp * self.tp
-
-    @property
-    def num_shards(self) -> int:
-        """Over how many data ranks an array that is split lies."""
-        return self.fsdp if self.strategy == "hybrid_shard" else self.shard_ranks
-
-    @property
-    def shards(self) -> tuple[int, int, int]:
-        """Into how many pieces the data ranks split parameters, gradients, optimizer state.
-
-        Gradients as they are held between microbatches: the stages of a pipeline hold theirs whole.
-        """
-        split = ZERO[STAGES[self.strategy]]
-        return tuple(  # type: ignore[return-value]
-            self.num_shards if is_split else 1
-            for is_split in (split.params, split.grads and self.pp == 1, split.opt_state)
-        )
-
-    def shards_for(self, policy: MixedPrecision) -> tuple[int, int, int]:
-        """The same under a policy: what is computed in a narrower dtype has its masters split.
-
-        Where only the moments are split, parameters lie with them, and are gathered once a step in
-        the dtype of the compute (`with_masters`).
-
-        Args:
-            policy: the dtypes.
-        """
-        params, grads, state = self.shards
-        return state if self.keeps_masters(policy) else params, grads, state
-
-    def keeps_masters(self, policy: MixedPrecision) -> bool:
-        """Whether parameters lie split with their moments though every rank computes with all."""
-        params, _, state = self.shards
-        return params < state and self.pp == 1 and policy.compute.itemsize < policy.param.itemsize
-
-    @property
-    def splits_params(self) -> bool:
-        """Whether parameters are gathered where they are used."""
-        return self.shards[0] > 1
-
-    @property
-    def remakes(self) -> bool:
-        """Whether blocks that are not recomputed keep products, and make again what is cheap.
-
-        They do where anything is split over data ranks, and only weights are sent between ranks.
-        """
-        return max(self.shards) > 1 and self.pp == self.cp == self.ep == self.tp == 1
 
     @property
     def mesh(self) -> MeshSpec:

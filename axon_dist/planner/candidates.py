@@ -7,12 +7,16 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from ..core.errors import ScheduleError
 from ..mesh.chips import Hardware
 from ..parallel import ZERO
+from ..schedule import PipelineSchedule, build_schedule
 from .arrangement import STAGES, Apart, Arrangement, arrange
+from .cost import idle_share
 from .workload import Workload
 
-_MAX_MICROBATCH = 64
+_TURNS = 4
+"""Microbatches for each stage of a pipeline, from which on it idles little."""
 
 
 def candidates(
@@ -22,11 +26,12 @@ def candidates(
     apart: Apart | None = None,
     replicas: int = 1,
 ) -> Iterator[Arrangement]:
-    """Yields the arrangements whose sizes divide the devices, the heads, the layers and the batch.
+    """Yields the arrangements whose sizes divide the devices, the experts and the batch.
 
     Tensor, context and expert parallelism stay inside a node. In a pipeline, whose ranks gather
     their stage once per step, sharding moves no more than replicating, so replicas are always
-    sharded there.
+    sharded there. Only a pipeline has several microbatches, and nothing is recomputed: whether a
+    step needs that, its trace says.
 
     Args:
         work: the model and its batch.
@@ -47,7 +52,7 @@ def candidates(
                     yield dataclasses.replace(one, apart=apart, replicas=replicas)
         return
     sizes = divisors(num_devices)
-    experts = [size for size in sizes if work.shape.num_experts % size == 0]
+    experts = [size for size in sizes if work.num_experts % size == 0]
     for tp, pp, cp, ep in itertools.product(sizes, sizes, sizes, experts):
         split = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
         if num_devices % math.prod(split.values()) or not _splits(work, split, hardware):
@@ -56,7 +61,7 @@ def candidates(
         if work.global_batch % (ranks * ep) == 0:
             local = work.global_batch // (ranks * ep)
             for base in _strategies(ranks, split, hardware):
-                yield from _microbatches(base, local)
+                yield _with_turns(base, local, work.num_layers)
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -73,7 +78,7 @@ def _splits(work: Workload, split: dict[str, int], hardware: Hardware) -> bool:
     # The stages of a pipeline take turns, and a ring of positions needs all its ranks at once.
     together = split["pp"] == 1 or split["cp"] == 1
     inside = split["tp"] * split["cp"] * split["ep"] <= (hardware.node_size or 8)
-    return together and inside and work.shape.divides(**split)
+    return together and inside and work.divides(**split)
 
 
 def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterator[Arrangement]:
@@ -92,8 +97,38 @@ def _strategies(ranks: int, split: dict[str, int], hardware: Hardware) -> Iterat
                 yield Arrangement(strategy=name, dp=ranks // size, fsdp=size)
 
 
-def _microbatches(base: Arrangement, local: int) -> Iterator[Arrangement]:
-    fields = {name: getattr(base, name) for name in Arrangement.__dataclass_fields__}
-    sizes = [size for size in divisors(min(local, _MAX_MICROBATCH)) if local % size == 0]
-    for size, remat in itertools.product(sizes, (False, True)):
-        yield Arrangement(**{**fields, "num_microbatches": local // size, "remat": remat})
+def more_microbatches(plan: Arrangement, work: Workload, least: int) -> Arrangement | None:
+    """The same arrangement with smaller microbatches.
+
+    Args:
+        plan: whose microbatches are too large.
+        work: the model and its batch.
+        least: how many microbatches there should be.
+
+    Returns:
+        With the fewest microbatches from there on; with as many as there are samples where those
+        are fewer; None where it has these already.
+    """
+    counts = divisors(work.global_batch // plan.data_ranks)
+    count = next((n for n in counts if n >= least), counts[-1])
+    return (
+        dataclasses.replace(plan, num_microbatches=count) if count > plan.num_microbatches else None
+    )
+
+
+def _with_turns(base: Arrangement, local: int, num_layers: int) -> Arrangement:
+    """A pipeline with microbatches enough to keep it busy, and the schedule that idles least."""
+    if base.pp == 1:
+        return base
+    counts = divisors(local)
+    count = next((n for n in counts if n >= _TURNS * base.pp), counts[-1])
+    best, least = base.schedule, math.inf
+    for name in PipelineSchedule:
+        try:
+            chunks = build_schedule(name, base.pp, min(count, 2 * base.pp)).num_stages // base.pp
+            idle = idle_share(name, base.pp, count)
+        except ScheduleError:  # Sizes that it cannot do.
+            continue
+        if num_layers % (base.pp * chunks) == 0 and idle < least:
+            best, least = name, idle
+    return dataclasses.replace(base, num_microbatches=count, schedule=best)

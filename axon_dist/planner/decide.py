@@ -27,8 +27,7 @@ def decide(
 
     A model that fits is replicated. One that does not is cut into stages if it is a sequence of
     layers; otherwise it is sharded where the links are fast, and its layers are split within a
-    node where they are not. `recommend` counts instead of asking, and prefers to shard sequential
-    models too where that is fast enough.
+    node where they are not. `axon plan` counts instead of asking.
 
     Args:
         fits: whether the training state (16 bytes per parameter with Adam in float32) and the

@@ -16,7 +16,6 @@ from ..program.liveness import peak_of
 from ..program.placement import Splits, of_spec
 from ..program.tape import Sent
 from .cost import EFFICIENCY, StepTime
-from .traffic import around
 
 ROUNDS: Mapping[str, float] = {
     "all-reduce": 2.0,
@@ -74,7 +73,7 @@ class Reading:
     def _wire(self, sent: Sent) -> float:
         if sent.kind == "collective-permute":
             return sent.num_bytes
-        return ROUNDS[sent.kind] * around(self._ranks(sent)) * sent.num_bytes
+        return ROUNDS[sent.kind] * (1 - 1 / self._ranks(sent)) * sent.num_bytes
 
     def _joined(self) -> dict[tuple[str, tuple[str, ...], int], list[int]]:
         """The sizes of the collectives of a kind over the same axes that run equally often."""

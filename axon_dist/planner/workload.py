@@ -1,131 +1,147 @@
-"""`Workload`: what is to be trained, whatever it is trained on."""
+"""`Workload`: what is to be trained, read from the model and its loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+import math
+from collections.abc import Callable
+from typing import Any
 
-import optax
+import jax
+from flax import nnx
 
-from ..core.errors import ConfigError
-from ..ops.precision import MixedPrecision
-from .memory import BytesPerParam, bytes_per_param
-
-
-class ModelCost(Protocol):
-    """What a model costs, by formula (`TransformerShape`) or by its own program (`Profile`)."""
-
-    @property
-    def num_params(self) -> int:
-        """Trainable scalars."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """Blocks that the model repeats."""
-        ...
-
-    @property
-    def layer_params(self) -> int:
-        """Parameters of a block, which FSDP gathers as one."""
-        ...
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of a mixture, which the ranks of an axis may share; 1 without any."""
-        ...
-
-    @property
-    def expert_params(self) -> int:
-        """Parameters of all experts of all blocks together."""
-        ...
-
-    @property
-    def words(self) -> str:
-        """What sizes of axes have to divide, in words."""
-        ...
-
-    @property
-    def product_params(self) -> int:
-        """Weights of the dense layers within blocks, whose products may be in fp8."""
-        ...
-
-    def flops(self, samples: int, recomputed: int = 0) -> float:
-        """Operations of a step of so many samples."""
-        ...
-
-    def stream(self, samples: int, itemsize: int) -> int:
-        """Bytes that a block hands to the next."""
-        ...
-
-    def activations(self, samples: int, **how: Any) -> int:
-        """Bytes at the peak of a step of so many samples on a device."""
-        ...
-
-    def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
-        """Whether such sizes of axes can split it."""
-        ...
+from ..core.errors import AxonDistError, ConfigError
+from ..core.tree import num_params
+from ..core.typing import Batch, LossFn
+from ..core.weighted import Weighted
+from ..nn import block_paths
+from ..nn.attention import mixes
+from ..ops.precision import MixedPrecision, autocast, cast_floating
+from ..parallel import suggest_plan
+from ..parallel.expert import EXPERTS, ByExperts
+from ..program.device import tape_of
+from ..program.placement import whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, a batch and the numbers they are in.
+    """What says which arrangements of a model and its batch are worth a trace.
 
     Args:
-        shape: what the model costs.
+        num_params: trainable scalars.
+        num_layers: blocks that the model repeats; 1 where it repeats none.
+        flops: of the products of a step over all devices, nothing recomputed.
         global_batch: samples of a step, over all devices and microbatches.
-        optimizer: a name of `OPTIMIZERS`, or an optax transformation.
+        has_attention: whether a module of it mixes positions by attention.
+        num_experts: what the numbers of experts of its mixtures have in common; 1 without any.
         precision: a policy or a preset's name; None is float32.
-        flash: whether attention is fused and keeps no scores.
 
     Raises:
-        ConfigError: for an empty batch or an unknown precision.
+        ConfigError: for a model without parameters, an empty batch or an unknown precision.
 
     Example:
-        >>> from axon_dist.planner import guess_shape
-        >>> work = Workload(shape=guess_shape(7e9), global_batch=64, precision="bf16")
-        >>> work.policy.compute.itemsize, work.residual_bytes(1)
-        (2, 16777216)
+        >>> sizes = {"num_params": 10, "num_layers": 4, "flops": 60.0, "has_attention": False}
+        >>> work = Workload(**sizes, global_batch=8)
+        >>> work.divides(1, 4, 1), work.divides(1, 8, 1), work.divides(1, 1, 2)
+        (True, False, False)
     """
 
-    shape: ModelCost
+    num_params: int
+    num_layers: int
+    flops: float
     global_batch: int
-    optimizer: str | optax.GradientTransformation = "adam"
+    has_attention: bool = False
+    num_experts: int = 1
     precision: MixedPrecision | str | bool | None = None
-    flash: bool = True
 
     def __post_init__(self) -> None:
+        if self.num_params < 1:
+            raise ConfigError("the model has no trainable parameters; there is nothing to plan")
         if self.global_batch < 1:
             raise ConfigError(f"global_batch={self.global_batch} must be at least 1 sample")
         MixedPrecision.of(self.precision)
-
-    @functools.cached_property
-    def cost(self) -> BytesPerParam:
-        """What a parameter holds in the training state."""
-        return bytes_per_param(self.optimizer, self.precision)
 
     @property
     def policy(self) -> MixedPrecision:
         """The dtypes."""
         return MixedPrecision.of(self.precision)
 
-    def flops(self, recomputed: int = 0) -> float:
-        """Operations of a step over all devices."""
-        return self.shape.flops(self.global_batch, recomputed)
+    def divides(self, tp: int, pp: int, cp: int, ep: int = 1) -> bool:
+        """Whether such sizes are worth a try; only the step itself knows what it can split."""
+        blocks = pp == 1 or (self.num_layers > 1 and self.num_layers >= pp)
+        return blocks and self.num_experts % ep == 0 and (cp == 1 or self.has_attention)
 
-    def params_beside(self, ep: int) -> float:
-        """Parameters that a rank of so many has which share the experts."""
-        shared = self.shape.expert_params
-        return self.shape.num_params - shared + shared / ep
 
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of a parameter where units gather it, on average over all."""
-        wide, narrow = self.policy.compute.itemsize, self.policy.gather_itemsize
-        share = self.shape.product_params / self.shape.num_params
-        return wide + (narrow - wide) * share
+def workload_of(
+    model: nnx.Module | Callable[[], nnx.Module],
+    loss_fn: LossFn,
+    batch: Batch,
+    precision: MixedPrecision | str | bool | None = None,
+    platform: str = "cuda",
+) -> Workload:
+    """Reads what is to be trained from the loss and its derivative, on the whole batch.
 
-    def residual_bytes(self, microbatch: int) -> int:
-        """Bytes of the residual stream of some samples, in the compute dtype."""
-        return self.shape.stream(microbatch, self.policy.compute.itemsize)
+    Nothing is computed and no parameter is made.
+
+    Args:
+        model: any NNX module, or a function that makes one.
+        loss_fn: `loss_fn(model, batch)`, as `build_train_step` takes it.
+        batch: a global batch of shapes; leaves `[B, ...]`.
+        precision: a policy or a preset's name; None is float32.
+        platform: `"cpu"`, `"cuda"` or `"tpu"`, which branches are taken for.
+
+    Returns:
+        The workload.
+
+    Raises:
+        ConfigError: for a model without parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+        >>> work = workload_of(model, loss_fn, {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)})
+        >>> work.num_params, work.flops  # of 8 samples: 2 x 16 forward, as many for the kernel
+        (16, 512.0)
+    """
+    make = model if not isinstance(model, nnx.Module) else lambda: model
+    abstract = nnx.eval_shape(make)
+    graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
+    run = functools.partial(_loss, graphdef, loss_fn, MixedPrecision.of(precision))
+    closed = jax.make_jaxpr(jax.value_and_grad(run))(params, rest, batch)
+    splits = [whole(len(getattr(aval, "shape", ()))) for aval in closed.in_avals]
+    return Workload(
+        num_params=num_params(params),
+        num_layers=max(len(block_paths(abstract)), 1),
+        flops=tape_of(closed, splits, {}, platform).flops,
+        global_batch=jax.tree.leaves(batch)[0].shape[0],
+        has_attention=any(mixes(module) for _, module in nnx.iter_modules(abstract)),
+        num_experts=_experts(make, params),
+        precision=precision,
+    )
+
+
+def _experts(make: Callable[[], nnx.Module], params: Any) -> int:
+    """How many experts the mixtures of a model have in common."""
+    flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
+    if not any(len(shape) > 2 for shape in flat.values()):
+        return 1
+    try:
+        patterns = suggest_plan(make).experts
+    except AxonDistError:  # A model that cannot be tried without inputs.
+        patterns = EXPERTS
+    policy = ByExperts(tuple((p, dim) for p, dim in patterns if dim is not None), "ep")
+    dims = {path: policy.dim_of(path, shape) for path, shape in flat.items()}
+    return math.gcd(*(flat[path][dim] for path, dim in dims.items() if dim is not None)) or 1
+
+
+def _loss(
+    graphdef: Any, loss_fn: LossFn, policy: MixedPrecision, params: Any, rest: Any, batch: Batch
+) -> Any:
+    module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
+    if policy.is_mixed:
+        autocast(module, policy)
+    found = loss_fn(module, batch)
+    loss = found[0] if isinstance(found, tuple) else found
+    return loss.mean if isinstance(loss, Weighted) else loss

@@ -17,10 +17,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ..core.compat import called_program, scan_counts
-from .breadth import in_breadth
 from .flops import flops_of
 from .gathering import gathers, gathers_rows
-from .lowered import lowered
 from .partial import ADDS, Sum, Value, handed, is_added_to
 from .placement import NONE, Axes, Splits, either, of_spec, once, placed, whole
 from .postponed import postponed
@@ -64,10 +62,9 @@ def tape_of(
         outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
     reader.finish()
     places = [one.buffer for one in inputs], [one.buffer for one in outputs]
-    tape = Tape(reader.nodes, reader.sizes, *places, platform)
+    tape = Tape(reader.nodes, reader.sizes, *places)
     tape = live(tape, range(len(tape.outputs)))
-    order = {"cuda": postponed, "cpu": in_breadth}.get(platform)
-    return order(tape) if order else tape
+    return postponed(tape) if platform == "cuda" else tape
 
 
 class _Reader:
@@ -138,13 +135,12 @@ class _Reader:
     def _behind_barrier(self, operands: list[Value]) -> list[Value]:
         """The same values, which are in memory before and cannot be computed again behind."""
         operands = [self.resolved(one) for one in operands]
-        together = tuple(one.buffer for one in operands if one.buffer >= 0)
         results = []
         for one in operands:
             if one.buffer >= 0:
                 self.sizes.append(0)
                 made = Value(len(self.sizes) - 1, one.splits)
-                node = Node("barrier", "barrier", (one.buffer,), (made.buffer,), after=together)
+                node = Node("barrier", "barrier", (one.buffer,), (made.buffer,))
                 self.nodes.append(node)
                 one = made
             results.append(one)
@@ -265,11 +261,7 @@ class _Reader:
         self._describe(node, equation, operands, results)
         if name in COLLECTIVES:
             node.sent = tuple(self._sent(equation, operands, results))
-        given = [
-            self.local_bytes(atom.aval, one.splits)
-            for atom, one in zip(equation.invars, operands, strict=True)
-        ]
-        self.nodes += lowered(node, equation, given, self.sizes, self.platform)
+        self.nodes.append(node)
         return results
 
     def _describe(
@@ -277,10 +269,6 @@ class _Reader:
     ) -> None:
         places = [one.splits for one in operands], results[0].splits
         node.flops = flops_of(equation, *places, self.axes)
-        atoms = zip(equation.invars, operands, strict=True)
-        large = [atom for atom, one in atoms if one.buffer not in self.spread]
-        rank = lambda atom: sum(n > 1 for n in getattr(atom.aval, "shape", ()))
-        node.num_large = sum(rank(atom) >= rank(equation.outvars[0]) for atom in large)
         if node.name in SPREAD:
             self.spread.update(node.writes)
         if node.name in IN_PLACE and operands[0].buffer in self.spread:
@@ -433,7 +421,7 @@ class _Reader:
                 reader.resolved(value)
         reader.finish()
         places = [one.buffer for one in inputs], [one.buffer for one in results]
-        return Tape(reader.nodes, reader.sizes, *places, self.platform), results
+        return Tape(reader.nodes, reader.sizes, *places), results
 
     def _scan(self, equation: Any, operands: list[Value]) -> list[Value]:
         consts, carry = scan_counts(equation)

@@ -114,10 +114,9 @@ class _Allocation:
                 continue
             last.update((buffer, number) for buffer in node.writes)
             for buffer in node.reads:
-                for source in self.written.sources(buffer, node) if buffer >= 0 else ():
+                for source in self.written.sources(buffer) if buffer >= 0 else ():
                     last[source] = number
-        end = Node("end", "barrier", tuple(self.written.outputs), ())
-        for buffer in end.reads:
-            for source in self.written.sources(buffer, end):
+        for buffer in self.written.outputs:
+            for source in self.written.sources(buffer):
                 last[source] = len(self.tape.nodes)
         return last

@@ -83,8 +83,6 @@ class Node:
         num_consts: of the buffers that it reads, the first so many are the same in every turn.
         num_carry: the next so many are handed on from turn to turn.
         ahead: bytes that are there in every turn for the one after it.
-        after: of a barrier, what goes through it together with what it reads.
-        num_large: of its operands, how many have as many dims as the result and are no constants.
     """
 
     name: str
@@ -98,8 +96,6 @@ class Node:
     num_consts: int = 0
     num_carry: int = 0
     ahead: int = 0
-    after: tuple[int, ...] = ()
-    num_large: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,14 +107,12 @@ class Tape:
         sizes: bytes of each buffer.
         inputs: buffers that are there before.
         outputs: buffers that are there after.
-        platform: `cpu`, `cuda` or `tpu`, whose compiler makes the program.
     """
 
     nodes: list[Node]
     sizes: list[int]
     inputs: list[int]
     outputs: list[int]
-    platform: str
 
     @property
     def flops(self) -> float:

@@ -3,16 +3,24 @@
 An elementwise operation costs nothing where it can run inside those that read it. Written out are
 the results of products, reductions, gathers and loops; what a product or a loop reads; and a value
 that several read and that is made of more bytes than its own. Everything else is computed again
-from what is written out, wherever it is read, and so keeps that alive. `FUSIONS` says where
-compilers differ.
+from what is written out, wherever it is read, and so keeps that alive. These are the habits of
+XLA:GPU; the other compilers are near enough for a ranking, and compiling says the rest.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from .fusion import FUSIONS
 from .tape import IN_PLACE, Node, Tape
+
+DEAR = frozenset({"tanh", "erf", "erfc", "erf_inv", "atan2", "lgamma", "digamma"})
+"""Elementwise operations that are not done twice."""
+
+INSIDE = frozenset(
+    {"gather", "scatter-add", "scatter_add"}
+    | {"reduce_window", "reduce_window_max", "reduce_window_sum"}
+)
+"""Operations that compute what they read while they read it, beside elementwise ones."""
 
 
 class Written:
@@ -33,7 +41,6 @@ class Written:
 
     def __init__(self, tape: Tape):
         self.tape = tape
-        self.fusion = FUSIONS[tape.platform]
         self.readers: dict[int, list[Node]] = defaultdict(list)
         for node in tape.nodes:
             for buffer in set(node.reads):
@@ -41,47 +48,21 @@ class Written:
         self.outputs = {buffer for buffer in tape.outputs if buffer >= 0}
         self.buffers: set[int] = set()
         self._made_of = {buffer: frozenset([buffer]) for buffer in tape.inputs}
-        self._doubled: set[int] = set()
-        self._absorbed: set[int] = set()
-        for node in reversed(tape.nodes):
-            self._absorb(node)
         for node in tape.nodes:
             self._place(node)
 
-    def sources(self, buffer: int, reader: Node) -> frozenset[int]:
+    def sources(self, buffer: int) -> frozenset[int]:
         """What is in memory of what a node reads: the value, or what it is computed from."""
-        if buffer in self.buffers and not self.is_computed(buffer, reader):
+        if buffer in self.buffers:
             return frozenset([buffer])
         return self._made_of.get(buffer, frozenset([buffer]))
-
-    def is_computed(self, buffer: int, reader: Node) -> bool:
-        """Whether a node computes again what it reads, though it may be in memory for others."""
-        if buffer not in self.buffers:
-            return True
-        is_needed = self._reads_memory(reader) or buffer in overwritten(reader)
-        return buffer in self._doubled and not is_needed
 
     def runs(self, node: Node) -> bool:
         """Whether a node is more than a part of those that read it."""
         return node.kind not in ("fused", "barrier") or not self.buffers.isdisjoint(node.writes)
 
-    def _absorb(self, node: Node) -> None:
-        """Finds what reductions alone read, which compute it on the way."""
-        if node.kind != "fused" or node.name not in (self.fusion.absorbed or ()):
-            return
-        for buffer in node.writes:
-            readers = self.readers[buffer]
-            if readers and buffer not in self.outputs and all(map(self._reduces, readers)):
-                self._absorbed.add(buffer)
-
-    def _reduces(self, node: Node) -> bool:
-        return node.kind == "reduction" or not self._absorbed.isdisjoint(node.writes)
-
-    def _reads_memory(self, node: Node) -> bool:
-        return self.fusion.reads_memory(node) or not self._absorbed.isdisjoint(node.writes)
-
     def _place(self, node: Node) -> None:
-        read = frozenset().union(*(self.sources(b, node) for b in node.reads if b >= 0))
+        read = frozenset().union(*(self.sources(b) for b in node.reads if b >= 0))
         for buffer in node.writes:
             if buffer < 0:
                 continue
@@ -90,13 +71,6 @@ class Written:
                 continue
             if node.kind != "fused" or self._is_written(node, buffer, read):
                 self.buffers.add(buffer)
-            if node.kind == "fused" and self._is_cheap(node):
-                self._doubled.add(buffer)
-
-    def _is_cheap(self, node: Node) -> bool:
-        """Whether a value is computed again wherever it can be, even if it is in memory too."""
-        is_easy = node.name not in self.fusion.dear and node.num_large <= 1
-        return self.fusion.is_doubled and is_easy
 
     def _is_written(self, node: Node, buffer: int, sources: frozenset[int]) -> bool:
         if buffer in self.outputs:
@@ -105,16 +79,19 @@ class Written:
         if not sources:
             # A constant is made where it is read, but for one that is overwritten.
             return any(buffer in overwritten(reader) for reader in readers)
-        if buffer in self._absorbed:
-            return False
-        if node.name in self.fusion.dear and len(readers) > 1:
+        if node.name in DEAR and len(readers) > 1:
             return True
-        if any(map(self._reads_memory, readers)):
+        if any(map(_reads_memory, readers)):
             return True
-        size = self.tape.sizes[buffer]
         made_of = sum(self.tape.sizes[source] for source in sources)
-        is_less = made_of > 1.5 * size and len(sources) > 1
-        return len(readers) > 1 and is_less and not self.fusion.is_doubled
+        is_less = made_of > 1.5 * self.tape.sizes[buffer] and len(sources) > 1
+        return len(readers) > 1 and is_less
+
+
+def _reads_memory(node: Node) -> bool:
+    """Whether what a node reads is written to memory before."""
+    is_inside = node.kind in ("fused", "reduction") or node.name in INSIDE
+    return not is_inside
 
 
 def overwritten(node: Node) -> tuple[int, ...]:

@@ -4,7 +4,9 @@ import pytest
 import yaml
 
 from axon_dist.app import planned
+from axon_dist.app.sized import config_of_size
 from axon_dist.cli.main import main
+from axon_dist.models import num_params
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -16,8 +18,11 @@ def out_of(capsys, *arguments, code=0):
 
 def test_a_size_on_some_devices(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(planned, "MOST", 3)
+    monkeypatch.setattr(planned, "FEW", 0)
     text = out_of(capsys, "--params", "10e9", "--devices", "8", "--memory", "80GB")
-    assert text.startswith("10B parameters, 1024 samples of 2048 tokens per step, 8 devices")
+    assert text.startswith("10e9 parameters: a decoder of 32 blocks, width 5120, 40 heads")
+    assert "1024 samples per step, 8 devices of 80" in " ".join(text.split())
     assert "full_shard: " in text
     assert "…" not in text
     lines = yaml.safe_load(text.split("Lines of a config:\n")[1])
@@ -73,7 +78,8 @@ def test_the_best_is_compiled_beside_it(capsys, few, monkeypatch):
     assert "compiled: of the program that would run" in " ".join(text.split())
     (row,) = [line for line in text.splitlines() if " yes " in line]
     state, temp, peak, _, sent, _, compiled, compiled_sent = row.split()[-8:]
-    assert float(peak) == pytest.approx(float(compiled), rel=0.25)
+    # Nor does it know in which order XLA:CPU works, and what it fuses.
+    assert float(peak) == pytest.approx(float(compiled), rel=0.35)
     # XLA:CPU reduces bfloat16 in float32, which the planner does not know.
     assert float(sent) <= 1.02 * float(compiled_sent) <= 2.1 * float(sent)
     assert float(state) + float(temp) == pytest.approx(float(peak), abs=0.02)
@@ -88,7 +94,8 @@ def test_a_convolutional_model_is_planned(capsys, few):
 
 def test_what_does_not_fit_is_exit_code_1(capsys):
     text = out_of(capsys, "--params", "70B", "--devices", "8", "--memory", "80GB", code=1)
-    assert "does not fit: split over all 8 devices" in " ".join(text.split())
+    assert "comes nearest" in " ".join(text.split())
+    assert "are the train state" in " ".join(text.split())
     assert "Lines of a config" not in text
 
 
@@ -122,9 +129,19 @@ def test_mistakes(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_names_are_those_of_configs_and_the_order_is_said(capsys):
-    text = out_of(capsys, "--params", "7B", "--devices", "8", "--memory", "80GB")
+def test_names_are_those_of_configs_and_the_order_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(planned, "MOST", 2)
+    given = ["model.num_layers=2", "train.global_batch=16", "--target", "h100:8"]
+    text = out_of(capsys, str(CONFIGS / "fsdp8.yaml"), *given)
     assert "Best first: what fits" in text
+    assert "zero2" in text
     assert "shard_grad_op" not in text
-    lines = yaml.safe_load(text.split("Lines of a config:\n")[1])
-    assert lines["parallel"] == {"zero2": {}}
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 125e6, 350e6, 1.3e9, 7e9, 13e9, 70e9, 175e9])
+def test_a_decoder_of_a_size_has_about_that_size(size):
+    """To a fifth, and to a block where there are few."""
+    config = config_of_size(size, global_batch=8)
+    made = num_params(config.model)
+    block = 12 * config.model.width**2
+    assert abs(made - size) <= max(0.2 * size, 2 * block)

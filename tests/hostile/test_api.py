@@ -16,7 +16,6 @@ import axon_dist
 from axon_dist import World
 from axon_dist.core.errors import AxonDistError
 from axon_dist.loop import LoopOptions, Trainer
-from axon_dist.planner import recommend
 from axon_dist.schedule import Costs, build_schedule
 from axon_dist.step import TrainState
 
@@ -108,7 +107,6 @@ CALLS = {
     "schedule": lambda odd: build_schedule(odd, 4, 8),
     "stages": lambda odd: build_schedule("1f1b", odd, 8),
     "Costs": lambda odd: Costs(f=odd),
-    "devices": lambda odd: recommend(7e9, odd),
 }
 """Calls that none of `ODD` is right for, but these."""
 RIGHT = {
@@ -171,7 +169,6 @@ def test_odd_arguments_are_told(call, name):
         (lambda: axon_dist.load_weights(NET, "/dev/zero"), "zero"),
         (lambda: build_schedule("1f1b", 10**12, 8), "a table of 8000000000000 forwards"),
         (lambda: Costs(f=1e308), "Times add up"),
-        (lambda: recommend(7e9, 10**12), "plan for at most 1048576"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -330,8 +327,6 @@ ONE_BY_ONE = {
     "memory of a text": lambda _: axon_dist.schedule.search(2, 4, memory="x"),
     "memory that is none": lambda _: axon_dist.schedule.search(2, 4, memory=float("nan")),
     "memory of 0": lambda _: axon_dist.schedule.search(2, 4, memory=0),
-    "planned memory of a text": lambda _: recommend(7e9, 8, "80GB"),
-    "planned hardware": lambda _: recommend(7e9, 8, 80e9, hardware=3),
     "mesh with a hole": lambda _: axon_dist.MeshSpec("dp=4,,tp=1"),
     "mesh of other digits": lambda _: axon_dist.MeshSpec("dp=٤"),
     "mesh of 1_0": lambda _: axon_dist.MeshSpec("dp=1_0"),

@@ -19,7 +19,7 @@ import axon_dist
 from axon_dist import MeshSpec, World, app
 from axon_dist.core.errors import AxonDistError
 from axon_dist.loop import LoopOptions, Trainer
-from axon_dist.planner import recommend
+from axon_dist.planner import parse_count
 from axon_dist.schedule import Costs, build_schedule, draw, simulate, to_svg
 
 SECONDS = 5
@@ -362,7 +362,7 @@ ONE_BY_ONE = {
     "classes without labels": lambda: axon_dist.models.classification_loss(NET, {"x": 3}),
     "parts of a number": lambda: axon_dist.load_checkpoint("/none", {}, parts=3),
     "kept weights of a number": lambda: axon_dist.load_weights(NET, "/none", keep=3),
-    "plan for None": lambda: recommend(None, 8),
+    "plan for None": lambda: parse_count(None),
     "picture of None": lambda: to_svg(None),
     "picture over a number": lambda: to_svg(build_schedule("1f1b", 2, 4), 3),
     "drawing over a text": lambda: draw(build_schedule("1f1b", 2, 4), "x"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import (
     ATTENTION_FORMS,
     attention,
@@ -102,7 +103,7 @@ def test_auto_is_einsum_on_cpu(causal):
 
 def test_auto_chooses_by_the_platform_it_is_lowered_for(monkeypatch):
     monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, causal: jnp.sin(query))
-    traced = jax.jit(auto_attention).trace(*heads())
+    traced = jax.jit(auto_attention).trace(*heads(dtype=jnp.bfloat16, size=8))
     text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
     assert "sine" in text["cuda"]
     assert "exponential" not in text["cuda"]
@@ -113,13 +114,26 @@ def test_auto_chooses_by_the_platform_it_is_lowered_for(monkeypatch):
 @pytest.mark.aot
 def test_auto_takes_the_fused_kernel_when_lowered_for_cuda():
     arrays = heads(length=64, size=64, dtype=jnp.bfloat16)
-    obstacle = attention.cudnn_obstacle(*arrays)
-    if obstacle is not None:
-        pytest.skip(f"needs axon_dist[cuda]: {obstacle}")
+    if missing := missing_compiler("h100:8"):
+        pytest.skip(missing)
     grad = jax.jit(jax.grad(lambda q, k, v: auto_attention(q, k, v).astype(jnp.float32).sum()))
     text = grad.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmaxBackward" in text
     assert "exponential" not in text
+
+
+def test_the_kernel_of_gpus_is_traced_where_no_cuda_is_installed(monkeypatch):
+    """Forward and backward; JAX would ask this process for cuDNN, and for its GPU."""
+    kernel = "jax._src.cudnn.fused_attention_stablehlo"
+    asked = lambda *_: pytest.fail("this process was asked")
+    for name in (
+        "check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"{kernel}.{name}", asked)
+    arrays = heads(length=64, size=64, dtype=jnp.bfloat16)
+    text = str(jax.make_jaxpr(jax.grad(lambda q, k, v: auto_attention(q, k, v).sum()))(*arrays))
+    assert "dot_product_attention_fwd" in text
+    assert "dot_product_attention_bwd" in text
 
 
 def test_every_form_has_a_name():
@@ -139,7 +153,6 @@ def test_what_runs_is_told_with_what_would_fuse_it(monkeypatch):
     )
     told = describe_attention("flash", "tpu", "bfloat16", (1000, 4, 64))
     assert "the length of 1000 is no multiple of 128; a length that is a multiple" in told
-    monkeypatch.setattr(attention, "cudnn_obstacle", lambda *_: None)
     assert describe_attention("auto", "gpu", "bfloat16", shape) == "the fused kernel of cuDNN"
     told = describe_attention("auto", "gpu", "bfloat16", shape, segments=True)
     assert told.endswith("reads a mask [B, 1, 1024, 1024] that is made of the segments")

@@ -84,22 +84,24 @@ def test_packed_documents_are_documents(form, changes, monkeypatch):
         np.testing.assert_allclose(got, want, atol=2e-5 * max(np.abs(want).max(), 1e-3))
 
 
-def test_cudnn_is_given_segments_as_a_mask(monkeypatch):
+def test_cudnn_is_given_segments_as_a_bias(monkeypatch):
     """The very call, with another implementation of it: the kernel needs a GPU."""
     seen = []
-    whole = jax.nn.dot_product_attention
 
-    def call(*args, implementation, **kwargs):
-        seen.append((implementation, kwargs["mask"].shape))
-        return whole(*args, **kwargs)
+    def call(query, key, value, bias, causal):
+        seen.append(bias.shape)
+        return jax.nn.dot_product_attention(query, key, value, bias, is_causal=causal)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", call)
+    monkeypatch.setattr(attention, "fused_attention", call)
     arrays = [jax.random.normal(jax.random.key(n), (3, LENGTH, 2, 8)) for n in range(3)]
+    arrays = [x.astype(jnp.bfloat16) for x in arrays]
     segments = jnp.asarray(packed()[0]["segments"][:, :-1])
     got = attention.cudnn_attention(*arrays, segments=segments)
     want = attention.einsum_attention(*arrays, segments=segments)
-    np.testing.assert_allclose(got, want, atol=2e-6)
-    assert set(seen) == {("cudnn", (3, 1, LENGTH, LENGTH))}
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), want.astype(jnp.float32), rtol=2e-2, atol=2e-2
+    )
+    assert set(seen) == {(3, 1, LENGTH, LENGTH)}
 
 
 def test_scores_count_what_the_loss_counts():

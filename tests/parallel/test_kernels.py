@@ -8,6 +8,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axon_dist import World
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.mesh import paper_world
 from axon_dist.nn import Layout
 from axon_dist.parallel.kernels import map_kernels
 
@@ -18,11 +20,12 @@ class Attention(nnx.Module):
     """Attention in one of the forms, which notes the shapes that it sees."""
 
     def __init__(self, form):
-        self.form, self.seen = form, nnx.static([])
+        self.form, self.seen, self.forms = form, nnx.static([]), nnx.static([])
 
     def attend(self, query, key, value):
         """Mixes positions within each sample and head."""
         self.seen.append((query.shape, key.shape))
+        self.forms.append(self.form)
         repeated = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
         key, value = repeated
         scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", query, key))
@@ -60,13 +63,30 @@ def run(form, kv_heads, inside=()):
         ("flash", 4, ("dp",), (2, 3, 2, 2), (2, 3, 1, 2)),
         # A fused kernel splits itself, but for a region where an axis is manual already.
         ("auto", 4, (), (4, 3, 8, 2), (4, 3, 4, 2)),
-        ("cudnn", 4, ("dp",), (2, 3, 2, 2), (2, 3, 1, 2)),
+        ("auto", 4, ("dp",), (2, 3, 2, 2), (2, 3, 1, 2)),
         ("einsum", 4, (), (4, 3, 8, 2), (4, 3, 4, 2)),
         ("einsum", 4, ("dp",), (2, 3, 8, 2), (2, 3, 4, 2)),
     ],
 )
 def test_what_a_kernel_sees(form, kv_heads, inside, query, key):
     assert run(form, kv_heads, inside) == (query, key)
+
+
+def test_cudnn_is_refused_for_devices_that_are_no_gpus():
+    with pytest.raises(UnsupportedError, match="'cudnn' on devices of platform 'cpu'"):
+        map_kernels(Attention("cudnn"), Layout(WORLD.mesh, ("dp",)))
+
+
+@pytest.mark.parametrize(("capability", "form"), [("8.0", "einsum"), ("9.0", "auto")])
+def test_large_heads_are_fused_where_the_chip_of_the_mesh_can(capability, form):
+    """The mesh is asked, whatever this process runs on."""
+    world = paper_world("dp=1", 1, "gpu")
+    object.__setattr__(world.mesh.devices.flat[0], "compute_capability", capability)
+    module = Attention("auto")
+    map_kernels(module, Layout(world.mesh, ("dp",)))
+    heads = jax.ShapeDtypeStruct((2, 8, 2, 256), jnp.bfloat16)
+    jax.eval_shape(module.attend, heads, heads, heads)
+    assert (module.form, module.forms) == ("auto", [form])
 
 
 class Packed(nnx.Module):

@@ -18,7 +18,7 @@ from axon_dist.models import (
     classification_loss,
 )
 from axon_dist.parallel import STRATEGIES, compose, estimate
-from axon_dist.planner import Arrangement, arrange, estimate_memory, read_program, workload_of
+from axon_dist.planner import Arrangement, arrange, read_program, workload_of
 
 
 class Tower(nnx.Module):
@@ -56,7 +56,7 @@ def test_a_reading_is_near_the_compiled_step(name):
     step, reading = read(world, [name], "cpu")
     found = report(step.lower(BATCH).compile(), world.mesh)
     assert reading.state + reading.batch == found.memory.arguments
-    assert reading.peak == pytest.approx(found.memory.peak, rel=0.1)
+    assert reading.peak == pytest.approx(found.memory.peak, rel=0.2)
     assert reading.wire_bytes == pytest.approx(found.collectives.total_wire_bytes(), rel=0.02)
     assert reading.flops == pytest.approx(found.flops.high)
     on_paper = read(paper_world("dp=8", 8, "cpu"), [name], "cpu")[1]
@@ -80,18 +80,12 @@ def test_bytes_are_those_of_the_papers(name, gathers, scatters):
 
 
 def test_masters_are_split_in_every_account():
-    """ZeRO-1 in bfloat16: the step, `estimate` and the planner's formula agree."""
+    """ZeRO-1 in bfloat16: the traced step and `estimate` agree."""
     world = paper_world("dp=8", 8, "gpu")
     step, reading = read(world, ["zero1"], "gpu", precision="bf16")
-    params = step.parts.params
-    theirs = estimate(step.strategy, params, world.mesh, optax.adam(1e-3))
-    mine = estimate_memory(params, "zero1", 8, precision="bf16")
-    assert mine.params == pytest.approx(theirs.param_memory_bytes, abs=8)
-    assert mine.optimizer == pytest.approx(theirs.optim_memory_bytes, abs=8)
-    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
-    assert mine.params == pytest.approx(whole / 8, abs=8)
-    # Biases are too small to be split.
-    assert reading.state == pytest.approx(3 * whole / 8, rel=0.03)
+    theirs = estimate(step.strategy, step.parts.params, world.mesh, optax.adam(1e-3))
+    state = theirs.param_memory_bytes + theirs.optim_memory_bytes
+    assert reading.state == pytest.approx(state, abs=8)  # but for what counts steps
 
 
 def test_a_slow_axis_makes_a_step_longer():
@@ -116,24 +110,15 @@ def test_any_model_is_a_workload(model, num_layers, has_attention):
     }
     work = workload_of(model, classification_loss, batch, precision="bf16")
     params = nnx.state(nnx.eval_shape(model), nnx.Param)
-    assert work.shape.num_params == sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert work.shape.num_layers == num_layers
-    assert work.shape.has_attention is has_attention
-    # On GPUs gradients of weights come last, and what is recomputed for them stays so long; where
-    # blocks are turns of a loop, as long as the turn.
-    assert 0 < work.shape.remat_bytes <= work.shape.sample_bytes
-    in_order = workload_of(model, classification_loss, batch, precision="bf16", platform="tpu")
-    assert 0 < in_order.shape.remat_bytes < in_order.shape.sample_bytes
-    assert in_order.shape.remat_bytes < in_order.shape.remade_bytes
-    # Blocks that convolve keep little else than products anyway.
-    assert work.shape.remade_bytes < 1.1 * work.shape.sample_bytes
-    assert (work.shape.remade_bytes < work.shape.sample_bytes) is has_attention
-    kept = lambda **how: work.shape.activations(2, **how) // 2
-    assert kept(remade=True) == work.shape.remade_bytes
-    assert kept(remade=True, remat=True) == work.shape.remat_bytes
-    assert work.flops(1) == pytest.approx(4 / 3 * work.flops())
-    assert not work.shape.divides(1, num_layers + 1, 1)
-    assert work.shape.divides(1, 1, 2) is has_attention
+    assert work.num_params == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert work.num_layers == num_layers
+    assert work.has_attention is has_attention
+    assert work.global_batch == 64
+    half = {name: jax.ShapeDtypeStruct((32, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    few = workload_of(model, classification_loss, half, precision="bf16")
+    assert work.flops == pytest.approx(2 * few.flops)
+    assert not work.divides(1, num_layers + 1, 1)
+    assert work.divides(1, 1, 2) is has_attention
 
 
 def test_context_ranks_are_devices_too():

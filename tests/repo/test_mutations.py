@@ -64,5 +64,5 @@ def outcomes(monkeypatch):
 )
 def test_only_failing_tests_count(outcomes, capsys, codes, result, text):
     outcomes += codes
-    assert main(["--only", "planner/traffic.py"]) == result
+    assert main(["--only", "planner/reading.py"]) == result
     assert text in capsys.readouterr().out

@@ -1,0 +1,86 @@
+"""cuDNN's fused attention, traced for the machine that is compiled for.
+
+Whether it runs follows from dtypes, shapes and the target's chip. JAX's own call asks the process
+that traces whether cuDNN is installed and which GPU it has, so that a step for a machine that is
+not here would be another one wherever no CUDA is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+
+from .compat import cudnn_attention_forward, cudnn_attention_gradients
+from .typing import Array
+
+MOST_FEATURES = 256
+"""The largest head, on Hopper and later chips."""
+
+MOST_BEFORE_HOPPER = 128
+"""The largest head on chips before."""
+
+HIDDEN: MappingProxyType[str, float] = MappingProxyType(
+    {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+)
+"""What is added to a score that is not seen: large, and cuDNN can subtract two of it (JAX's)."""
+
+
+def cudnn_obstacle(query: Array, has_bias: bool = False) -> str | None:
+    """Says why cuDNN cannot compute attention of these arrays, or None if it can.
+
+    Args:
+        query: `[B, T, H, K]`, or its shape and dtype; keys and values are alike.
+        has_bias: whether a mask or a bias is added to the scores.
+
+    Example:
+        >>> cudnn_obstacle(jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32))
+        'it takes bfloat16 and float16, and got float32.'
+    """
+    length, features = query.shape[1], query.shape[-1]
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, and got {query.dtype}."
+    if features % 8 or features > MOST_FEATURES:
+        return f"heads must be a multiple of 8 and at most {MOST_FEATURES}, and got {features}."
+    if has_bias and length % 2:
+        return f"with segments the length must be even, and got {length}."
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def cudnn_attention(
+    query: Array, key: Array, value: Array, bias: Array | None, causal: bool
+) -> Array:
+    """Computes attention with cuDNN's kernels, forward and backward.
+
+    Args:
+        query: `[B, T, H, K]` in bfloat16 or float16.
+        key: `[B, T, N, K]`.
+        value: likewise.
+        bias: `[B, 1, T, T]`, added to the scores, a constant; None for none.
+        causal: position t sees positions 0 to t.
+
+    Returns:
+        `[B, T, H, K]`; it can be lowered for NVIDIA GPUs alone.
+    """
+    (out,) = cudnn_attention_forward(query, key, value, bias, causal, keeps_weights=False)
+    return out
+
+
+def _forward(query: Array, key: Array, value: Array, bias: Array | None, causal: bool):
+    out, log_weight = cudnn_attention_forward(query, key, value, bias, causal, keeps_weights=True)
+    return out, (query, key, value, bias, log_weight, out)
+
+
+def _backward(causal: bool, kept: tuple, cotangent: Array):
+    query, key, value, bias, log_weight, out = kept
+    gradients = cudnn_attention_gradients(
+        query, key, value, bias, causal, log_weight, out, cotangent
+    )
+    # The bias is made of integers; nothing is differentiated by it.
+    return *gradients, None
+
+
+cudnn_attention.defvjp(_forward, _backward)
