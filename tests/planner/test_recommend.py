@@ -24,6 +24,14 @@ from axon_dist.planner import (
 H100 = hardware("h100")
 
 
+@pytest.mark.sample(
+    "500000000.0-4-None-ddp",
+    "3000000000.0-8-80000000000.0-shard_grad_op",
+    "13000000000.0-4-80000000000.0-full_shard",
+    "70000000000.0-8-80000000000.0-does not fit",
+    "1000000000.0-1-80000000000.0-ddp",
+    "175000000000.0-1024-80000000000.0-pp + tp + full_shard",
+)
 @pytest.mark.parametrize(
     ("params", "devices", "memory", "expected"),
     [

@@ -172,6 +172,7 @@ def test_one_device_is_silent():
     assert transfers(Arrangement(), WORK) == ()
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_ring_attention_sends_what_its_formula_says(kv_heads):
     world, heads, width = World.emulate(4, "cp=4"), 4, 64

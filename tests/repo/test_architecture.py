@@ -1,11 +1,10 @@
 """The rooms and who may import whom; sizes of files and functions; nothing at import time."""
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
-
-import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "axon_dist"
 
@@ -42,10 +41,16 @@ MAX_FUNCTION = 60
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def nodes_of(path: pathlib.Path) -> list[ast.AST]:
+    """All of a file, read once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: pathlib.Path):
     """Every room of ours that a file imports, with the node; "" for what is not ours."""
     depth = len(path.relative_to(PACKAGE).parts) - 1
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             here = path.relative_to(PACKAGE).parts[:-1]
             base = here[: depth - (node.level - 1)]
@@ -61,52 +66,54 @@ def imports_of(path: pathlib.Path):
                 yield (parts[1] if parts[0] == "axon_dist" and parts[1:] else ""), node
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path):
-    parts = path.relative_to(PACKAGE).parts
-    if len(parts) == 1:
-        return
-    room = parts[0]
-    assert room in LEVEL, f"{room} is a room that the picture of the rooms does not show"
-    for target, node in imports_of(path):
-        if target == room or target not in LEVEL:
+def test_imports_point_down():
+    for path in FILES:
+        parts = path.relative_to(PACKAGE).parts
+        if len(parts) == 1:
             continue
-        assert LEVEL[target] < LEVEL[room], f"{path}:{node.lineno}: {room} imports {target}"
-        allowed = ONLY.get(room)
-        assert allowed is None or target in allowed, f"{path}:{node.lineno}: {room} -> {target}"
+        room = parts[0]
+        assert room in LEVEL, f"{room} is a room that the picture of the rooms does not show"
+        for target, node in imports_of(path):
+            if target == room or target not in LEVEL:
+                continue
+            assert LEVEL[target] < LEVEL[room], f"{path}:{node.lineno}: {room} imports {target}"
+            allowed = ONLY.get(room)
+            assert allowed is None or target in allowed, f"{path}:{node.lineno}: {room} -> {target}"
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "schedule").glob("*.py")), ids=lambda p: p.name)
-def test_schedule_is_plain_python(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                assert alias.name.split(".")[0] in sys.stdlib_module_names
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            top = node.module.split(".")[0]
-            assert top in {*sys.stdlib_module_names, "axon_dist"}
+def test_schedule_is_plain_python():
+    for path in sorted((PACKAGE / "schedule").glob("*.py")):
+        for node in nodes_of(path):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+                known = sys.stdlib_module_names
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+                known = {*sys.stdlib_module_names, "axon_dist"}
+            for name in names:
+                assert name.split(".")[0] in known, f"{path}:{node.lineno} imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_and_functions_stay_small(path):
-    text = path.read_text()
-    assert text.count("\n") <= MAX_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body
-            docstring = ast.get_docstring(node, clean=False)
-            lines = node.end_lineno - body[0].lineno + 1
-            lines -= docstring.count("\n") + 1 if docstring else 0
-            assert lines <= MAX_FUNCTION, f"{path}:{node.lineno} {node.name} has {lines} lines"
+def test_files_and_functions_stay_small():
+    for path in FILES:
+        count = path.read_text().count("\n")
+        assert count <= MAX_FILE, f"{path} has {count} lines"
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef):
+                docstring = ast.get_docstring(node, clean=False)
+                lines = node.end_lineno - node.body[0].lineno + 1
+                lines -= docstring.count("\n") + 1 if docstring else 0
+                assert lines <= MAX_FUNCTION, f"{path}:{node.lineno} {node.name} has {lines} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_globals_and_no_stubs(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
-        raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
-        name = getattr(getattr(raised, "func", raised), "id", None)
-        assert name != "NotImplementedError", f"{path}:{node.lineno} is a stub"
+def test_no_globals_and_no_stubs():
+    for path in FILES:
+        for node in nodes_of(path):
+            assert not isinstance(node, ast.Global), f"{path}:{node.lineno} uses global"
+            raised = getattr(node, "exc", None) if isinstance(node, ast.Raise) else None
+            name = getattr(getattr(raised, "func", raised), "id", None)
+            assert name != "NotImplementedError", f"{path}:{node.lineno} is a stub"
 
 
 def test_jaxprs_are_read_in_two_rooms_alone():
@@ -114,7 +121,7 @@ def test_jaxprs_are_read_in_two_rooms_alone():
     readers = {
         path.relative_to(PACKAGE).parts[0]
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in fields
     }
     assert readers == {"program", "pipeline"}
