@@ -56,6 +56,34 @@ def pytest_addoption(parser):
     parser.addoption("--every", type=int, default=1, metavar="N", help="run every N-th test")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of a file go to one worker where they can: they share what one device has computed."""
+    from xdist.scheduler import WorkStealingScheduling  # noqa: PLC0415
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc):
+    """What is in a `sample` is a row of the table."""
+    result = yield
+    marker = metafunc.definition.get_closest_marker("sample")
+    rows = [call.id for call in metafunc._calls]
+    unknown = set(marker.args) - set(rows) if marker is not None else set()
+    if unknown:
+        name = metafunc.definition.nodeid
+        raise ValueError(f"{name} has no rows {sorted(unknown)} for its sample, it has {rows}")
+    return result
+
+
+def pytest_itemcollected(item):
+    """A row of a table that is not in its `sample` is of the full run."""
+    marker, call = item.get_closest_marker("sample"), getattr(item, "callspec", None)
+    if marker is not None and call is not None and call.id not in marker.args:
+        item.add_marker(pytest.mark.full)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Leaves out what `--every` does."""

@@ -74,6 +74,7 @@ def plainly(run, step=None):
     return count, float(losses.mean()), float((logits.argmax(-1) == windows[:, 1:]).mean())
 
 
+@pytest.mark.sample("another mesh")
 @pytest.mark.parametrize(
     "where",
     [
@@ -131,6 +132,7 @@ def test_images_that_are_made_up_are_in_no_files(run, tmp_path):
 MESHES = [(), ("mesh=fsdp=4,tp=2", "parallel=[full_shard, tensor]")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.full)],

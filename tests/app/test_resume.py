@@ -98,6 +98,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "other",
     [pytest.param(name, marks=() if name == "fsdp on 4" else pytest.mark.full) for name in OTHERS],
@@ -156,6 +157,7 @@ def test_a_finished_run_has_nothing_left(config):
     assert longer.result.num_steps == 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "part",
     [
@@ -216,6 +218,7 @@ def test_checkpoints_of_two_runs_do_not_mix(config, tmp_path):
         train(config("two", **shared))
 
 
+@pytest.mark.sample("sharded-False")
 @pytest.mark.parametrize(("kind", "background"), [("full", True), ("sharded", False)])
 def test_every_kind_of_saving(config, kind, background):
     changes = {"checkpoint__type": kind, "checkpoint__background": background}

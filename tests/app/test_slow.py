@@ -25,7 +25,7 @@ def config_of(folder, **changes):
         "parallel": {"diloco": {"every": 2, "compress": "int8"}, "full_shard": {"min_elements": 8}},
         "devices": {"emulate": 4},
         "model": {
-            "width": 16, "num_layers": 2, "num_heads": 2, "ffn_width": 16, "max_length": LENGTH,
+            "width": 16, "num_layers": 1, "num_heads": 2, "ffn_width": 16, "max_length": LENGTH,
             "dropout": 0.2,
         },
         "data": {"files": [str(folder / "train.txt")], "sequence_length": LENGTH},
@@ -61,6 +61,7 @@ def test_a_run_is_evaluated_with_the_model_of_the_last_meeting(result):
         np.testing.assert_array_equal(np.asarray(want), np.asarray(got))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_another_number_of_steps(result, folder):
     plain = config_of(folder)
     plain["train"] = {**plain["train"], "steps": 6}

@@ -212,6 +212,7 @@ for step in range(1, 1000):
 """
 
 
+@pytest.mark.sample("sharded")
 @KINDS
 def test_a_killed_save_is_never_restored(type, tmp_path):
     """Killed at growing distances after a save began; what is left is whole, and one goes on."""

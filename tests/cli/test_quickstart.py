@@ -26,6 +26,7 @@ SMALL = (
 PROMPT, COUNT = "def main(", 12
 
 
+@pytest.mark.full
 def test_quickstart_eval_generate_export_and_plain_flax(tmp_path):
     run, out = str(tmp_path / "run"), tmp_path / "out.safetensors"
     measured, written = tmp_path / "eval.json", tmp_path / "text.json"

@@ -18,6 +18,7 @@ def path(tiny, tmp_path):
     return str(file)
 
 
+@pytest.mark.full
 def test_says_what_it_compared(path, capsys):
     assert main(["verify", path, "--steps", "1", "train.global_batch=16"]) == 0
     text = capsys.readouterr().out
@@ -26,6 +27,7 @@ def test_says_what_it_compared(path, capsys):
     assert "equal within 1e-05 (SGD, 1 steps" in text
 
 
+@pytest.mark.full
 def test_here_takes_two_tiny_steps_on_the_devices_that_there_are(path, capsys, monkeypatch):
     monkeypatch.setattr("axon_dist.mesh.World.emulate", None)
     assert main(["verify", path, "--here", "model.num_layers=5"]) == 0

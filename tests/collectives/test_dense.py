@@ -83,10 +83,11 @@ def check(collective, meaning, group, x):
 
 PLACES = [
     ("one of two axes", True),
-    ("one of two axes", False),
-    ("both axes", True),
-    ("list of ranks", True),
     ("list of ranks", False),
+    *(
+        pytest.param(*place, marks=pytest.mark.full)
+        for place in (("one of two axes", False), ("both axes", True), ("list of ranks", True))
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.ops.precision import MixedPrecision
 
 
+@pytest.mark.full
 def test_the_run_is_what_one_device_trains(tiny):
     tiny["optimizer"] = {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"}
     tiny["train"] |= {"steps": 3, "log_every": 1, "clip_norm": 0.2, "accumulate": 1}

@@ -251,13 +251,13 @@ def build(model: str, schedule: str, mesh: str, others=(), microbatches=4, optim
 
 
 ALWAYS = [
-    ("seq2seq", "interleaved_1f1b", "pp=2,tp=2", ("tp",), "sgd", "recompute"),
     ("unet", "eager_1f1b", "pp=3", (), "adam", "residuals"),
     ("tied", "gpipe", "pp=2,dp=2", ("dp",), "sgd", "recompute"),
     ("twice", "1f1b", "pp=2", (), "sgd", "recompute"),
     ("penalty", "zero_bubble_v", "pp=2", (), "adam", "recompute"),
 ]
 FULL = [
+    ("seq2seq", "interleaved_1f1b", "pp=2,tp=2", ("tp",), "sgd", "recompute"),
     *(
         (model, schedule, "pp=2", (), "sgd", "recompute")
         for model in MODELS
@@ -299,6 +299,13 @@ def stages_of(step) -> Stages:
     return step.storage.rows.stages
 
 
+@pytest.mark.sample(
+    "penalty-zero_bubble_v-4-0",
+    "tied-interleaved_1f1b-4-0",
+    "twice-1f1b-4-0",
+    "recurrent-1f1b-0-1",
+    "common-1f1b-4-1",
+)
 @pytest.mark.parametrize(
     ("model", "schedule", "num_own", "num_shared"),
     [

@@ -132,12 +132,11 @@ class Row:
         return "-".join(map(str, fields[:-1])) + "-vocabulary" * self.split_vocabulary
 
 
-ROWS = [
+ROWS = [Row("pp=2,dp=2,ep=2", "ddp+slots", "zero_bubble_h1", 2, "weighed")]
+FULL = [
     Row("pp=2,dp=2", "ddp", model="weighed"),
     Row("pp=2,dp=2,ep=2", "ddp+slots", "zero_bubble_h1"),
     Row("pp=2,ep=2,tp=2", "ring+tensor", microbatches=2, optimizer="adam"),
-]
-FULL = [
     Row("pp=1"),
     Row("pp=2", schedule="gpipe", model="uneven"),
     Row("pp=2,dp=2", "ddp", model="norms"),
@@ -257,9 +256,8 @@ def test_bf16_is_near_one_device(form):
         assert float(metrics["loss"]) == pytest.approx(want.losses[number], rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("form", "capacity"), [("ring", None), pytest.param("all_to_all", 1.0, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "capacity"), [("ring", None), ("all_to_all", 1.0)])
 def test_tokens_travel_thrice_where_stages_are_run_again(form, capacity):
     """Both passes of the formula, and half of them once more for the stage that is recomputed."""
     case = mixture(width=128, num_heads=2, experts={"per_token": 1})

@@ -80,7 +80,7 @@ ROWS = {
         {},
         {},
     ),
-    "tp": ("ep=2,tp=2", lambda: compose(expert_parallel(), tp()), 1, "sgd", {}, {}),
+    "tp": ("ep=2,tp=2", lambda: compose(expert_parallel("ring"), tp()), 1, "sgd", {}, {}),
     "tp, sequence": (
         "ep=2,tp=2",
         lambda: compose(expert_parallel("all_to_all"), tp(True)),
@@ -148,12 +148,13 @@ def as_on_gpus(monkeypatch):
     monkeypatch.setattr(expert, "block_total", lambda num_rows, num_groups: 0)
 
 
-@pytest.mark.parametrize("name", part(ROWS, ["fsdp, slots, scan, remat"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ROWS)
 def test_equals_one_device_block_by_block(name, as_on_gpus):
     test_equals_one_device(name)
 
 
-@pytest.mark.parametrize("name", part(ROWS, ["ring", "fsdp, slots, scan, remat"]))
+@pytest.mark.parametrize("name", part(ROWS, ["tp", "fsdp, slots, scan, remat"]))
 def test_equals_one_device(name):
     mesh, strategy, accumulate, optimizer, changes, experts = ROWS[name]
     keys = tuple(changes.items()), tuple(experts.items())

@@ -137,7 +137,7 @@ OF_ATTENTION = {
 }  # fmt: skip
 TABLE = [f"own, {name}" for name in ROWS]
 TABLE += [f"decoder, {name}" for name in (*ROWS, *OF_ATTENTION)]
-ALWAYS = ["own, fsdp x tp", "own, pp x tp", "decoder, ddp"]
+ALWAYS = ["own, pp x tp", "decoder, ddp"]
 
 
 def world_of(mesh: str) -> World:

@@ -68,29 +68,20 @@ STRATEGIES: dict[str, Callable] = {
 REMAT = ActivationCheckpointing(2)
 
 ROWS = [
-    *(Row("ddp", "dp=8", model, 2) for model in CASES if model != "transformer"),
-    Row("ddp", "dp=8", "weighted", 1),
-    Row("ddp", "dp=8", "transformer", 2),
-    *(Row("ddp", mesh, "weighted", k) for mesh in ("dp=2", "dp=4") for k in (1, 4)),
+    Row("ddp", "dp=8", "linen", 2),
+    Row("ddp", "dp=4", "weighted", 4),
     Row("ddp_buckets", "dp=4", "dropout", 2),
-    Row("ddp_buckets", "dp=8", "weighted", 1),
     Row("ddp_overlapped", "dp=4", "batchnorm", 2),
     Row("ddp_microbatch", "dp=4", "dropout", 2),
-    Row("ddp", "dp=4", "mlp", 2, "adam"),
-    Row("ddp", "dp=8", "mlp", 1, "sgd", 0.1),
     Row("ddp", "dp=4", "mlp", 2, "sgd", 0.1),
-    Row("zero1", "dp=8", "mlp", 1, "adam"),
-    Row("zero1", "dp=4", "batchnorm", 2),
     Row("zero2", "dp=8", "weighted", 2),
     Row("zero3", "dp=8", "dropout", 2),
-    Row("full_shard", "fsdp=8", "transformer", 2, unroll=1),
     Row("zero1", "dp=8", "mlp", 2, "adam", unroll=1),
-    Row("full_shard", "fsdp=4", "mlp", 1, "adam"),
-    Row("full_shard", "fsdp=4", "mlp", 1, "sgd", 0.1),
+    Row("full_shard", "fsdp=4", "mlp", 2, "sgd", 0.1, unroll=1),
     Row("full_shard_once", "fsdp=4", "dropout", 4),
     Row("full_shard_by_hand", "fsdp=4", "weighted", 2),
     Row("hybrid_shard", "dp=2,fsdp=4", "weighted", 1, unroll=1),
-    Row("full_shard_remat", "fsdp=4", "transformer", 1),
+    Row("full_shard_remat", "fsdp=4", "weighted", 1),
     Row("full_shard_offload", "fsdp=4", "mlp", 2),
 ]
 BLOCKS = ("mlp", "weighted", "transformer")
@@ -105,6 +96,15 @@ def _mesh(strategy: str, size: int) -> str:
 # meets too without running their product.
 TURNS = ((2, 4), (4, 1), (8, 2))
 FULL = [
+    *(Row("ddp", "dp=8", model, 2) for model in CASES),
+    *(Row("ddp", mesh, "weighted", k) for mesh in ("dp=2", "dp=4") for k in (1, 4)),
+    Row("ddp_buckets", "dp=8", "weighted", 1),
+    Row("ddp", "dp=4", "mlp", 2, "adam"),
+    Row("ddp", "dp=8", "mlp", 1, "sgd", 0.1),
+    Row("full_shard", "fsdp=8", "transformer", 2, unroll=1),
+    Row("full_shard_remat", "fsdp=4", "transformer", 1),
+]
+FULL += [
     Row(strategy, _mesh(strategy, size), model, k, optimizer)
     for strategy in STRATEGIES
     for model in (BLOCKS if "remat" in strategy else CASES)

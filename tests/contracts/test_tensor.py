@@ -46,18 +46,12 @@ TENSOR: dict[str, Callable] = {
 }
 
 ROWS = [
-    Row("tensor", "tp=2", "dropout"),
     Row("tensor", "tp=8", "linen"),
-    Row("tensor_sp", "tp=4", "transformer", 2),
     Row("ddp_tensor", "dp=2,tp=2", "dropout", 2),
     Row("ddp_tensor", "dp=2,tp=4", "batchnorm", 1, "adam"),
-    Row("ddp_tensor_sp", "dp=2,tp=2", "transformer", 2),
     Row("zero1_tensor", "dp=2,tp=4", "weighted", 2),
     Row("fsdp_tensor", "fsdp=2,tp=4", "dropout", 2),
-    Row("fsdp_tensor_sp", "fsdp=2,tp=4", "transformer"),
-    Row("tensor_rings", "tp=4", "transformer", 2),
     Row("fsdp_tensor_rings", "fsdp=2,tp=4", "transformer"),
-    Row("hybrid_tensor_sp", "dp=2,fsdp=2,tp=2", "transformer"),
 ]
 MODELS = ("mlp", "weighted", "batchnorm", "dropout", "linen", "transformer")
 MESHES = {"tensor": ("tp=2", "tp=4"), "hybrid": ("dp=2,fsdp=2,tp=2",)}

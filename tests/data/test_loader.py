@@ -67,7 +67,7 @@ def test_seeds_have_orders_of_their_own():
     assert run(loader(seed=1), 5) != run(loader(seed=0), 5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_the_global_order_does_not_know_the_number_of_processes(rows, num_processes, num_batches):
     batch = rows * num_processes
@@ -76,7 +76,7 @@ def test_the_global_order_does_not_know_the_number_of_processes(rows, num_proces
     assert state["samples_seen"] == batch * num_batches
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 4), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
 def test_resuming_repeats_none_and_skips_none(num_batches, before, after):
     first, state = run_on(before, num_batches, global_batch=4)

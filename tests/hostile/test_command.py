@@ -787,6 +787,7 @@ def run(*arguments, **options):
     return subprocess.run(command, env=env, capture_output=True, timeout=120, **options)
 
 
+@pytest.mark.sample("name")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

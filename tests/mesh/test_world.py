@@ -77,6 +77,7 @@ print(x[0])
 """
 
 
+@pytest.mark.full
 def test_a_loop_that_never_waits_does_not_starve():
     """Eight devices on few cores: XLA's threads would all wait for each other, and it aborts."""
     run = subprocess.run(

@@ -44,6 +44,7 @@ def every_expert(model, x):
     return made + model.shared_mlp(x) if hasattr(model, "shared_mlp") else made
 
 
+@pytest.mark.sample("sizes1-experts1")
 @pytest.mark.parametrize(
     ("sizes", "experts"),
     [({}, {"per_token": 2, "shared": 2}), ({"gated": False}, {"per_token": 1})],
@@ -134,6 +135,7 @@ def test_experts_from_a_number_on_add_what_is_theirs():
     np.testing.assert_allclose(sum(slots), whole, atol=1e-6)
 
 
+@pytest.mark.sample("40-4-2")
 @pytest.mark.parametrize(
     ("tokens", "experts", "per_token"), [(1, 4, 1), (40, 4, 2), (70, 3, 1), (33, 8, 8)]
 )

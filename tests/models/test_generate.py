@@ -45,6 +45,7 @@ def plain(model, prompt, num_tokens):
 GPT2 = {"positions": "learned", "norm": "layer", "gated": False, "bias": True}
 
 
+@pytest.mark.sample("fields1")
 @pytest.mark.parametrize("fields", [{}, {"scan_layers": True, "tied_head": True}, GPT2])
 def test_cached_logits_are_those_of_the_whole_sequence(fields):
     model = make(**fields)
@@ -92,6 +93,7 @@ def test_a_seed_is_a_text_and_rows_draw_apart():
     assert len(set(map(tuple, draws[0]))) == 4
 
 
+@pytest.mark.sample("tp=2")
 @pytest.mark.parametrize("axes", ["tp=2", "fsdp=8"])
 def test_a_mesh_gives_the_tokens_of_one_device(make_world, axes):
     model, mesh = make(), make_world(axes).mesh

@@ -72,6 +72,7 @@ def plain_forward(model, images):
     return x.mean((1, 2)) @ weights["head"]["kernel"] + weights["head"]["bias"]
 
 
+@pytest.mark.sample("bottleneck-imagenet")
 @pytest.mark.parametrize(("block", "stem"), [("basic", "small"), ("bottleneck", "imagenet")])
 def test_forward_equals_plain_numpy(block, stem):
     model = make(block=block, stem=stem, stage_sizes=(2, 1))

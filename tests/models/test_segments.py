@@ -64,10 +64,10 @@ def one_by_one(**changes):
 @pytest.mark.parametrize(
     ("form", "changes"),
     [
-        ("einsum", {}),
+        pytest.param("einsum", {}, marks=pytest.mark.full),
         pytest.param("auto", {"scan_layers": True}, marks=pytest.mark.full),
         ("flash", {}),
-        ("einsum", {"positions": "learned", "norm": "layer"}),
+        pytest.param("einsum", {"positions": "learned", "norm": "layer"}, marks=pytest.mark.full),
     ],
 )
 def test_packed_documents_are_documents(form, changes, monkeypatch):

@@ -53,7 +53,7 @@ def damage(folder):
 
 
 def main(rank, num_processes, port, folder):
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", 8 // num_processes)
     jax.distributed.initialize(f"localhost:{port}", num_processes, rank)
     world = World.init("fsdp=-1")
     state, told = make_state(world), []

@@ -15,7 +15,8 @@ class Processes:
 
     def __init__(self, folder, command, count, **variables):
         plan = LaunchPlan(command=tuple(command), num_processes=count)
-        base = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+        base = {k: v for k, v in os.environ.items() if k != "NPROC"}
+        base |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
         base |= {"AXON_SILENCE_TIMEOUT": str(SILENCE_SECONDS), "AXON_LAUNCH_TIMEOUT": "60"}
         self.logs = [folder / f"{rank}.txt" for rank in range(count)]
         self.all = []

@@ -20,7 +20,7 @@ CONFIG = {
     "seed": ("seed=1", "seed="),
     "data.contents": ("data.files=[{folder}/1/*.txt]", "data.contents="),
 }
-FULL = {"module", "options", "train.steps", "seed"}
+FULL = {"factory", "module", "options", "optimizer.learning_rate", "train.steps", "seed"}
 
 
 def marked(cases):
@@ -40,6 +40,7 @@ def test_programs(start, kind):
         assert API[kind] in processes.text(rank)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("key", marked(CONFIG))
 def test_configs(start, tmp_path, key):
@@ -58,6 +59,7 @@ def test_configs(start, tmp_path, key):
         assert words in processes.text(rank)
 
 
+@pytest.mark.full
 @pytest.mark.multiprocess
 def test_parameters_are_those_of_process_0_after_they_were_synchronised(start):
     processes = start(2, WORKER, "sync")

@@ -68,6 +68,7 @@ def test_an_exception_is_told_to_the_others(start, failed):
     assert f"process {failed}" in processes.text(1 - failed)
 
 
+@pytest.mark.full
 def test_a_process_that_does_not_come_is_named(start):
     processes = start(2, "-c", LOOP, "4", WORLD_SIZE="4", AXON_LAUNCH_TIMEOUT="3")
     assert processes.wait([0, 1], timeout=60) == [1, 1]

@@ -62,6 +62,7 @@ say("ended by", result.reason, "after", result.num_steps)
 STEP_SECONDS = 8
 
 
+@pytest.mark.full
 def test_a_process_that_hangs_is_named_by_all(start):
     processes = start(3, "-c", TRAIN, "hanging", "3", AXON_STEP_TIMEOUT=str(STEP_SECONDS))
     assert processes.wait([0, 1, 2], timeout=120) == [EXIT_PEER_LOST] * 3, processes.text(0)
@@ -80,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "told"), CASES)
 def test_sigterm_in_the_middle_saves_at_the_same_step_everywhere(start, mode, told):
     processes = start(2, "-c", TRAIN, mode, "2")

@@ -16,13 +16,13 @@ CONFIG = """
 name: tiny
 devices: {{emulate: 4}}
 mesh: {{dp: 4}}
-model: {{width: 16, num_layers: 2, num_heads: 2, ffn_width: 32, max_length: 16}}
+model: {{width: 16, num_layers: 1, num_heads: 2, ffn_width: 32, max_length: 16}}
 data:
   files: [{texts}/train.txt]
   validation_files: [{texts}/validation.txt]
   sequence_length: 16
 optimizer: {{name: adamw, learning_rate: 0.01, schedule: {{name: constant}}}}
-train: {{steps: 6, global_batch: 8, eval_every: 3, eval_batches: 2, log_every: 1}}
+train: {{steps: 4, global_batch: 8, eval_every: 2, eval_batches: 1, log_every: 1}}
 checkpoint: {{every: 0}}
 """
 
@@ -64,8 +64,8 @@ def of_one_process(path, overrides):
 def of_many(path, overrides, count, monkeypatch):
     """What the launcher makes of it, and what rank 0 said."""
     folder, logs = path.parent / "many", path.parent / "logs"
-    for name in ("XLA_FLAGS", "NPROC"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     cache = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
     arguments = ["train", str(path), *overrides, f"run_dir={folder}"]
@@ -87,7 +87,7 @@ CASES = [
 def test_the_losses_of_one_process(config, name, count, monkeypatch):
     expected = of_one_process(config, STRATEGIES[name])
     losses, said = of_many(config, STRATEGIES[name], count, monkeypatch)
-    assert len(expected) == 8
+    assert len(expected) == 6
     assert losses == pytest.approx(expected, rel=1e-5)
     for process in range(count):
         assert f"process {process}  host " in said

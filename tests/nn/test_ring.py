@@ -54,6 +54,7 @@ def compare(attend, causal, arrays):
     np.testing.assert_allclose(jax.jit(attend)(*arrays), dense(*arrays), atol=1e-5)
 
 
+@pytest.mark.sample("2-2-True", "1-4-False")
 @pytest.mark.parametrize(
     ("size", "kv_heads", "causal"),
     [
@@ -73,6 +74,7 @@ def test_ring_equals_whole_attention(make_world, size, kv_heads, causal):
     compare(attend, causal, (heads(16, 4), heads(16, kv_heads), heads(16, kv_heads)))
 
 
+@pytest.mark.full
 def test_keys_in_blocks_are_the_same_keys(make_world, monkeypatch):
     monkeypatch.setattr("axon_dist.ops.attention.BLOCK", 2)
     mesh = make_world("cp=2").mesh
@@ -105,6 +107,7 @@ def test_every_rank_has_the_same_work(size):
     np.testing.assert_array_equal(seen, mask)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("size", [2, 5])
 def test_dealing_is_undone(make_world, size):
     mesh = make_world(f"cp={size}").mesh

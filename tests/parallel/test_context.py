@@ -37,6 +37,7 @@ def gradients(model, strategy, world, batch=BATCH, loss_fn=next_token_loss):
     return step.gradients(step.init(), batch)
 
 
+@pytest.mark.sample("ring-fsdp=2,cp=2,tp=2-changes2", "ulysses-dp=2,cp=2,tp=2-changes4")
 @pytest.mark.parametrize(
     ("mode", "mesh", "changes"),
     [
@@ -71,6 +72,7 @@ class Encoder(nnx.Module):
         return self.attention(self.inner(x), mask=mask)
 
 
+@pytest.mark.sample("ulysses")
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_attention_of_flax(mode):
     x = np.random.default_rng(1).normal(size=(2, 8, 8)).astype(np.float32)
@@ -121,6 +123,7 @@ def test_positions_are_dealt_once_and_keys_go_around_twice():
     assert 0 < sent <= 2.25 * heads
 
 
+@pytest.mark.full
 def test_activations_shrink_with_the_ranks():
     """Temporary memory of a long sequence, compiled: no rank holds scores of the whole."""
     loss = lambda model, batch: jnp.mean(model(batch["tokens"]) ** 2)

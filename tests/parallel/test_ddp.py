@@ -136,6 +136,7 @@ def compiled(world, accumulate, **options):
     return step.lower(BATCH).compile()
 
 
+@pytest.mark.sample("8-1", "4-2", "8-4")
 @pytest.mark.parametrize(
     ("num_ranks", "accumulate"), [(8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (2, 1)]
 )
@@ -147,6 +148,7 @@ def test_wire_bytes_do_not_depend_on_accumulation(make_world, num_ranks, accumul
     assert collectives(program, world.mesh).by_kind().keys() == {"all-reduce"}
 
 
+@pytest.mark.sample("500-buckets0-4", "2100-buckets1-1", "10000-buckets2-1")
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(
     ("capacity", "buckets"), [(500, [2048, 1024, 64, 32]), (2100, [2080, 1088]), (10_000, [3168])]

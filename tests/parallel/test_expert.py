@@ -94,6 +94,7 @@ def test_experts_of_other_models_are_found_with_their_biases():
     assert suggest_plan(lambda: Blocks(nnx.Rngs(0))).experts == ()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "accumulate", "data"),
     [
@@ -119,6 +120,7 @@ def test_experts_of_other_models_equal_one_device_and_are_not_gathered(mesh, acc
     assert_close(state.params, want.params, 1e-5, "parameter")
 
 
+@pytest.mark.sample("ring")
 @pytest.mark.parametrize("form", ["ring", "all_to_all"])
 def test_tokens_without_a_place_are_counted(form):
     step = built(compose(ddp(), expert_parallel(form, capacity=0.5)), make=decoder(count=4))
@@ -127,6 +129,7 @@ def test_tokens_without_a_place_are_counted(form):
     assert 0.5 <= float(metrics["dropped"]) < 1
 
 
+@pytest.mark.sample("1.25")
 @pytest.mark.parametrize("capacity", [None, 1.25])
 def test_the_form_that_moves_fewer_bytes_is_chosen(capacity):
     """Slots for 4 experts of 1.25/4 of the tokens are fewer than the tokens of two ranks."""

@@ -156,6 +156,7 @@ def compiled(world, num_blocks, unroll=None, **options):
 BLOCK_BYTES = 4 * (2 * 32 * 64 + 32 + 64)
 
 
+@pytest.mark.sample("reduction1")
 @pytest.mark.parametrize("reduction", [None, Reduction(per="microbatch", dtype="float16")])
 def test_blocks_are_gathered_forward_and_again_backward(world, reduction):
     """Per block and pass an all-gather of its weights, inside the loop over layers."""

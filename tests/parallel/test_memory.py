@@ -80,6 +80,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.sample("1-tables", "3-linear")
 @pytest.mark.parametrize("name", UNEVEN)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_leaves_that_do_not_divide_stay_whole_and_are_counted_so(world, name, stage):
@@ -107,6 +108,7 @@ def assert_within(estimated, measured, tolerance=0.05):
         assert getattr(estimated, field) == expected, field
 
 
+@pytest.mark.sample("zero1-float32", "full_shard-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["zero1", "shard_grad_op", "full_shard"])
 def test_estimates_are_within_five_percent_of_what_is_measured(world, name, dtype):

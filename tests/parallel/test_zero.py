@@ -79,6 +79,7 @@ def share(tree) -> float:
     return bytes_per_device(leaves) / sum(leaf.nbytes for leaf in leaves)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_measured_shares_of_eight_devices(world, stage):
     step, state = built(zero(stage, min_elements=8), world)
@@ -92,6 +93,7 @@ def test_measured_shares_of_eight_devices(world, stage):
     assert table.size == (64 * 32 // 8 if row.params else 64 * 32)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_held_between_microbatches_are_as_estimated(world, stage):
     strategy, sgd = zero(stage, min_elements=8), optax.sgd(0.1)

@@ -103,6 +103,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample("zero_bubble_h1-4-8-recompute")
 @pytest.mark.parametrize(("name", "size", "count", "backward"), CASES)
 def test_nothing_is_computed_but_the_model_and_its_recomputation(name, size, count, backward):
     schedule, compiled = build(name, size, count, backward)
@@ -115,6 +116,7 @@ def test_nothing_is_computed_but_the_model_and_its_recomputation(name, size, cou
     assert count * model <= work_of(schedule, compiled, keeps) <= count * (model + recomputed)
 
 
+@pytest.mark.full
 def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
     branches = lanes(build("1f1b", 4, 8, split=True)[1])
     whole = lanes(build("1f1b", 4, 8)[1])
@@ -132,6 +134,7 @@ def test_every_rank_computes_its_part_of_the_head_and_no_stage_more():
     assert whole["B"][1].high == stage.high + output + head
 
 
+@pytest.mark.sample("1f1b-recompute-True", "zero_bubble_h1-recompute-False")
 @pytest.mark.parametrize(
     ("name", "backward", "split"),
     [

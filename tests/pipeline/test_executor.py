@@ -139,6 +139,7 @@ def assert_sums(schedule, kernels, sums, scale=1.0):
     np.testing.assert_allclose([x.sum() for x in loss], want_loss, rtol=1e-5)
 
 
+@pytest.mark.sample("interleaved-False", "1f1b-False", "split-False", "v-True")
 @pytest.mark.parametrize(
     ("name", "keeps"),
     [

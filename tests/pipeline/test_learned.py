@@ -53,6 +53,7 @@ def own_buffers():
 KINDS = {"uniform": UniformStages.find, "switch": SwitchStages}
 
 
+@pytest.mark.sample("uniform-two_ranks", "switch-v")
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stages_tell_the_loss_and_keep_their_own(kind, placed):

@@ -244,11 +244,13 @@ def check_on(name, model, strategy, world):
     jax.tree.map(np.testing.assert_array_equal, again, params_rows)
 
 
+@pytest.mark.sample("adamw ndim mask-alike stages", "clip adamw-vectors", "clip lamb-stack")
 @pytest.mark.parametrize(("name", "model"), list(cases(*DEFAULT)))
 def test_equals_one_device(name, model, make_world):
     check_on(name, model, pipelined(2, 2), make_world("pp=2"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "model"),
     [
@@ -310,6 +312,7 @@ def test_a_step_equals_one_device(make_world):
     assert_equal(step.storage.to_model(stored.params), params)
 
 
+@pytest.mark.sample("dict-pipeline", "State-ddp")
 @pytest.mark.parametrize("strategy", [ddp(), pipelined(2, 2)], ids=["ddp", "pipeline"])
 @pytest.mark.parametrize("form", [nnx.to_pure_dict, lambda state: state], ids=["dict", "State"])
 def test_static_masks_and_labels(form, strategy, make_world):

@@ -16,7 +16,7 @@ shapes = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(shapes, min_size=1, max_size=3))
 def test_unpacking_undoes_packing(variants):
     packing = Packing.of(variants)

@@ -6,6 +6,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 
 from axon_dist.ops.precision import MixedPrecision, autocast
@@ -65,6 +66,7 @@ def number_of_classes(base):
     return len(found) + sum(map(number_of_classes, found))
 
 
+@pytest.mark.full
 def test_many_steps_leave_neither_classes_nor_programs_behind():
     """Flax and JAX keep every class of modules forever, so that none may be made per step."""
 

@@ -79,6 +79,7 @@ X = jnp.linspace(-1, 1, 5 * WIDTH).reshape(5, WIDTH)
 NOTHING = ActivationCheckpointing().remat
 
 
+@pytest.mark.sample("1-lengths0", "3-lengths2", "8-lengths3")
 @pytest.mark.parametrize(
     ("group", "lengths"), [(1, [8]), (2, [4]), (3, [2, 2]), (8, [1]), (12, [8])]
 )
@@ -110,6 +111,7 @@ def test_what_runs_once_keeps_its_barrier(prefetch, expected):
     assert_same(rolled, plain, params, rest, X)
 
 
+@pytest.mark.sample("None-5-lengths1", "policy-4-lengths0")
 @pytest.mark.parametrize(("blocks", "lengths"), [(4, []), (5, [5])])
 @pytest.mark.parametrize("remat", [None, NOTHING])
 def test_a_short_chain_is_written_out(blocks, lengths, remat):

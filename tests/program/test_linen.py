@@ -120,6 +120,7 @@ def computing(model, mark):
     return compute, params
 
 
+@pytest.mark.sample("setup", "compact remat", "lent")
 @pytest.mark.parametrize("name", MODELS)
 def test_marked_models_compute_the_same_bits_and_state(name):
     model = bridged(name)

@@ -62,6 +62,7 @@ def test_the_table_has_what_was_measured_alone():
 CHEAP = ("deterministic", "torch:124m")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in CHEAP else pytest.mark.full) for n in gpu.chunks(True)],

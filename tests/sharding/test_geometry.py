@@ -30,7 +30,7 @@ def test_cuts(numel, ranks, size, padding, real):
     assert [values[spec.local_slice(rank)].size for rank in range(ranks)] == list(real)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(shape=st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple), n=st.integers(1, 9))
 def test_unshard_is_the_exact_inverse(shape, n):
     rng = np.random.default_rng(0)

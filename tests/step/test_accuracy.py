@@ -35,6 +35,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

@@ -38,6 +38,7 @@ def run_of(world):
     return losses, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)]
 
 
+@pytest.mark.full
 def test_two_runs_give_the_same_bits(world):
     assert run_of(world) == run_of(world)
 

@@ -198,6 +198,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
+@pytest.mark.sample("ddp, no buckets")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_the_rounded_model_on_one_device(row, make_world):
     axes, strategy, make, options = row

@@ -94,6 +94,7 @@ def without_it():
     return params_of(step, state)
 
 
+@pytest.mark.sample("fsdp", "accumulated", "pipeline")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_poisoned_batch_is_skipped_on_all_devices(name, without_it):
     step = build(**STRATEGIES[name])
@@ -128,6 +129,7 @@ def test_a_gradient_alone_is_enough():
     assert all(np.isfinite(leaf).all() for leaf in params_of(step, state))
 
 
+@pytest.mark.sample("nan-pipeline", "inf-ddp")
 @pytest.mark.parametrize("name", ["ddp", "pipeline"])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_loss_alone_is_enough(name, value):

@@ -97,6 +97,7 @@ def test_without_a_pipeline_nothing_is_converted(make_world):
     assert form.take_up(state) is state
 
 
+@pytest.mark.sample("factored-vectors", "bfloat16-rows")
 @pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["rows", "vectors"])
 @pytest.mark.parametrize(
     "make",

@@ -62,6 +62,7 @@ def float32():
     return losses(build())[0]
 
 
+@pytest.mark.sample("ddp-fp16", "full_shard-True", "zero2-bf16")
 @pytest.mark.parametrize(
     ("strategy", "precision"),
     [
@@ -113,6 +114,7 @@ def test_gradients_cross_the_wire_in_the_reduce_dtype(precision, wire):
     assert matrices == {wire}
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_storage_dtypes_hold_from_step_to_step(accumulate):
     precision = MixedPrecision(param="bfloat16", compute="bfloat16", buffer="bfloat16")

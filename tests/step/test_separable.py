@@ -167,6 +167,7 @@ def split_in(num_microbatches, loss_fn, axes="dp=2", strategy=None):
     )  # fmt: skip
 
 
+@pytest.mark.sample("buckets-its root", "ddp-the size")
 @pytest.mark.parametrize(
     ("weight", "divided"),
     [(lambda x: 16.0, 16), (lambda x: float(len(x)), 32), (lambda x: len(x) ** 0.5, 32**0.5)],
@@ -251,6 +252,7 @@ def test_metrics_are_numbers(value):
         split_in(2, loss_fn).separation(case.batch(0))
 
 
+@pytest.mark.sample("ddp0")
 @pytest.mark.parametrize(
     "strategy", [ddp(), ddp(bucket_capacity=64), ddp(sync="overlapped")], ids=lambda s: s.name
 )

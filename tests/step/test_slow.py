@@ -106,6 +106,7 @@ def test_the_model_of_a_state_is_the_one_of_the_last_meeting():
     assert float(step.evaluate(state, batch(7))["loss"]) == pytest.approx(float(want), rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     # In the middle of a round, with a compression that has left something unsaid.
     step = step_of(3, compress="int8", fragments=2)
@@ -118,6 +119,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert bits(trained(step, restored, range(4, 7))) == bits(whole)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_another_number_of_steps(tmp_path):
     step, other = step_of(2), step_of(3, "nodes=2,fsdp=4", 8)
     state = trained(step, step.init(), range(3))
@@ -133,6 +135,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_steps(tmp_path):
     assert bits(state.params["layers"][0]["kernel"][0]) == bits(state.outer["layers"][0]["kernel"])
 
 
+@pytest.mark.sample("int8")
 @pytest.mark.parametrize("compress", ["int8", "fp8", "top_k"])
 def test_what_is_left_unsaid_is_what_the_meeting_missed(compress):
     plain = step_of(2, outer=OUTER)

@@ -297,6 +297,7 @@ def test_wrappers_and_strategies_are_the_same(world):
 # Birth
 
 
+@pytest.mark.sample("dp=1", "dp=2,fsdp=4")
 @pytest.mark.parametrize("axes", ["dp=1", "dp=2", "dp=4", "dp=8", "dp=2,fsdp=4", "dp=4,fsdp=2"])
 def test_arrays_are_born_with_the_same_bits_on_every_mesh(make_world, axes):
     world = make_world(axes)
@@ -489,6 +490,7 @@ def gradients_with(remat, strategy=None):
     return step.gradients(step.init(), batch_of())[0]
 
 
+@pytest.mark.sample("1-nothing", "sqrt-everything")
 @pytest.mark.parametrize(
     "remat",
     [

@@ -146,6 +146,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
+@pytest.mark.sample("by hand", "pp", "tp")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_world):
     axes, strategy, trainable, options = row
@@ -228,6 +229,7 @@ def test_a_frozen_base_is_gathered_twice_and_holds_2p_over_n(make_world):
     assert whole - ledger.total_wire_bytes() == pytest.approx(spared, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_frozen_bfloat16_base_under_fsdp_equals_one_device(make_world):
     want, model, _ = on_one_device(nnx.LoRAParam, narrow=True)
     step = build_train_step(
@@ -243,6 +245,7 @@ def test_a_frozen_bfloat16_base_under_fsdp_equals_one_device(make_world):
     assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_another_strategy(make_world, tmp_path):
     """Frozen parameters and the average are saved with the rest, and taken up by any strategy."""
     _, model, averaged = on_one_device(SOME)

@@ -54,6 +54,11 @@ MESHES = {
 }
 
 
+@pytest.mark.sample(
+    "hf-llama-fsdp=4 x tp=2-listed",
+    "hf-llama-pp=2-listed",
+    "hf-gpt2-pp=2-stacked",
+)
 @pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,6 +91,7 @@ def test_in_and_out_again_is_the_same_bits(family, mesh, scan_layers, make_world
         ffn_width=hub_config(tmp_path / "out").ffn_width)  # fmt: skip
 
 
+@pytest.mark.sample("fsdp=2-strategy0")
 @pytest.mark.parametrize(
     ("axes", "strategy"), [("fsdp=2", fsdp(min_elements=1)), ("pp=2", pipelined(2, 2))]
 )
