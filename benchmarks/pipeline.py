@@ -30,7 +30,7 @@ from rich.table import Table
 from axon_dist import World, build_train_step, ddp, pipelined
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.pipeline import Data, StageProgram, Wire, with_joined_rows
-from axon_dist.pipeline.backward import DividedBackward, Operands, pull_back
+from axon_dist.pipeline.stage import DividedBackward, Operands, pull_back
 
 from .timing import alternate
 

@@ -4,32 +4,32 @@
 traced model. Nothing here knows strategies; `step/pipeline_view.py` does.
 """
 
-from .calls import Calls as Calls
 from .executor import Executor as Executor
 from .layout import Keys as Keys
+from .layout import OfBlocks as OfBlocks
+from .layout import Stacks as Stacks
+from .layout import Staged as Staged
 from .layout import Stages as Stages
+from .layout import buffers_together as buffers_together
+from .layout import has_apart as has_apart
 from .loss_trace import LossTrace as LossTrace
 from .loss_trace import buffers_over_time as buffers_over_time
 from .loss_trace import check_order as check_order
+from .loss_trace import mean_weight as mean_weight
 from .loss_trace import trace_loss as trace_loss
-from .policy import Staged as Staged
-from .products import with_joined_rows as with_joined_rows
-from .stacks import OfBlocks as OfBlocks
-from .stacks import Stacks as Stacks
-from .stacks import UnstackedOptimizer as UnstackedOptimizer
-from .stacks import buffers_together as buffers_together
-from .stacks import has_apart as has_apart
+from .loss_trace import with_joined_rows as with_joined_rows
+from .optimizer import UnstackedOptimizer as UnstackedOptimizer
 from .stage import Data as Data
 from .stage import Loss as Loss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire
-from .state import Sums as Sums
 from .storage import FlatStorage as FlatStorage
 from .storage import ModelStorage as ModelStorage
 from .storage import storage_for as storage_for
+from .switch import Calls as Calls
 from .switch import SwitchStages as SwitchStages
+from .tables import Sums as Sums
 from .uniform import UniformStages as UniformStages
 from .vocabulary import lookups_in as lookups_in
 from .vocabulary import parted_by_tokens as parted_by_tokens
 from .vocabulary import with_parted_loss as with_parted_loss
-from .weight import mean_weight as mean_weight

@@ -14,13 +14,37 @@ import numpy as np
 from ..core.typing import Array, PyTree
 from ..program.piece import as_it_lies
 from ..schedule import Phase, Schedule, SlotPlan, assign_slots
-from .backward import DividedBackward, Operands, pull_back
-from .lookups import Embedding, Lookup
-from .packing import Packing
-from .stage import Data, Frozen, Loss, Rest, StageProgram, Wire
-from .start import Start, reads_rows
-from .state import State, Sums, add, add_rest, add_trained, empty, from_rank, get, put, zeros
-from .tables import NONE, Channel, Lane, Program, Tick, inputs_of, lookups_of, program_of
+from .stage import (
+    Data,
+    DividedBackward,
+    Frozen,
+    Loss,
+    Operands,
+    Rest,
+    StageProgram,
+    Start,
+    Wire,
+    pull_back,
+)
+from .tables import (
+    NONE,
+    Channel,
+    Lane,
+    Packing,
+    Program,
+    State,
+    Sums,
+    Tick,
+    empty,
+    from_rank,
+    get,
+    inputs_of,
+    lookups_of,
+    program_of,
+    put,
+    zeros,
+)
+from .vocabulary import Embedding, Lookup
 
 Into: TypeAlias = tuple[Sums, list[Array]]
 """Where gradients of what stands before the first block go: sums, and slots of what is not one."""
@@ -114,7 +138,7 @@ class Executor:
     def _keeps_lookups(self) -> bool:
         program = next(program for program in self.stages if 0 in program.stages)
         start = self._start_of(program, self._example)
-        return reads_rows(start, zeros(self._embedding.shapes), zeros(self._wire.floats))
+        return start.reads_rows(zeros(self._embedding.shapes), zeros(self._wire.floats))
 
     @cached_property
     def _parts(self) -> list[DividedBackward]:
@@ -144,7 +168,7 @@ class Executor:
 
     def _start(self) -> State:
         shape = self._wire
-        inputs = inputs_of(self.slots, self.keeps)
+        inputs, count = inputs_of(self.slots, self.keeps), self.schedule.num_microbatches + 1
         looked_up = lookups_of(self.slots, self._keeps_lookups)
         return State(
             inputs=empty(shape, max(inputs.num_slots, 1)),
@@ -159,13 +183,8 @@ class Executor:
                 rest={i: zeros(self.rest[i], wide=True) for i in self._used},
                 loss=zeros(self._loss_shape, wide=True),
             ),
-            learned={i: self._history(first) for i, first in self.learned.items()},
+            learned={i: empty(x, count).at[0].set(x) for i, x in self.learned.items()},
         )
-
-    def _history(self, first: Array) -> Array:
-        """Room for the values of a buffer over all microbatches, and the first of them."""
-        empty = jnp.zeros((self.schedule.num_microbatches + 1, *first.shape), first.dtype)
-        return empty.at[0].set(first)
 
     @property
     def _used(self) -> list[int]:
@@ -257,7 +276,8 @@ class Executor:
         def run(i: int, program: StageProgram, operand: Any) -> tuple[Wire, Wire, list, dict]:
             inputs, stash, learned = operand
             data = self._data(tick, learned)
-            before = lambda: program.first(self._all_rest, _looked_up(data, tick, state))
+            looked_up = data._replace(rows=get(state.lookups, tick["lookups"]))
+            before = lambda: program.first(self._all_rest, looked_up)
             x = program.at(0, stage, before, lambda: get(inputs, tick["inputs"]))
             rest = self._pick(program.middle_uses)
             at = Operands(self._rows(program), rest, data, stage, x, self._frozen(program))
@@ -324,7 +344,7 @@ class Executor:
                 seed, sums = self._seed(program, tick, y, state, sums)
                 weights, rest, inputs = pull(seed)
                 learned = self._learned(program, tick, y, learned, in_backward=True)
-            sums = self._add(program, sums, weights, rest)
+            sums = sums.add_rows(program.rows, weights).add_rest(rest)
             back = self._before(program, tick, inputs, state, (sums, scatters))
             return inputs, *back, learned
 
@@ -363,7 +383,7 @@ class Executor:
             held = self._held.unpack(i, get(state.held, tick["held"]))
             at = self._operands(program, tick, state, state.learned)
             grads = self._parts[i].weight_gradient(at, held)
-            return self._add(program, sums, *grads)
+            return sums.add_rows(program.rows, grads[0]).add_rest(grads[1])
 
         operand = (state._replace(sums=None), state.sums)
         sums = self._choose(tick, tick["active"], run, lambda operand: operand[1], operand)
@@ -416,12 +436,7 @@ class Executor:
         return jax.tree.unflatten(structure, values[:count]), values[count:]
 
     def _seed(
-        self,
-        program: StageProgram,
-        tick: Tick,
-        output: Wire,
-        state: State,
-        sums: Sums,
+        self, program: StageProgram, tick: Tick, output: Wire, state: State, sums: Sums
     ) -> tuple[list[Array], Sums]:
         """The gradient of a stage's output: received, or that of the loss at the last stage."""
         of_loss = lambda: self._loss(program, tick, output, sums)
@@ -445,21 +460,19 @@ class Executor:
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
         once = lambda x: x if counts is None else jnp.where(counts, x, jnp.zeros_like(x))
         of_rest = {i: grad if i in self.parted else once(grad) for i, grad in grads[0].items()}
-        new = add(jax.tree.leaves(sums.loss), list(map(once, jax.tree.leaves(loss))))
-        total = sums._replace(loss=jax.tree.unflatten(jax.tree.structure(sums.loss), new))
-        return grads[1], add_rest(total, of_rest)
+        return grads[1], sums.add_loss(jax.tree.map(once, loss)).add_rest(of_rest)
 
     def _before(
         self, program: StageProgram, tick: Tick, gradient: list[Array], state: State, into: Into
     ) -> Into:
         """Adds the gradients of what stands before the first block, at the first stage."""
-        data = _looked_up(self.data(tick["microbatch"]), tick, state)
+        data = self.data(tick["microbatch"])._replace(rows=get(state.lookups, tick["lookups"]))
         start = self._start_of(program, data)
 
         def of_first() -> Into:
             sums, scatters = into
             of_rest, of_rows = start.back(data.rows, gradient)
-            return add_rest(sums, of_rest), put(scatters, tick["scatters"], of_rows)
+            return sums.add_rest(of_rest), put(scatters, tick["scatters"], of_rows)
 
         if start.is_frozen and not data.rows:
             return into
@@ -468,12 +481,6 @@ class Executor:
     def _start_of(self, program: StageProgram, data: Data) -> Start:
         uses = program.first_uses
         return Start(program.first, self._pick(uses), self._pick_frozen(uses), data)
-
-    def _add(self, program: StageProgram, sums: Sums, weights: Any, rest: Rest) -> Sums:
-        rows = list(sums.rows)
-        for row, grads in zip(program.rows, weights, strict=True):
-            rows[row] = add_trained(rows[row], grads)
-        return add_rest(sums._replace(rows=rows), rest)
 
     def _rows(self, program: StageProgram) -> list[list[Array]]:
         return [self.weights[row] for row in program.rows]
@@ -490,8 +497,3 @@ class Executor:
     def _pick_frozen(self, numbers: Sequence[int]) -> Rest:
         frozen = self.frozen_rest
         return {i: frozen[i] for i in numbers if frozen and frozen[i] is not None}
-
-
-def _looked_up(data: Data, tick: Tick, state: State) -> Data:
-    """What the first stage knows of a microbatch."""
-    return data._replace(rows=get(state.lookups, tick["lookups"]))

@@ -1,19 +1,27 @@
-"""Which blocks of a model make a stage, and on which rank of the pipeline it is."""
+"""Which blocks of a model make a stage, on which rank it is, and how its parameters are laid out.
+
+A model may keep equal blocks in one module: the leaf `blocks/kernel` of shape [L, ...] is then L
+leaves `blocks/0/kernel`, ... to a pipeline. Its storage, its stages and its optimizer work on the
+model taken apart (`Stacks`); the model and the user's optimizer see the stacked leaves.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, Self, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from ..core.typing import PyTree
+from ..core.errors import StrategyConflictError
+from ..core.typing import Path, PyTree, Shape
+from ..program.rows import Stacked, whole
 from ..schedule import Schedule, stage_ranges
-from .calls import Calls
+from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, axes_of
 
 Keys: TypeAlias = tuple[Any, ...]
 """The keys of nested dicts on the way to a leaf or a module."""
@@ -95,35 +103,6 @@ class Stages:
         """The stages of a schedule."""
         return cls(blocks, boundaries, schedule.placement, schedule.num_devices)
 
-    @classmethod
-    def by_calls(
-        cls, schedule: Schedule, blocks: tuple[Keys, ...], calls: Calls, depths: tuple[int, ...]
-    ) -> Stages:
-        """The stages of a schedule that runs blocks where a loss calls them.
-
-        Args:
-            schedule: says where stages lie.
-            blocks: the keys of every block, in the order of the model.
-            calls: of the blocks.
-            depths: the first depth of each stage, and the number of depths.
-
-        Returns:
-            The stages.
-        """
-        used = [set[int]() for _ in blocks]
-        for owners, depth in zip(calls.owners, calls.depths, strict=True):
-            for number in owners:
-                used[number].add(bisect.bisect_right(depths, depth) - 1)
-        ranks = [{schedule.placement[stage] for stage in stages} for stages in used]
-        own = [number for number, found in enumerate(ranks) if len(found) == 1]
-        own.sort(key=lambda number: min(used[number]))
-        counts = [sum(min(used[n]) == stage for n in own) for stage in range(len(depths) - 1)]
-        return dataclasses.replace(
-            cls.of(schedule, tuple(blocks[n] for n in own), (0, *accumulate(counts))),
-            shared=tuple(block for n, block in enumerate(blocks) if n not in own),
-            depths=depths,
-        )
-
     @property
     def called(self) -> tuple[Keys, ...]:
         """The keys of all blocks, and of what they share."""
@@ -193,3 +172,247 @@ class Stages:
     def _blocks_at(self) -> dict[tuple[int, int], int]:
         """The block at a rank and a row."""
         return {home: block for block, home in enumerate(self._homes)}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A buffer of a stack, of which each block has a row, as what each block has.
+
+    Args:
+        rows: one for each block.
+    """
+
+    rows: list[Any]
+
+
+def has_apart(buffers: PyTree) -> bool:
+    """Whether some of these have been taken apart."""
+    return any(isinstance(leaf, Apart) for leaf in jax.tree.leaves(buffers, is_leaf=_is_apart))
+
+
+def buffers_together(apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+    """The inverse of `Stacks.buffers_apart`."""
+    one = lambda leaf: stack(leaf.rows) if isinstance(leaf, Apart) else leaf
+    return jax.tree.map(one, apart, is_leaf=_is_apart)
+
+
+def _is_apart(leaf: Any) -> bool:
+    return isinstance(leaf, Apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """Modules of a model whose leaves have a row for each of many blocks.
+
+    Args:
+        depths: the keys of every stacked module, and how many blocks it holds.
+
+    Example:
+        >>> stacks = Stacks(((("blocks",), 2),))
+        >>> apart = stacks.apart({"blocks": {"kernel": jnp.ones((2, 3))}})
+        >>> [leaf.shape for leaf in flatten(apart).values()], list(flatten(apart))
+        ([(3,), (3,)], [('blocks', 0, 'kernel'), ('blocks', 1, 'kernel')])
+        >>> stacks.together(apart)["blocks"]["kernel"].shape
+        (2, 3)
+    """
+
+    depths: tuple[tuple[Keys, int], ...] = ()
+
+    def depth_of(self, keys: Keys) -> int:
+        """How many blocks the stack holds that keys of the model are in; 0 for none."""
+        return self._of(keys)[1]
+
+    def apart(self, params: PyTree) -> PyTree:
+        """A model's nested dict, with the leaves of each block by themselves."""
+        return self.apart_like(params, params)
+
+    def apart_like(self, tree: PyTree, shapes: PyTree) -> PyTree:
+        """A nested dict like the model's, with what it has for each block by itself.
+
+        Args:
+            tree: leaves may be arrays, shapes or `Stacked`.
+            shapes: likewise; a leaf in a stack that has no row for each block is every block's.
+        """
+        found: dict[Keys, Any] = {}
+        likes = flatten(shapes)
+        for keys, leaf in flatten(tree).items():
+            stack, depth = self._of(keys)
+            rows = _rows(leaf, depth) if _is_stacked(likes[keys], depth) else [whole(leaf)] * depth
+            rest = keys[len(stack) :]
+            found.update(((*stack, row, *rest), value) for row, value in enumerate(rows))
+            found.update({} if depth else {keys: whole(leaf)})
+        return nest(found)
+
+    def together(self, apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+        """The inverse of `apart`, of arrays."""
+        return self.together_like(apart, None, stack)
+
+    def together_like(
+        self, apart: PyTree, shapes: PyTree, stack: Callable[[list[Any]], Any]
+    ) -> PyTree:
+        """The inverse of `apart_like`.
+
+        Args:
+            apart: a nested dict.
+            shapes: of the result; None where each leaf in a stack has a row for each block.
+            stack: makes one leaf of those of all blocks.
+        """
+        likes = None if shapes is None else flatten(shapes)
+        found: dict[Keys, list[Any]] = {}
+        for keys, leaf in flatten(apart).items():
+            found.setdefault(self.in_model(keys), []).append(leaf)
+
+        def one(keys: Keys, leaves: list[Any]) -> Any:
+            depth = self.depth_of(keys)
+            stacked = depth and (likes is None or _is_stacked(likes[keys], depth))
+            return stack(leaves) if stacked else leaves[0]
+
+        return nest({keys: one(keys, leaves) for keys, leaves in found.items()})
+
+    def buffers_apart(self, buffers: PyTree) -> PyTree:
+        """A model's buffers, with the numbers that each block of a stack has as `Apart`.
+
+        What random streams have, such as keys and counts, stays as it is.
+        """
+
+        def one(path: Any, leaf: Any) -> Any:
+            depth = self.depth_of(tuple(getattr(entry, "key", None) for entry in path))
+            form = leaf.shape if isinstance(leaf, Stacked) else leaf
+            is_float = jnp.issubdtype(form.dtype, jnp.floating)
+            return Apart(_rows(leaf, depth)) if is_float and _is_stacked(leaf, depth) else leaf
+
+        return jax.tree_util.tree_map_with_path(one, buffers)
+
+    def in_model(self, keys: Keys) -> Keys:
+        """The keys of the leaf or module of the model that holds that of a block."""
+        stack, depth = self._of(keys)
+        is_block = depth and len(keys) > len(stack) and isinstance(keys[len(stack)], int)
+        return (*stack, *keys[len(stack) + 1 :]) if is_block else keys
+
+    def _of(self, keys: Keys) -> tuple[Keys, int]:
+        within = (item for item in self.depths if keys[: len(item[0])] == item[0])
+        return next(within, ((), 0))
+
+
+def _is_stacked(leaf: Any, depth: int) -> bool:
+    shape = (leaf.shape if isinstance(leaf, Stacked) else leaf).shape
+    return depth > 0 and len(shape) > 0 and shape[0] == depth
+
+
+def _rows(leaf: Any, depth: int) -> list[Any]:
+    if isinstance(leaf, Stacked):
+        return list(leaf.rows)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)] * depth
+    return [leaf[row] for row in range(depth)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfBlocks(Policy):
+    """Lays out a leaf of one block as another policy lays out the rows of the stack it is in.
+
+    Args:
+        inner: decides about a leaf as the model has it.
+        stacks: the modules that hold many blocks.
+
+    Raises:
+        StrategyConflictError: when the inner policy splits the dim that counts blocks.
+    """
+
+    inner: Policy
+    stacks: Stacks
+
+    @property
+    def name(self) -> str:
+        """The inner policy's."""
+        return self.inner.name
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Those of the inner policy."""
+        return self.inner.split_axes
+
+    @property
+    def flexible(self) -> bool:
+        """That of the inner policy."""
+        return self.inner.flexible
+
+    @property
+    def flexible_part(self) -> Policy:
+        """That of the inner policy, about blocks."""
+        return OfBlocks(self.inner.flexible_part, self.stacks)
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one leaf of the model taken apart."""
+        for keys, depth in self.stacks.depths:
+            stack = "/".join(map(str, keys))
+            if path.startswith(f"{stack}/"):
+                leaf = f"{stack}/{path.removeprefix(f'{stack}/').partition('/')[2]}"
+                beside = PartitionSpec(None, *taken)
+                found = self.inner.decide(leaf, (depth, *shape), mesh, beside)
+                if axes := axes_of(found.spec, 0):
+                    raise StrategyConflictError(
+                        f"{leaf} stacks {depth} blocks in dim 0, which {self.inner.name!r} splits "
+                        f"over {'×'.join(axes)}, and the pipeline over its stages; leave that dim "
+                        "to the pipeline"
+                    )
+                return dataclasses.replace(found, spec=PartitionSpec(*tuple(found.spec)[1:]))
+        return self.inner.decide(path, shape, mesh, taken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged(Policy):
+    """Lays dim 0 of every row over the pipeline axis, and its other dims as another policy says.
+
+    What is in no block (embedding, final norm, head) is used at one end of the pipeline, but a
+    program that is the same on all ranks reserves its memory on all of them. So it is split over
+    the stages, and gathered for the step.
+
+    Args:
+        inner: decides about a leaf as the model has it.
+        axis: the mesh axis of the pipeline.
+        rows: the paths of all rows.
+        min_elements: leaves outside the blocks with fewer elements stay whole.
+        state_rows: the paths of the rows in the state of the optimizer, whatever their shapes.
+        label: what the rows are of, in tables: stages of a `pipeline`, or experts.
+        spreads: whether what is in no row is split over the axis, too.
+    """
+
+    inner: Policy
+    axis: str
+    rows: frozenset[Path]
+    min_elements: int = 1024
+    state_rows: frozenset[Path] = frozenset()
+    label: str = "pipeline"
+    spreads: bool = True
+
+    @property
+    def name(self) -> str:
+        """The label, and the inner policy's name."""
+        return self.label if self.inner == Replicate() else f"{self.label} + {self.inner.name}"
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of the inner policy."""
+        return self.inner.split_axes
+
+    @property
+    def flexible_part(self) -> Policy:
+        """What it decides about a state's leaves that are not like their parameters."""
+        return dataclasses.replace(self, inner=self.inner.flexible_part, rows=self.state_rows)
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one leaf of the stored tree."""
+        if path in self.rows:
+            own = self.inner.decide(path, shape[1:], mesh)
+            return Decision(PartitionSpec(self.axis, *own.spec), self.name, "one row of blocks")
+        if not self.spreads:
+            return self.inner.decide(path, shape, mesh, taken)
+        spread = LargestDim((self.axis,), self.min_elements, "pipeline")
+        both = spread if self.inner == Replicate() else Merge((self.inner, spread))
+        return both.decide(path, shape, mesh, taken)

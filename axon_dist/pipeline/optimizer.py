@@ -3,24 +3,117 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import ShapedArray
 from jax.sharding import Mesh
 
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
-from ..program.owners import OwnedProgram, owned
-from .elementwise import Layout, elementwise
-from .form import Place, StoredForm
-from .rowwise import RowProgram
-from .stacks import UnstackedOptimizer
-from .storage import FlatStorage, ModelStorage
-from .vectorwise import VectorProgram
+from ..program.owners import Atom, Constant, Operation, OwnedProgram, owned
+from ..program.rows import Stacked, by_rows, whole
+from .layout import Keys, Stacks, Stages, flatten, is_like, keys_of, nest
+from .rows import RowProgram, Slot, as_array, value_of
+from .storage import Cell, FlatStorage, ModelStorage, Place, StoredForm
+from .tables import Packing
+from .vectors import Ends, VectorLayout, on_whole_vectors
+
+
+class _Form:
+    """A tree whose parts like the model's parameters can be taken apart."""
+
+    def __init__(self, stacks: Stacks, params: PyTree, shapes: PyTree):
+        self._stacks = stacks
+        names, self._top = frozenset(flatten(params)), tuple(params)
+        like = lambda tree: is_like(tree, params.keys(), names)
+        parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
+        self._is_like = [like(part) for part in parts]
+        self._inner = [jax.tree.structure(part) for part in parts]
+        self._shapes = [
+            nest(keys_of(part)) if is_part else part
+            for part, is_part in zip(parts, self._is_like, strict=True)
+        ]
+        self._keys = [list(keys_of(part)) for part in parts]
+
+    def apart(self, tree: PyTree) -> PyTree:
+        """The tree with what it has for each block by itself."""
+        parts = self._outer.flatten_up_to(tree)
+        # What a mask has emptied stays an empty dict, by which the part is still known.
+        nothing: dict[Any, Any] = {key: {} for key in self._top}
+        return self._outer.unflatten(
+            nothing | self._stacks.apart_like(nest(keys_of(part)), shapes)
+            if is_part
+            else whole(part)
+            for part, shapes, is_part in zip(parts, self._shapes, self._is_like, strict=True)
+        )
+
+    def together(self, apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+        """The inverse of `apart`."""
+        parts = self._outer.flatten_up_to(apart)
+        return self._outer.unflatten(
+            self._part(number, part, stack) if self._is_like[number] else part
+            for number, part in enumerate(parts)
+        )
+
+    def _part(self, number: int, part: PyTree, stack: Callable[[list[Any]], Any]) -> PyTree:
+        flat = flatten(self._stacks.together_like(part, self._shapes[number], stack))
+        return self._inner[number].unflatten(flat[keys] for keys in self._keys[number])
+
+
+class UnstackedOptimizer:
+    """An optimizer of a model, as one of the model taken apart into its blocks.
+
+    It is traced on the model as it is, so that a norm of a stacked leaf is one number, and computed
+    row by row.
+
+    Args:
+        optimizer: of the model.
+        stacks: the modules of the model that hold many blocks.
+        params: shapes of the model's parameters.
+    """
+
+    def __init__(
+        self, optimizer: optax.GradientTransformationExtraArgs, stacks: Stacks, params: PyTree
+    ):
+        self._optimizer = optimizer
+        self._params = _Form(stacks, params, params)
+        self._state = _Form(stacks, params, jax.eval_shape(optimizer.init, params))
+
+    def init(self, params: PyTree) -> PyTree:
+        """The first state."""
+        return self._state.apart(
+            by_rows(self._optimizer.init)(self._params.together(params, Stacked))
+        )
+
+    def update(self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any) -> Any:
+        """The updates and the next state."""
+        form = self._params
+        run = by_rows(lambda u, s, p, extra: self._optimizer.update(u, s, p, **extra))
+        updates, state = run(
+            form.together(updates, Stacked),
+            self._state.together(state, Stacked),
+            form.together(params, Stacked),
+            extra,
+        )
+        return form.apart(updates), self._state.apart(state)
+
+    def state_together(self, state: PyTree) -> PyTree:
+        """The state as the optimizer has it for the model."""
+        return self._state.together(state)
+
+    def state_apart(self, state: PyTree) -> PyTree:
+        """The inverse of `state_together`, exactly."""
+        return self._state.apart(state)
+
+
+Run: TypeAlias = Callable[[Mapping[Slot, Array]], dict[Slot, Array]]
+"""The stored leaves of all arguments -> those of all results."""
 
 
 class StagedOptimizer:
@@ -115,35 +208,40 @@ class StagedOptimizer:
             owners, homes = ([owner_of(place) for _, place in side] for side in (sources, ends))
             return owned(closed, owners, names, homes, named, **options)
 
-        run = self._on_vectors(program, sources, ends, forms)
+        run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
             by_cell = program(lambda place: place.cell)
-            stages = self._storage.stages
             if all(place.slot is not None for _, place in (*sources, *ends)):
-                run = RowProgram(by_cell, sources, ends, self._mesh, stages.num_devices).run
+                run = self._on_rows(by_cell, sources, ends)
             else:
-                where = stages, self._mesh, self._axis
-                run = VectorProgram(by_cell, sources, ends, *forms, *where).run
+                branches = RankBranches(by_cell, sources, ends, *forms, self._storage.stages)
+                run = self._on_rows(*branches.rewritten(), axis=self._axis)
         return functools.partial(_run, run, *forms)
 
-    def _on_vectors(
+    def _on_rows(
+        self, program: OwnedProgram, sources: Ends, targets: Ends, axis: str | None = None
+    ) -> Run:
+        num_ranks = self._storage.stages.num_devices
+        return RowProgram(program, sources, targets, self._mesh, num_ranks, axis).run
+
+    def _on_whole_vectors(
         self,
         program: Callable[..., OwnedProgram],
-        sources: Sequence[tuple[int, Place]],
-        ends: Sequence[tuple[int, Place]],
+        sources: Ends,
+        targets: Ends,
         forms: tuple[list[StoredForm], list[StoredForm]],
-    ) -> Callable[..., Any] | None:
+    ) -> Run | None:
         """How to run it on whole vectors, where there are some and it works element by element."""
         if not isinstance(self._storage, FlatStorage) or not self._storage.vectors:
             return None
-        if (layout := Layout.find(self._storage, forms)) is None:
+        if (layout := VectorLayout.of(self._storage, forms)) is None:
             return None
-        by_leaf = lambda owners: program(lambda place: owners.get(place.keys), small=1)
         try:
-            found = elementwise(by_leaf, sources, ends, layout)
+            by_leaf = program(lambda place: layout.owners.get(place.keys), small=1)
         except UnsupportedError:  # what leaves cannot hand to each other, they may within a stage
             return None
-        return None if found is None else found.run
+        rewritten = on_whole_vectors(by_leaf, sources, targets, layout)
+        return None if rewritten is None else self._on_rows(*rewritten)
 
 
 def _run(
@@ -169,3 +267,216 @@ def _places(forms: dict[str, StoredForm]) -> tuple[list[tuple[int, Place]], list
         for path, _ in leaves_with_paths(form.shapes)
     ]
     return places, names
+
+
+class RankBranches:
+    """The operations of ranks whose stages differ, as one operation per level that all ranks have.
+
+    Args:
+        program: of the model's leaves; owners are cells.
+        sources: for each input, which argument it is a leaf of, and its place.
+        targets: for each output, which result it is a leaf of, and its place.
+        arguments: the stored forms of the arguments.
+        results: the stored forms of the results.
+        stages: which blocks are on which rank.
+    """
+
+    def __init__(
+        self,
+        program: OwnedProgram,
+        sources: Ends,
+        targets: Ends,
+        arguments: Sequence[StoredForm],
+        results: Sequence[StoredForm],
+        stages: Stages,
+    ):
+        self._program, self._stages = program, stages
+        self._arguments, self._results = arguments, results
+        self._sources = list(zip(program.inputs, sources, strict=True))
+        self._targets = list(zip(program.outputs, targets, strict=True))
+        self._ranks = range(stages.num_devices)
+        # What one rank hands to others is everybody's, a level later.
+        self._owners: list[Cell | None] = [None for _ in program.owners]
+        self._avals, self._levels = list(program.avals), list(program.levels)
+
+    def rewritten(self) -> tuple[OwnedProgram, Ends, Ends]:
+        """The program, whose cells are a rank and row 0, its sources and its targets."""
+        sources = [source for source in self._sources if source[1][1].cell is None]
+        vectors = []
+        for rank in self._ranks:
+            forms = _vectors_of(self._arguments).values()
+            vectors.append([self._new(form, rank, 0) for form in forms])
+            sources += zip(vectors[rank], self._places(self._arguments, rank), strict=True)
+        targets = [target for target in self._targets if target[1][1].cell is None]
+        operations: list[Operation] = []
+        for level in range(self._program.num_levels):
+            operations += [op for op in self._program.of(None) if op.level == level]
+            if any(self._handed[level]) or level == self._last:
+                operations += self._at(level, vectors, targets)
+        program = OwnedProgram(
+            tuple(operations),
+            tuple(value for value, _ in sources),
+            tuple(atom for atom, _ in targets),
+            tuple(place.cell for _, (_, place) in targets),
+            tuple(self._owners),
+            tuple(self._avals),
+            tuple(self._levels),
+        )
+        return program, [source for _, source in sources], [target for _, target in targets]
+
+    def _at(
+        self,
+        level: int,
+        vectors: Sequence[Sequence[int]],
+        targets: list[tuple[Atom, tuple[int, Place]]],
+    ) -> list[Operation]:
+        """The operations of ranks at a level, and those by which all learn the results."""
+        reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
+        run = functools.partial(self._run, level, reads)
+        packing = self._packing(level)
+        forms = _vectors_of(self._results) if level == self._last else {}
+        of_ranks, of_all = [], []
+        for rank in self._ranks:
+            handed = tuple(self._new(form, rank, level) for form in packing.packed)
+            results = tuple(self._new(form, rank, level) for form in forms.values())
+            number = Constant(jnp.int32(rank), ShapedArray((), jnp.dtype(jnp.int32)))
+            inputs = (number, *vectors[rank], *reads)
+            of_ranks.append(Operation(run, inputs, (*handed, *results), (rank, 0), level))
+            if values := self._handed[level][rank]:
+                unpack = functools.partial(_unpack, packing, rank)
+                of_all.append(Operation(unpack, handed, tuple(values), None, level + 1))
+            if forms:
+                targets += zip(results, self._places(self._results, rank), strict=True)
+        return of_ranks + of_all
+
+    def _new(self, form: jax.ShapeDtypeStruct, rank: int, level: int) -> int:
+        self._avals.append(ShapedArray(form.shape, form.dtype))
+        self._owners.append((rank, 0))
+        self._levels.append(level)
+        return len(self._avals) - 1
+
+    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[tuple[int, Place]]:
+        for tree, part, keys in _vectors_of(forms):
+            yield tree, Place("", (rank, 0), part, keys or (), keys)
+
+    def _run(self, level: int, reads: list[int], rank: Array, *operands: Array) -> list[Array]:
+        branches = [functools.partial(self._branch, level, reads, r) for r in self._ranks]
+        return jax.lax.switch(rank, branches, operands)
+
+    def _branch(
+        self, level: int, reads: list[int], rank: int, operands: Sequence[Array]
+    ) -> list[Array]:
+        """What a rank computes up to a level of its vectors and of what all know."""
+        slots = list(_vectors_of(self._arguments))
+        leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
+        values: dict[Atom, Array] = dict(zip(reads, operands[len(slots) :], strict=True))
+        for value, (tree, place) in self._sources:
+            if place.cell is not None and place.cell[0] == rank:
+                values[value] = leaves[tree, place.part, place.keys]
+        for op in self._part(rank, level)[0]:
+            results = op.run([value_of(a, values) for a in op.inputs])
+            values.update(zip(op.outputs, results, strict=True))
+        handed = [values[v] for v in self._handed[level][rank]]
+        packed = self._packed(rank, values) if level == self._last else []
+        return [*self._packing(level).pack(rank, handed), *packed]
+
+    def _unpacked(
+        self, rank: int, slots: Mapping[Slot, Array]
+    ) -> dict[tuple[int, int, Keys], Array]:
+        """The leaves of a rank's blocks, of all arguments."""
+        leaves = {}
+        for tree, part, storage in _storages(self._arguments):
+            for chunk, names in enumerate(storage.row_names):
+                if (stage := self._stage_at(rank, chunk)) is not None:
+                    vectors = [slots[tree, part, name] for name in names]
+                    of_stage = storage.block_weights(stage, [vectors])
+                    leaves.update({(tree, part, keys): x for keys, x in of_stage.items()})
+        return leaves
+
+    def _packed(self, rank: int, values: Mapping[Atom, Array]) -> list[Array]:
+        """The vectors of a rank, of all results."""
+        flat: dict[tuple[int, int], dict[Keys, Array]] = {}
+        for atom, (tree, place) in self._targets:
+            if place.cell is not None and place.cell[0] == rank:
+                leaf = as_array(value_of(atom, values), self._program.aval_of(atom))
+                flat.setdefault((tree, place.part), {})[place.keys] = leaf
+        vectors: list[Array] = []
+        for tree, part, storage in _storages(self._results):
+            for chunk in range(len(storage.row_names)):
+                vectors += storage.packed(flat.get((tree, part), {}), chunk, rank)
+        return vectors
+
+    def _packing(self, level: int) -> Packing:
+        """How what ranks hand over at a level lies in vectors that are alike on all ranks."""
+        avals = self._program.avals
+        return Packing.of([[avals[v] for v in values] for values in self._handed[level]])
+
+    def _stage_at(self, rank: int, chunk: int) -> int | None:
+        stages = self._stages.stages_of(chunk)
+        return next((s for s in stages if self._stages.placement[s] == rank), None)
+
+    def _part(self, rank: int, level: int) -> tuple[list[Operation], list[int]]:
+        """What a rank runs up to a level for its results there, and what of others that reads.
+
+        What an earlier level has computed and not handed over is computed again: kept, it would
+        need memory as large as the leaves.
+        """
+        needed = {v for v in self._handed[level][rank]}
+        if level == self._last:
+            ends = [atom for atom, (_, p) in self._targets if p.cell and p.cell[0] == rank]
+            needed |= {atom for atom in ends if isinstance(atom, int)}
+        operations = []
+        for op in reversed(self._program.operations):
+            if _rank(op.owner) == rank and op.level <= level and needed & {*op.outputs}:
+                operations.append(op)
+                needed |= {a for a in op.inputs if isinstance(a, int)}
+        reads = [v for v in needed if _rank(self._program.owners[v]) != rank]
+        return operations[::-1], reads
+
+    @cached_property
+    def _handed(self) -> list[list[list[int]]]:
+        """By level and rank, the values that others read."""
+        program = self._program
+        reads = [(a, _rank(op.owner)) for op in program.operations for a in op.inputs]
+        reads += [(a, _rank(home)) for a, home in zip(program.outputs, program.homes, strict=True)]
+        handed: list[list[list[int]]] = [
+            [[] for _ in self._ranks] for _ in range(program.num_levels)
+        ]
+        for value in _values(a for a, by in reads if _rank(program.owner_of(a)) not in (None, by)):
+            rank = _rank(program.owners[value])
+            assert rank is not None
+            handed[program.levels[value]][rank].append(value)
+        return handed
+
+    @property
+    def _last(self) -> int:
+        return self._program.num_levels - 1
+
+
+def _values(atoms: Iterable[Atom]) -> list[int]:
+    return [a for a in dict.fromkeys(atoms) if isinstance(a, int)]
+
+
+def _unpack(packing: Packing, rank: int, *vectors: Array) -> list[Array]:
+    return packing.unpack(rank, vectors)
+
+
+def _storages(forms: Sequence[StoredForm]) -> Iterator[tuple[int, int, FlatStorage]]:
+    for tree, form in enumerate(forms):
+        for part, storage in enumerate(form.storages):
+            if isinstance(storage, FlatStorage):
+                yield tree, part, storage
+
+
+def _vectors_of(forms: Sequence[StoredForm]) -> dict[Slot, jax.ShapeDtypeStruct]:
+    """The stored vectors of some trees, and what each is on one rank."""
+    return {
+        (tree, part, keys): form
+        for tree, part, storage in _storages(forms)
+        for names in storage.row_names
+        for keys, form in zip(names, storage.packing.packed, strict=True)
+    }
+
+
+def _rank(owner: object) -> int | None:
+    return owner[0] if isinstance(owner, tuple) else None

@@ -1,4 +1,7 @@
-"""What the executor runs: a stage as three functions, with nothing of schedules in them."""
+"""A stage as three functions, with nothing of schedules in them, and its backward passes.
+
+A backward pass runs whole, or split into input gradients and weight gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Literal
 
+from ..core.compat import inner_programs
 from ..core.typing import Array
+from ..program import Piece, cut, depends_on, needed_for, opened
 from ..program.piece import as_it_lies
 
 
@@ -115,3 +121,260 @@ class StageProgram:
             return then()
         laid = [lambda run=run: as_it_lies(run()) for run in (then, otherwise)]
         return jax.lax.cond(stage == which, *laid)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """The program that makes the input of the first stage, of one microbatch.
+
+    It is run again on the way back, once per microbatch, instead of kept.
+
+    Args:
+        first: (rest, data) -> that input.
+        trained: the parameters that it reads and that are trained.
+        frozen: those that are not.
+        data: what is known of the microbatch.
+    """
+
+    first: Callable[[Rest, Data], Wire]
+    trained: Rest
+    frozen: Rest
+    data: Data
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it reads parameters, and none of them is trained."""
+        return bool(self.frozen) and not self.trained
+
+    def back(self, rows: Any, gradient: list[Array]) -> tuple[Rest, list[Array]]:
+        """The gradients of the trained parameters and of what was looked up.
+
+        Args:
+            rows: what was looked up for the microbatch in tables that lie in parts.
+            gradient: of the floats of the input.
+        """
+
+        def run(rest: Rest, rows: Any) -> list[Array]:
+            return self.first({**rest, **self.frozen}, self.data._replace(rows=rows)).floats
+
+        _, pull = jax.vjp(run, self.trained, rows)
+        return pull(gradient)
+
+    def reads_rows(self, rows: list[Array], gradient: list[Array]) -> bool:
+        """Whether the way back depends on what was looked up, and not only on its gradient.
+
+        A scale or a dropout behind a lookup needs no rows on the way back; a norm does, and a
+        projection whose weights are trained.
+
+        Args:
+            rows: arrays of the shapes of what is looked up.
+            gradient: likewise of the floats of the input.
+        """
+        closed = jax.make_jaxpr(self.back)(rows, gradient)
+        _, read = needed_for(closed.jaxpr, range(len(closed.jaxpr.outvars)))
+        return any(number < len(rows) for number in read)
+
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""What weight gradients are put off for."""
+
+
+class Operands(NamedTuple):
+    """What a stage is differentiated at.
+
+    Args:
+        weights: by row.
+        rest: the other parameters that the middle of the stage reads.
+        data: buffers and leaves of one microbatch.
+        stage: its number.
+        wire: its input.
+        frozen: the parameters that it is not differentiated by.
+    """
+
+    weights: Sequence[Sequence[Any]]
+    rest: Rest
+    data: Data
+    stage: Array
+    wire: Wire
+    frozen: Frozen = Frozen((), {})
+
+    def run(self, program: StageProgram) -> Wire:
+        """The output of a stage."""
+        weights, rest = self.frozen.beside(self.weights), {**self.rest, **self.frozen.rest}
+        return program.middle(weights, rest, self.data, self.stage, self.wire)
+
+
+class Gradients(NamedTuple):
+    """Gradients of a stage.
+
+    Args:
+        weights: like the weights.
+        rest: like the rest.
+        inputs: like the floats of the input.
+    """
+
+    weights: Any
+    rest: Any
+    inputs: list[Array]
+
+
+def pull_back(program: StageProgram, at: Operands) -> tuple[Wire, Any]:
+    """Runs a stage, and returns its output and the function from its gradient to all others."""
+
+    def run(weights: Any, rest: Rest, floats: list) -> tuple[list, tuple[Any, Any]]:
+        wire = Wire(floats, at.wire.others)
+        made = at._replace(weights=weights, rest=rest, wire=wire).run(program)
+        return made.floats, (made.others, made.left)
+
+    floats, pull, others = jax.vjp(run, at.weights, at.rest, at.wire.floats, has_aux=True)
+    return Wire(floats, *others), lambda cotangents: Gradients(*pull(cotangents))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DividedBackward:
+    """Forward, input gradient and weight gradient of a stage: three cuts of one program.
+
+    Nothing is computed twice: the second part is what leads from the forward to the gradient of
+    the input, the third is the rest, and values that a later part needs are handed over. In a chain
+    of matrix products each part is one product per layer. Gradients of scales and biases, mere
+    sums, are made with the second part, since they are smaller than what they would need later.
+    What does not depend on the microbatch, such as a weight in another dtype, is made anew instead
+    of being kept.
+
+    Args:
+        inputs: variables of operands and cotangents, in the order of `jax.tree.leaves`.
+        forward_part: computes the output, and `kept`.
+        input_part: computes the input gradient, and `held`, from `kept`.
+        weight_part: computes the other gradients from `held`.
+        kept: the variables that the forward hands over.
+        held: the variables that the input gradient hands over.
+        consts: values of constants.
+        trees: the structures of the output and of the gradients of (weights, rest).
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+    """
+
+    inputs: list[Any]
+    forward_part: Piece
+    input_part: Piece
+    weight_part: Piece
+    kept: list[Any]
+    held: list[Any]
+    consts: dict[Any, Any]
+    trees: tuple[Any, Any]
+
+    @classmethod
+    def of(
+        cls, program: StageProgram, at: Operands, cotangents: list[Any], keeps_wire: bool = False
+    ) -> DividedBackward:
+        """Divides the forward and backward passes of a stage.
+
+        Args:
+            program: what the stage computes, for whose weights and inputs gradients are made.
+            at: operands, arrays or shapes.
+            cotangents: gradients of the floats of its output, arrays or shapes.
+            keeps_wire: whether the input, too, is handed over; else it is given to each part.
+
+        Returns:
+            The three parts.
+        """
+
+        def whole(at: Operands, cotangents: list[Any]) -> tuple[Wire, list, Any]:
+            y, pull = pull_back(program, at)
+            grads = pull(cotangents)
+            return y, grads.inputs, (grads.weights, grads.rest)
+
+        closed, shapes = jax.make_jaxpr(whole, return_shape=True)(at, cotangents)
+        # Written out, because a `jit` or `checkpoint` around a pass would be one equation, and
+        # whole in one part.
+        flat = opened(closed, jax.tree.leaves((at, cotangents)))
+        jaxpr, sizes = flat.jaxpr, [len(jax.tree.leaves(shape)) for shape in shapes]
+        outputs = [jaxpr.outvars[: sizes[0]], jaxpr.outvars[sizes[0] :][: sizes[1]]]
+        outputs.append(jaxpr.outvars[sizes[0] + sizes[1] :])
+        given = jaxpr.invars[: len(jax.tree.leaves(at))]
+        seeds = jaxpr.invars[len(given) :]
+        # Behind everything else stand the frozen weights, which follow from no microbatch either.
+        given = given[: len(given) - len(jax.tree.leaves(at.frozen))]
+        wire = given[len(given) - len(jax.tree.leaves(at.wire)) :] if keeps_wire else []
+        # Only what depends on the microbatch is handed from part to part; what follows from weights
+        # alone is cheaper to make again than to keep for every microbatch in flight.
+        varying = depends_on(jaxpr, given[len(jax.tree.leaves((at.weights, at.rest))) :] + seeds)
+        made = {*wire}
+        parts: list[Piece] = []
+        for number, part in enumerate(outputs):
+            piece = cut(jaxpr, part, known=made)
+            if number == 1:
+                # Gradients of scales and biases are sums over values that I has at hand. Left to W,
+                # those values, larger than the gradients, would be held until then.
+                sums = _light(jaxpr, outputs[2], made | varying & piece.made, varying)
+                also = cut(jaxpr, [*part, *sums], known=made)
+                piece = dataclasses.replace(also, outputs=piece.outputs)
+            parts.append(piece)
+            made |= varying & piece.made
+        # Sets have no order, and the parts of all ranks must agree on one.
+        order = [*wire, *seeds, *(v for e in jaxpr.eqns for v in e.outvars)]
+        later = parts[1].needs | parts[2].needs
+        of_forward = {*wire, *parts[0].made} & made
+        kept = [v for v in order if v in of_forward and v in later]
+        held = [v for v in order if v in made | set(seeds) and v in parts[2].needs]
+        return cls(
+            inputs=list(jaxpr.invars),
+            forward_part=_with_outputs(parts[0], kept),
+            input_part=_with_outputs(parts[1], held),
+            weight_part=parts[2],
+            kept=kept,
+            held=held,
+            consts=dict(zip(jaxpr.constvars, flat.consts, strict=True)),
+            trees=(jax.tree.structure(shapes[0]), jax.tree.structure(shapes[2])),
+        )
+
+    def shapes(self, of: list[Any]) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of what is handed over: of `kept` or `held`."""
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in of]
+
+    def forward(self, at: Operands) -> tuple[Wire, list[Array]]:
+        """Runs the stage; returns its output and what it keeps."""
+        results = self.forward_part.run(self._known(at))
+        count = len(results) - len(self.kept)
+        return jax.tree.unflatten(self.trees[0], results[:count]), results[count:]
+
+    def input_gradient(
+        self, at: Operands, kept: list[Array], cotangents: list[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Returns the gradient of the input, and what the weight gradient needs of it."""
+        known = self._known(at, cotangents) | dict(zip(self.kept, kept, strict=True))
+        results = self.input_part.run(known)
+        count = len(results) - len(self.held)
+        return results[:count], results[count:]
+
+    def weight_gradient(self, at: Operands, held: list[Array]) -> tuple[Any, Any]:
+        """Returns the gradients of weights and rest."""
+        known = self._known(at) | dict(zip(self.held, held, strict=True))
+        return jax.tree.unflatten(self.trees[1], self.weight_part.run(known))
+
+    def _known(self, at: Operands, cotangents: list[Array] | None = None) -> dict[Any, Any]:
+        values = jax.tree.leaves((at, cotangents or []))
+        return self.consts | dict(zip(self.inputs, values, strict=False))
+
+
+def _light(jaxpr: Any, gradients: Sequence[Any], known: set[Any], varying: set[Any]) -> list[Any]:
+    """The gradients that no product leads to, and that are smaller than what leads to them."""
+    found = []
+    for gradient in (v for v in gradients if not isinstance(v, Literal)):
+        piece = cut(jaxpr, [gradient], known=known)
+        operands = sum(v.aval.size for v in piece.needs & varying)
+        if gradient.aval.size < operands and not any(map(_has_product, piece.equations)):
+            found.append(gradient)
+    return found
+
+
+def _has_product(equation: Any) -> bool:
+    """Whether it is a product, or runs a program that may hold one."""
+    return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
+
+
+def _with_outputs(piece: Piece, more: list[Any]) -> Piece:
+    """A piece that also returns values it makes or is given."""
+    return dataclasses.replace(
+        piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - piece.made)
+    )

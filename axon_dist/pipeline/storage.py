@@ -7,11 +7,14 @@ import dataclasses
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
-from ..core.typing import PyTree
-from .layout import Keys, Stages, flatten, nest
-from .packing import Packing
+from ..core.errors import UnsupportedError
+from ..core.tree import path_str
+from ..core.typing import Path, PyTree
+from .layout import Keys, Stages, flatten, is_like, keys_of, nest
+from .tables import Packing
 
 Cell: TypeAlias = tuple[int, int]
 """A rank and one of its rows."""
@@ -241,7 +244,9 @@ class FlatStorage(ModelStorage):
     def packing(self) -> Packing:
         """How the leaves of each stage become vectors."""
         flat = flatten(self.shapes)
-        return Packing.of([[flat[keys] for keys in self._keys(s)] for s in self._all])
+        return Packing.of(
+            [[flat[keys] for keys in self._by_stage[s]] for s in range(self.stages.num_stages)]
+        )
 
     @property
     def row_names(self) -> list[list[Keys]]:
@@ -264,8 +269,8 @@ class FlatStorage(ModelStorage):
         stage = self.stages.stage_of(number)
         names = self.row_names[self.stages.chunk_of(stage)]
         own = [rows[name][self.stages.placement[stage]] for name in names]
-        found = self.block_weights(stage, [own])
-        return {keys: x for keys, x in found.items() if self.block_of(keys) == number}
+        leaves = self.block_weights(stage, [own]).items()
+        return {keys: x for keys, x in leaves if self.block_of(keys) == number}
 
     def cell_of(self, number: int) -> Cell:
         """The rank and the chunk of its stage."""
@@ -278,7 +283,7 @@ class FlatStorage(ModelStorage):
             return None
         stage = self.stages.stage_of(number)
         names = self.row_names[self.stages.chunk_of(stage)]
-        return names[self._keys(stage).index(keys)]
+        return names[self._by_stage[stage].index(keys)]
 
     def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
         """All vectors: where a leaf lies in them depends on what else there is."""
@@ -291,19 +296,16 @@ class FlatStorage(ModelStorage):
             return {}
         found: dict[tuple[int, int], list[tuple[Keys, ...]]] = {}
         for chunk in range(self.stages.num_chunks):
-            at = {self.stages.placement[s]: self._keys(s) for s in self.stages.stages_of(chunk)}
+            at = {self.stages.placement[s]: self._by_stage[s] for s in self.stages.stages_of(chunk)}
             for number, form in enumerate(self.packing.packed):
                 held = [at.get(rank, ()) for rank in range(self.stages.num_devices)]
-                of_dtype = lambda keys, dtype=form.dtype: self.leaf(keys).dtype == dtype
+                of_dtype = lambda keys, dtype=form.dtype: self.flat_shapes[keys].dtype == dtype
                 found[chunk, number] = [tuple(filter(of_dtype, keys)) for keys in held]
         return found
 
-    def leaf(self, keys: Keys) -> Any:
-        """The shape and dtype of a leaf."""
-        return self._flat[keys]
-
     @cached_property
-    def _flat(self) -> dict[Keys, Any]:
+    def flat_shapes(self) -> dict[Keys, jax.ShapeDtypeStruct]:
+        """The shape and dtype of every leaf."""
         return flatten(self.shapes)
 
     def rows_of_chunk(self, chunk: int) -> range:
@@ -312,7 +314,7 @@ class FlatStorage(ModelStorage):
 
     def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
         """Unpacks the vectors."""
-        return dict(zip(self._keys(stage), self.packing.unpack(stage, rows[0]), strict=True))
+        return dict(zip(self._by_stage[stage], self.packing.unpack(stage, rows[0]), strict=True))
 
     def packed(self, flat: dict[Keys, Any], chunk: int, device: int) -> list[Any]:
         """The vectors of a rank's chunk, zeros where it has none.
@@ -326,11 +328,7 @@ class FlatStorage(ModelStorage):
         here = [stage for stage in stages if self.stages.placement[stage] == device]
         if not here:
             return [jnp.zeros(form.shape, form.dtype) for form in self.packing.packed]
-        return self.packing.pack(here[0], [flat[keys] for keys in self._keys(here[0])])
-
-    @property
-    def _all(self) -> range:
-        return range(self.stages.num_stages)
+        return self.packing.pack(here[0], [flat[keys] for keys in self._by_stage[here[0]]])
 
     @cached_property
     def _by_stage(self) -> list[tuple[Keys, ...]]:
@@ -338,11 +336,8 @@ class FlatStorage(ModelStorage):
         blocks = {keys: self.block_of(keys) for keys in flat}
         return [
             tuple(keys for keys in flat if blocks[keys] in self.stages.blocks_of(stage))
-            for stage in self._all
+            for stage in range(self.stages.num_stages)
         ]
-
-    def _keys(self, stage: int) -> tuple[Keys, ...]:
-        return self._by_stage[stage]
 
 
 def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
@@ -356,3 +351,147 @@ def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
     forms = [form(block) for block in stages.blocks]
     kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage
     return kind(stages, shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a leaf of a tree lies in its stored form.
+
+    Args:
+        path: of the leaf in the model's form.
+        cell: the rank and row that its block has; None for what is in no block.
+        part: which part of the tree it lies in.
+        keys: of the leaf within the part.
+        slot: the keys of the stored leaf within the part; None where it is in a vector.
+    """
+
+    path: Path
+    cell: Cell | None
+    part: int
+    keys: Keys
+    slot: Keys | None
+
+
+class StoredForm:
+    """A tree whose parts that look like the model's parameters are stored as these are.
+
+    The moments of an optimizer are dicts like the parameters, with leaves that may have other
+    shapes, or be missing. Each such dict is stored by stages; all else, such as counts, stays.
+
+    Args:
+        storage: the stored form of the parameters.
+        shapes: the tree in the model's form, of `ShapeDtypeStruct`s.
+
+    Raises:
+        UnsupportedError: when leaves of one row have different shapes.
+    """
+
+    def __init__(self, storage: ModelStorage, shapes: PyTree):
+        self.shapes = shapes
+        names = frozenset(flatten(storage.shapes))
+        like = lambda tree: is_like(tree, storage.shapes.keys(), names)
+        parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
+        is_part = [like(part) for part in parts]
+        self._inner = [jax.tree.structure(part) for part in parts]
+        self._keys = [list(keys_of(part)) for part in parts]
+        self.storages: list[ModelStorage | None] = [
+            storage.like(nest(keys_of(part))) if is_like else None
+            for part, is_like in zip(parts, is_part, strict=True)
+        ]
+        self._check_rows()
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The place of every leaf, in the order of the leaves of the model's form."""
+        paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.shapes)]
+        leaves = [
+            (part, keys, storage)
+            for part, storage in enumerate(self.storages)
+            for keys in self._keys[part]
+        ]
+        return tuple(
+            _place(path, part, keys, storage)
+            for path, (part, keys, storage) in zip(paths, leaves, strict=True)
+        )
+
+    @cached_property
+    def row_paths(self) -> frozenset[Path]:
+        """The paths of the stored leaves whose dim 0 counts ranks."""
+        rows = [set() if s is None else set(s.row_keys) for s in self.storages]
+        named = jax.tree_util.tree_leaves_with_path(
+            self._outer.unflatten(self._named()), is_leaf=lambda x: isinstance(x, _Name)
+        )
+        return frozenset(path_str(path) for path, name in named if name.keys in rows[name.part])
+
+    def from_model(self, tree: PyTree) -> PyTree:
+        """The stored form of a tree."""
+        return self._outer.unflatten(
+            part if storage is None else storage.from_model(self._nested(number, part))
+            for number, (part, storage) in enumerate(self._parts(tree))
+        )
+
+    def to_model(self, stored: PyTree) -> PyTree:
+        """The inverse of `from_model`, exactly."""
+        return self._outer.unflatten(
+            part if storage is None else self._like_model(number, storage.to_model(part))
+            for number, (part, storage) in enumerate(self._parts(stored))
+        )
+
+    def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Any]:
+        """The stored leaves by part and keys."""
+        parts = enumerate(self._outer.flatten_up_to(stored))
+        return {(number, keys): x for number, part in parts for keys, x in keys_of(part).items()}
+
+    def of_slots(self, slots: dict[tuple[int, Keys], Any]) -> PyTree:
+        """The inverse of `slots`."""
+        flat: list[dict[Keys, Any]] = [{} for _ in self.storages]
+        for (part, keys), leaf in slots.items():
+            flat[part][keys] = leaf
+        return self._outer.unflatten(
+            flat[number][()] if storage is None else nest(flat[number])
+            for number, storage in enumerate(self.storages)
+        )
+
+    def _parts(self, tree: PyTree) -> list[tuple[Any, ModelStorage | None]]:
+        return list(zip(self._outer.flatten_up_to(tree), self.storages, strict=True))
+
+    def _nested(self, number: int, part: PyTree) -> PyTree:
+        return nest(dict(zip(self._keys[number], jax.tree.leaves(part), strict=True)))
+
+    def _like_model(self, number: int, nested: PyTree) -> PyTree:
+        flat = flatten(nested)
+        return self._inner[number].unflatten(flat[keys] for keys in self._keys[number])
+
+    def _named(self) -> list[Any]:
+        return [
+            _Name(part, ())
+            if storage is None
+            else nest({k: _Name(part, k) for k in (*storage.rest, *storage.row_keys)})
+            for part, storage in enumerate(self.storages)
+        ]
+
+    def _check_rows(self) -> None:
+        first: dict[Any, tuple[Path, Any]] = {}
+        for place, leaf in zip(self.places, jax.tree.leaves(self.shapes), strict=True):
+            if place.cell is None or place.slot is None:
+                continue
+            path, other = first.setdefault((place.part, place.slot), (place.path, leaf))
+            if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
+                raise UnsupportedError(
+                    f"the optimizer keeps {path!r} as {other.dtype}{list(other.shape)} and "
+                    f"{place.path!r} as {leaf.dtype}{list(leaf.shape)}, and a pipeline stacks them "
+                    "in one row. Use an optimizer whose state for equal blocks has equal shapes"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    part: int
+    keys: Keys
+
+
+def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> Place:
+    number = None if storage is None else storage.block_of(keys)
+    if storage is None or number is None:
+        return Place(path, None, part, keys, keys)
+    return Place(path, storage.cell_of(number), part, keys, storage.slot_of(number, keys))

@@ -1,15 +1,22 @@
-"""A schedule as integer tables: what each rank does in each tick, and where every value lies."""
+"""A schedule as arrays for the scan over ticks, and the buffers that the scan carries."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ..core.typing import Array
+from ..core.reduction import all_sum
+from ..core.typing import Array, PyTree
+from ..program import whole
 from ..schedule import TOGETHER, Action, Cell, Phase, Placed, Schedule, SlotPlan, Slots
+from .stage import Loss, Rest, Wire
 
 Tick: TypeAlias = dict[str, Array]
 """A lane's entries for one rank in one tick."""
@@ -233,3 +240,223 @@ def _channel(lane: int, sent: list[tuple[int, int, int, int]], schedule: Schedul
         slot[target, tick] = where
     pairs = sorted({(source, target) for source, target, _, _ in sent})
     return Channel(lane, tuple(pairs), slot)
+
+
+class Sums(NamedTuple):
+    """What microbatches add up to, in float32.
+
+    Args:
+        rows: gradients of the rows of block parameters.
+        rest: gradients of the other parameters, by number.
+        loss: sums of losses, of weights, and of weight x metric.
+        learned: the buffers that stages have changed, by number; the last microbatch's, and empty
+            before it is through.
+    """
+
+    rows: list[list[Array]]
+    rest: dict[int, Array]
+    loss: Loss
+    learned: Mapping[int, Array] = {}
+
+    def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Sums:
+        """Adds gradients of rows, by their numbers; None at the places of frozen leaves."""
+        rows = list(self.rows)
+        each = lambda total, grad: add([total], [grad])[0]
+        for row, of_row in zip(numbers, grads, strict=True):
+            rows[row] = jax.tree.map(each, list(rows[row]), list(of_row))
+        return self._replace(rows=rows)
+
+    def add_rest(self, grads: Rest) -> Sums:
+        """Adds gradients of parameters outside the blocks."""
+        added = {i: add([self.rest[i]], [grad])[0] for i, grad in grads.items()}
+        return self._replace(rest={**self.rest, **added})
+
+    def add_loss(self, loss: Loss) -> Sums:
+        """Adds the outputs of the loss."""
+        totals, structure = jax.tree.flatten(self.loss)
+        return self._replace(loss=structure.unflatten(add(totals, jax.tree.leaves(loss))))
+
+
+class State(NamedTuple):
+    """The carry of the scan over ticks; buffers have a leading dim of slots.
+
+    Args:
+        inputs: inputs of stages.
+        gradients: gradients of the outputs of stages.
+        stash: what forwards keep.
+        held: what input gradients leave for weight gradients.
+        outputs: outputs of the last stage, where the vocabulary is an action of its own.
+        lookups: what was looked up for the first stage, where that is an action of its own.
+        scatters: the gradients of that.
+        sums: `Sums`, what has been added up; None where an action only reads the buffers.
+        learned: by number, what each buffer that stages change is before each microbatch and behind
+            the last, as far as the stages of this rank have got; zeros where others change it.
+    """
+
+    inputs: Wire
+    gradients: list[Array]
+    stash: list[Array]
+    held: list[Array]
+    outputs: Wire
+    lookups: list[Array]
+    scatters: list[Array]
+    sums: Any
+    learned: dict[int, Array]
+
+
+def empty(shapes: PyTree, num_slots: int) -> PyTree:
+    """Buffers of zeros for values of some shapes."""
+    return jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), shapes)
+
+
+def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
+    """Values of zeros of some shapes; `wide` makes sums that start there float32 at least."""
+    dtype = lambda x: jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype(x)), shapes)
+
+
+def get(buffers: PyTree, slot: Array) -> PyTree:
+    """The values in a slot."""
+    return jax.tree.map(
+        lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False), buffers
+    )
+
+
+def put(buffers: PyTree, slot: Array, values: PyTree, when: Array | None = None) -> PyTree:
+    """Writes values into a slot, or leaves it as it is.
+
+    Args:
+        buffers: leaves with a leading dim of slots.
+        slot: which; ignored when nothing is written.
+        values: leaves of one slot.
+        when: whether to write; None always does. What is written every tick is selected from
+            old and new; large values are better written within the branch that makes them.
+
+    Returns:
+        The new buffers.
+    """
+    place = jnp.maximum(slot, 0)
+
+    def write(buffer: Array, value: Array) -> Array:
+        value = value.astype(buffer.dtype)
+        if when is not None:
+            old = jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False)
+            value = jnp.where(when, value, old)
+        return jax.lax.dynamic_update_index_in_dim(buffer, value, place, 0)
+
+    return jax.tree.map(write, buffers, values)
+
+
+def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
+    """The values of one rank, on all."""
+
+    def of(x: Array) -> Array:
+        # Flags have no sum.
+        value = x.astype(jnp.int32) if x.dtype == bool else x
+        return all_sum(jnp.where(is_source, value, jnp.zeros_like(value)), axis).astype(x.dtype)
+
+    return jax.tree.map(of, tree)
+
+
+def add(totals: Sequence[Array], values: Sequence[Array]) -> list[Array]:
+    """Adds values to totals, in the dtype of the totals."""
+    return [t + v.astype(t.dtype) for t, v in zip(totals, values, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Lists of arrays, one kind of list per variant, packed to one common form.
+
+    Where all variants have equal shapes the form is the list itself. Else it is one vector per
+    dtype, as long as the longest variant needs, with zeros behind the shorter ones. Random keys
+    are packed as the integers they are made of.
+
+    Args:
+        variants: per variant, the shapes and dtypes of its list.
+
+    Example:
+        >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+        >>> packing = Packing(((shape(2, 2),), (shape(3), shape(2))))
+        >>> packing.packed
+        (ShapeDtypeStruct(shape=(5,), dtype=float32),)
+        >>> [vector] = packing.pack(0, [jnp.ones((2, 2))])
+        >>> packing.unpack(0, [vector])[0].shape
+        (2, 2)
+    """
+
+    variants: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
+
+    @classmethod
+    def of(cls, variants: Sequence[Sequence[Any]]) -> Packing:
+        """The packing of arrays, or of anything with shapes and dtypes."""
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return cls(tuple(tuple(shape(x) for x in variant) for variant in variants))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all variants are alike, so that packing is the identity."""
+        return all(variant == self.variants[0] for variant in self.variants)
+
+    @property
+    def packed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The common form."""
+        if self.is_uniform:
+            return self._plain[0]
+        length = lambda dtype: max(sum(_sizes(v, dtype)) for v in self._plain)
+        return tuple(jax.ShapeDtypeStruct((length(dtype),), dtype) for dtype in self._dtypes)
+
+    def pack(self, variant: int, values: Sequence[Array]) -> list[Array]:
+        """Brings the list of a variant to the common form."""
+        values = [plain(value) for value in values]
+        if self.is_uniform:
+            return values
+        vectors = []
+        for form in self.packed:
+            # A split piece could only be shifted into its place by a permutation, in a branch.
+            own = [whole(x.reshape(-1)) for x in values if x.dtype == form.dtype]
+            vector = jnp.concatenate(own) if own else jnp.zeros(0, form.dtype)
+            vectors.append(jnp.pad(vector, (0, form.shape[0] - vector.shape[0])))
+        return vectors
+
+    def unpack(self, variant: int, packed: Sequence[Array]) -> list[Array]:
+        """The inverse of `pack`."""
+        pairs = zip(self._apart(variant, packed), self.variants[variant], strict=True)
+        return [like(value, shape.dtype) for value, shape in pairs]
+
+    def _apart(self, variant: int, packed: Sequence[Array]) -> list[Array]:
+        if self.is_uniform:
+            return list(packed)
+        shapes = self._plain[variant]
+        pieces: dict[Any, Any] = {}
+        for form, vector in zip(self.packed, packed, strict=True):
+            ends = [0, *accumulate(_sizes(shapes, form.dtype))]
+            pieces[form.dtype] = iter([whole(vector[a:b]) for a, b in pairwise(ends)])
+        return [next(pieces[shape.dtype]).reshape(shape.shape) for shape in shapes]
+
+    @property
+    def _plain(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
+        """The variants, keys as integers."""
+        shape = lambda x: jax.eval_shape(plain, x) if _is_key(x.dtype) else x
+        return tuple(tuple(shape(x) for x in variant) for variant in self.variants)
+
+    @property
+    def _dtypes(self) -> list[Any]:
+        return sorted({shape.dtype for variant in self._plain for shape in variant}, key=str)
+
+
+def plain(value: Any) -> Array:
+    """The value, or the integers of random keys, which buffers of zeros can hold."""
+    return jax.random.key_data(value) if _is_key(jnp.asarray(value).dtype) else jnp.asarray(value)
+
+
+def like(value: Array, dtype: Any) -> Array:
+    """The inverse of `plain`: keys again where `dtype` is one of keys."""
+    return jax.random.wrap_key_data(value, dtype=dtype) if _is_key(dtype) else value
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _sizes(shapes: Sequence[jax.ShapeDtypeStruct], dtype: Any) -> list[int]:
+    return [math.prod(shape.shape) for shape in shapes if shape.dtype == dtype]

@@ -17,10 +17,9 @@ from ..program import SHARED, Chain, Piece, find_chains, made_by, variables
 from ..program.piece import as_it_lies
 from .layout import Keys
 from .loss_trace import LossTrace
-from .packing import like, plain
 from .stage import Data, Loss, Rest, StageProgram, Wire
-from .state import zeros
 from .storage import ModelStorage, RowStorage
+from .tables import like, plain, zeros
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from ..core.compat import CALLS, REMATS
+from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.errors import UnsupportedError
-from ..core.typing import Path
-from .alike import hashable_params
+from ..core.typing import Array, Path
+from .alike import hashable_params, same_params
 
 Owner: TypeAlias = Hashable
 """Whoever has values of its own; None stands for all."""
@@ -51,24 +51,54 @@ class Constant:
 Atom: TypeAlias = "int | Constant"
 """The number of a value, or a constant."""
 
+Equation: TypeAlias = "JaxprEqn | Callable[..., Sequence[Array]]"
+"""What an operation computes."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """One equation of the flat program.
+    """One operation of the flat program.
 
     Args:
-        equation: of a jaxpr, for its primitive and parameters.
+        equation: of a jaxpr, for its primitive and parameters; or, in a program that has been
+            rewritten, a function of arrays that returns a list of them.
         inputs: what it reads.
         outputs: the numbers of the values that it makes.
         owner: whose they are.
         level: how many times values have gone from owners to all before it can run.
     """
 
-    equation: Any
+    equation: Equation
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     owner: Owner = None
     level: int = 0
+
+    @property
+    def name(self) -> str | None:
+        """That of its primitive."""
+        return self.equation.primitive.name if isinstance(self.equation, JaxprEqn) else None
+
+    @property
+    def key(self) -> Hashable | None:
+        """A key that only operations have that compute the same; None where none is known."""
+        if not isinstance(self.equation, JaxprEqn) or self.equation.effects:
+            return None
+        params = hashable_params(self.equation.params)
+        return None if params is None else (self.equation.primitive, params)
+
+    def computes_as(self, other: Operation) -> bool:
+        """Whether another operation computes the same of its inputs."""
+        mine, theirs = self.equation, other.equation
+        if not isinstance(mine, JaxprEqn) or not isinstance(theirs, JaxprEqn):
+            return mine is theirs
+        return mine.primitive is theirs.primitive and same_params(mine.params, theirs.params)
+
+    def run(self, operands: Sequence[Array]) -> Sequence[Array]:
+        """Computes the outputs."""
+        if isinstance(self.equation, JaxprEqn):
+            return eval_equation(self.equation, operands)
+        return self.equation(*operands)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,10 +157,9 @@ class OwnedProgram:
         found: dict[int, Hashable] = {}
         known: dict[Hashable, tuple[int, ...]] = {}
         for op in self.operations:
-            params = hashable_params(op.equation.params)
-            if op.owner is None and params is not None and not op.equation.effects:
+            if op.owner is None and op.key is not None:
                 spell = lambda a: found.get(a, a) if isinstance(a, int) else self.spelled(a)
-                key = (op.equation.primitive, params, tuple(map(spell, op.inputs)))
+                key = (op.key, tuple(map(spell, op.inputs)))
                 first = known.setdefault(key, op.outputs)
                 found.update(zip(op.outputs, first, strict=True))
         return found
@@ -282,7 +311,7 @@ class _Flat:
         wanted = {atom for atom in outputs if not isinstance(atom, Constant)}
         kept = []
         for op in reversed(self.operations):
-            if op.equation.effects or not wanted.isdisjoint(op.outputs):
+            if _has_effects(op) or not wanted.isdisjoint(op.outputs):
                 kept.append(op)
                 wanted.update(a for a in op.inputs if not isinstance(a, Constant))
         self.operations = kept[::-1]
@@ -308,7 +337,7 @@ class _Flat:
                 readers.setdefault(atom, set()).add(op.owner)
 
     def _settled(self, op: Operation, readers: set[Owner]) -> Owner:
-        if op.equation.effects:
+        if _has_effects(op):
             return op.owner
         sizes = [_size(self.avals[v]) for v in op.outputs]
         owned = [a for a in op.inputs if not isinstance(a, Constant) and self.owners[a] is not None]
@@ -321,7 +350,7 @@ class _Flat:
     def _check(self, outputs: list[Atom], homes: tuple[Owner, ...], results: Any) -> None:
         for op in self.operations:
             for atom in op.inputs:
-                self._check_small(atom, op.owner, f"the operation {op.equation.primitive.name!r}")
+                self._check_small(atom, op.owner, f"the operation {op.name!r}")
         for atom, home, result in zip(outputs, homes, results, strict=True):
             self._check_small(atom, home, repr(result))
 
@@ -346,6 +375,10 @@ class _Flat:
             for value in op.outputs:
                 levels[value] = level
         return tuple(levels)
+
+
+def _has_effects(op: Operation) -> bool:
+    return isinstance(op.equation, JaxprEqn) and bool(op.equation.effects)
 
 
 def _called(equation: Any) -> Any | None:

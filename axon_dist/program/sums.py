@@ -39,4 +39,4 @@ def _is_addition(program: OwnedProgram, op: Operation) -> bool:
     """Whether an operation adds two numbers that all know; an unknown name is no addition."""
     is_number = all(program.aval_of(a).shape == () for a in op.outputs)
     is_shared = op.owner is None and op.level > 0
-    return is_shared and is_number and op.equation.primitive.name == "add"
+    return is_shared and is_number and op.name == "add"

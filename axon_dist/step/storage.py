@@ -27,9 +27,9 @@ from ..pipeline import (
     Stages,
     storage_for,
 )
-from ..pipeline.calls import BATCH
 from ..pipeline.layout import flatten, nest
 from ..pipeline.storage import RowStorage
+from ..pipeline.switch import BATCH, stages_by_calls
 from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition, stage_ranges
 from ..sharding import HasShape, InPlaceOf
@@ -249,7 +249,7 @@ def _stages(
         boundaries = partition(len(blocks), count, plan.costs, plan.boundaries)
         stages = Stages.of(plan.schedule, blocks, boundaries)
     else:
-        stages = Stages.by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
+        stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
     shared = (*stages.shared, *_tied(parts, stacks, blocks))
     return dataclasses.replace(stages, shared=shared), stacks
 

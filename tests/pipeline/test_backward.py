@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.pipeline import Data, StageProgram, Wire
-from axon_dist.pipeline.backward import DividedBackward, Operands, pull_back
+from axon_dist.pipeline.stage import DividedBackward, Operands, pull_back
 
 
 def two_layers(weights, rest, data, stage, wire):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_dist.pipeline import Calls, Stages, storage_for
-from axon_dist.pipeline.calls import levels_of
+from axon_dist.pipeline.switch import levels_of, stages_by_calls
 from axon_dist.schedule import build_schedule, partition
 
 from .chains import unit
@@ -78,7 +78,7 @@ ROUNDS = {
 def test_a_block_lies_on_the_rank_that_calls_it(order, schedule, own, shared):
     calls, _ = calls_of(lambda weights, x: through(weights, x, ROUNDS[order]))
     table = build_schedule(schedule, 2, 4)
-    stages = Stages.by_calls(table, BLOCKS, calls, partition(8, 4))
+    stages = stages_by_calls(table, BLOCKS, calls, partition(8, 4))
     assert stages.blocks == tuple(BLOCKS[number] for number in own)
     assert stages.shared == tuple(BLOCKS[number] for number in shared)
     # Each block lies with the first stage that calls it.

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_dist.pipeline.packing import Packing
+from axon_dist.pipeline.tables import Packing
 
 shapes = st.lists(
     st.builds(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from axon_dist.pipeline.state import add, empty, get, put, zeros
+from axon_dist.pipeline.tables import add, empty, get, put, zeros
 
 YES, NO = jnp.asarray(True), jnp.asarray(False)
 VALUE = {"a": jnp.asarray([1.0, 2.0]), "b": jnp.int32(7)}

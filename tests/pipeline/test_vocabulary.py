@@ -14,8 +14,7 @@ from axon_dist.core.errors import ConfigError, DivisibilityError, UnsupportedErr
 from axon_dist.inspect.parse import as_module
 from axon_dist.inspect.walk import visits
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
-from axon_dist.pipeline.stage import Data, Wire
-from axon_dist.pipeline.start import Start, reads_rows
+from axon_dist.pipeline.stage import Data, Start, Wire
 from axon_dist.pipeline.tables import lookups_of
 from axon_dist.schedule import Schedule, assign_slots, one_f_one_b, peak_live, with_vocabulary
 
@@ -224,7 +223,7 @@ def test_ids_that_the_table_has_no_row_for_are_what_they_are_on_one_device():
 def test_what_was_looked_up_is_kept_only_where_the_way_back_reads_it(norm):
     row = lambda data: data.rows[0] * (data.rows[0] if norm else 3.0)
     start = Start(lambda rest, data: Wire([row(data)], []), {}, {}, Data([], []))
-    assert reads_rows(start, [jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm
+    assert start.reads_rows([jnp.ones((2, 3))], [jnp.ones((2, 3))]) is norm
     table = with_vocabulary(one_f_one_b(2, 8))
     # One for the forward pass that is next, and those in flight.
     kept = peak_live(table)[0] if norm else 1

@@ -1,36 +1,38 @@
-"""Runs a program of a model's leaves on rows that stack them, block by block as it is written.
+"""Runs an optimizer's program on rows that stack blocks, block by block as it is written.
 
 The program is traced on the model's own tree, so it sees every leaf as one device would. The
 operations of a block are its own part of the program. Where the blocks of a row have the same
 part, it runs once, vectorised over the ranks; where they differ only in numbers, such as rates per
 layer, the numbers are stacked; where they differ in operations, each rank keeps what its own part
-makes. Nothing moves between ranks but what the blocks hand to all, such as norms.
+computes. Nothing moves between ranks but what the blocks hand to all, such as norms.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.compat import eval_equation
-from ..program.alike import same_params
+from ..core.typing import Array
 from ..program.owners import Atom, Constant, Operation, OwnedProgram
 from ..program.sums import sums_of
-from .form import Place
 from .layout import Keys
-from .storage import Cell
+from .storage import Cell, Place
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
 
 Name: TypeAlias = Hashable
 """What a value of a block is called, alike for all blocks of a row that have the same part."""
+
+Arrays: TypeAlias = Sequence[Array]
+Named: TypeAlias = dict[Name, Array]
 
 Home: TypeAlias = tuple[int, Name]
 """The number of the variant that makes a value, and the value's name in it."""
@@ -61,14 +63,13 @@ class Share:
         spell = lambda names, atom: names.get(atom, program.aval_of(atom))
         shape = lambda found: (found.shape, found.dtype) if hasattr(found, "shape") else found
         return (
-            mine.equation.primitive is theirs.equation.primitive
+            mine.computes_as(theirs)
             and mine.level == theirs.level
             and len(mine.inputs) == len(theirs.inputs)
             and all(
                 shape(spell(self.names, a)) == shape(spell(other.names, b))
                 for a, b in zip(mine.inputs, theirs.inputs, strict=True)
             )
-            and same_params(mine.equation.params, theirs.equation.params)
         )
 
 
@@ -110,6 +111,7 @@ class RowProgram:
         targets: for each output, which result it is a leaf of, and where.
         mesh: names and sizes of its axes, over all devices.
         num_ranks: along the pipeline: dim 0 of every row.
+        axis: the axis of the pipeline, where ranks take different branches of an operation.
     """
 
     def __init__(
@@ -119,16 +121,18 @@ class RowProgram:
         targets: Sequence[tuple[int, Place]],
         mesh: Mesh,
         num_ranks: int,
+        axis: str | None = None,
     ):
+        self._mesh, self._axis = mesh, axis
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._slots: dict[int, Any] = {
+        self._slots: dict[int, Slot] = {
             value: (tree, place.part, place.slot)
             for value, (tree, place) in zip(program.inputs, sources, strict=True)
         }
         owners = [*program.owners, *program.homes]
-        cells: list[Any] = sorted({owner for owner in owners if owner is not None})
+        cells = sorted({cell for owner in owners if (cell := as_cell(owner)) is not None})
         self._variants = self._sort_out(cells)
         self._variant_of: dict[Cell, int] = {
             (rank, row): number
@@ -145,7 +149,7 @@ class RowProgram:
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._handed = self._to_hand_over()
 
-    def run(self, stored: Mapping[Slot, Any]) -> dict[Slot, Any]:
+    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Runs the program.
 
         Args:
@@ -154,12 +158,12 @@ class RowProgram:
         Returns:
             The stored leaves of all results.
         """
-        known: dict[Atom, Any] = {
+        known: dict[Atom, Array] = {
             value: stored[slot]
             for value, slot in self._slots.items()
             if self._program.owners[value] is None
         }
-        made: list[dict[Name, Any]] = [{**stored} for _ in self._variants]
+        made: list[Named] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._hand_over(level - 1, made, known)
             for op in self._program.of(None):
@@ -194,8 +198,8 @@ class RowProgram:
         return Share(operations, names)
 
     def _run_part(
-        self, variant: Variant, level: int, made: dict[Name, Any], known: Mapping[Atom, Any]
-    ) -> dict[Name, Any]:
+        self, variant: Variant, level: int, made: Named, known: Mapping[Atom, Array]
+    ) -> Named:
         """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
         first = variant.first
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
@@ -210,47 +214,83 @@ class RowProgram:
         apart = [where for where, (_, row) in outside.items() if row is not None]
         results = [(v, first.names[v]) for i in numbers for v in first.operations[i].outputs]
 
-        def part(given_rows: list[Any], numbers_apart: list[Any]) -> list[Any]:
+        def part(
+            given_rows: list[Array], own_numbers: list[Array], shared: list[Array]
+        ) -> list[Array]:
             values = dict(zip(given, given_rows, strict=True))
-            single = {where: value for where, (value, _) in outside.items()}
-            single.update(zip(apart, numbers_apart, strict=True))
+            single = dict(zip(alike, shared, strict=True))
+            single.update(zip(apart, own_numbers, strict=True))
             for i in numbers:
                 op = first.operations[i]
                 operands = [
                     single[i, at] if (i, at) in single else values[first.names[atom]]
                     for at, atom in enumerate(op.inputs)
                 ]
-                made_here = eval_equation(op.equation, operands)
-                values.update(zip((first.names[v] for v in op.outputs), made_here, strict=True))
+                values.update(
+                    zip((first.names[v] for v in op.outputs), op.run(operands), strict=True)
+                )
             return [values[name] for _, name in results]
 
-        rows = [outside[where][1] for where in apart]
-        vectorised = jax.vmap(part, axis_size=self._num_ranks)
-        found = vectorised(list(given.values()), rows) if numbers else []
+        alike = [where for where, (_, row) in outside.items() if row is None]
+        rows = [row for _, row in outside.values() if row is not None]
+        shared = [value for value, _ in outside.values() if value is not None]
+        found = self._on_ranks(part, [*given.values()], rows, shared) if numbers else []
         return {name: x for (_, name), x in zip(results, found, strict=True)}
 
+    def _on_ranks(
+        self,
+        part: Callable[..., list[Array]],
+        given: list[Array],
+        rows: list[Array],
+        shared: list[Array],
+    ) -> list[Array]:
+        """Runs a part for all ranks at once, each on its entries of rows."""
+        if self._axis is None:
+            vectorised = jax.vmap(lambda *own: part(*own, shared), axis_size=self._num_ranks)
+            return vectorised(given, rows)
+        split, whole = PartitionSpec(self._axis), PartitionSpec()
+        place = lambda spec, values: [
+            jax.lax.with_sharding_constraint(jnp.asarray(x), NamedSharding(self._mesh, spec))
+            for x in values
+        ]
+        entries = lambda values: [x[0] for x in values]
+        mapped = jax.shard_map(
+            lambda given, rows, shared: [
+                x[None] for x in part(entries(given), entries(rows), shared)
+            ],
+            mesh=self._mesh,
+            axis_names=frozenset({self._axis}),
+            in_specs=(split, split, whole),
+            out_specs=split,
+            check_vma=False,
+        )
+        # Rows that other axes split would have to be moved in branches, where permutes hang.
+        operands = place(split, given), place(split, rows), place(whole, shared)
+        return place(split, mapped(*operands))
+
     def _outside(
-        self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Any]
-    ) -> tuple[Any, Any]:
+        self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Array]
+    ) -> tuple[Array | None, Array | None]:
         """What members read that is not their own: one value for all, or a row of one for each."""
         number, at = where
         members = variant.members.items()
         atoms = {rank: share.operations[number].inputs[at] for rank, share in members}
         first = next(iter(atoms.values()))
         if len({self._program.spelled(atom) for atom in atoms.values()}) == 1:
-            return _value(first, known), None
+            return value_of(first, known), None
         return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
 
-    def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Any]) -> Any:
+    def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
         """A row of values that all know."""
         first = next(iter(atoms.values()))
         aval = self._program.aval_of(first)
-        values = [_array(_value(atoms.get(rank, first), known), aval) for rank in self._ranks]
+        values = [as_array(value_of(atoms.get(rank, first), known), aval) for rank in self._ranks]
         return jnp.stack(values)
 
     def _home(self, value: int) -> Home:
         """The variant that makes a value of a block, and what it calls it."""
-        cell: Any = self._program.owners[value]
+        cell = as_cell(self._program.owners[value])
+        assert cell is not None
         number = self._variant_of[cell]
         return number, self._variants[number][1].members[cell[0]].names[value]
 
@@ -280,33 +320,33 @@ class RowProgram:
         return () if op.outputs[0] in self._partial_sums else op.inputs
 
     def _run_for_all(
-        self, op: Operation, made: list[dict[Name, Any]], known: Mapping[Atom, Any]
-    ) -> dict[Atom, Any]:
+        self, op: Operation, made: list[Named], known: Mapping[Atom, Array]
+    ) -> dict[Atom, Array]:
         """Runs an operation whose values all shall know."""
         if op.outputs[0] in self._partial_sums:
             return {}
         if (found := self._sums.get(op.outputs[0])) is None:
-            results = eval_equation(op.equation, [_value(a, known) for a in op.inputs])
+            results = op.run([value_of(a, known) for a in op.inputs])
             return dict(zip(op.outputs, results, strict=True))
         aval = self._program.avals[op.outputs[0]]
-        terms = [jnp.asarray(_value(term, known), aval.dtype) for term in found.single]
+        terms = [jnp.asarray(value_of(term, known), aval.dtype) for term in found.single]
         for (number, name), ranks in found.rows.items():
             row = made[number][name]
             row = jnp.where(self._is_in(ranks, row.ndim), row, 0)
             terms.append(jnp.sum(row, axis=0, dtype=aval.dtype))
         return {op.outputs[0]: functools.reduce(jnp.add, terms)}
 
-    def _is_in(self, ranks: Sequence[int], ndim: int) -> Any:
+    def _is_in(self, ranks: Sequence[int], ndim: int) -> Array | bool:
         """Which entries of a row of so many dims are of some ranks; True where all are."""
         if len(ranks) == self._num_ranks:
             return True
         found = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
         return found.reshape(-1, *[1] * (ndim - 1))
 
-    def _hand_over(self, level: int, made: list[dict[Name, Any]], known: dict[Atom, Any]) -> None:
+    def _hand_over(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
         """Makes known to all what blocks of a level hand over: what is alike moves together."""
         handed = {v: self._homes[v] for v in self._handed if self._program.levels[v] == level}
-        alike: dict[Any, dict[Home, Any]] = {}
+        alike: dict[Hashable, dict[Home, Array]] = {}
         for number, name in handed.values():
             row = made[number][name]
             alike.setdefault((row.shape, row.dtype), {})[number, name] = row
@@ -316,16 +356,17 @@ class RowProgram:
             together = jax.lax.with_sharding_constraint(together, self._whole)
             columns.update({home: together[:, number] for number, home in enumerate(rows)})
         for value, home in handed.items():
-            cell: Any = self._program.owners[value]
+            cell = as_cell(self._program.owners[value])
+            assert cell is not None
             known[value] = columns[home][cell[0]]
 
-    def _collect(self, made: list[dict[Name, Any]], known: Mapping[Atom, Any]) -> dict[Slot, Any]:
-        found: dict[Slot, Any] = {}
+    def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
+        found: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
-            slot: Any = (tree, place.part, place.slot)
+            slot: Slot = (tree, place.part, place.slot)
             if place.cell is None:
-                found[slot] = _array(_value(atom, known), self._program.aval_of(atom))
+                found[slot] = as_array(value_of(atom, known), self._program.aval_of(atom))
             else:
                 rows.setdefault((slot, place.cell[1]), {})[place.cell[0]] = atom
         for (slot, row), atoms in rows.items():
@@ -336,9 +377,9 @@ class RowProgram:
         self,
         row: int,
         atoms: Mapping[int, Atom],
-        made: list[dict[Name, Any]],
-        known: Mapping[Atom, Any],
-    ) -> Any:
+        made: list[Named],
+        known: Mapping[Atom, Array],
+    ) -> Array:
         """A row, each entry of it made by the part of the block that it belongs to."""
         homes = {
             rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
@@ -354,13 +395,21 @@ class RowProgram:
             chosen = self._is_in(ranks, values.ndim)
             # A rank without a block has zeros, whatever the part would make of them.
             whole = jnp.where(chosen, values, jnp.zeros_like(values) if whole is None else whole)
+        assert whole is not None, "some rank has a block in every row"
         return whole
 
 
-def _value(atom: Atom, known: Mapping[Atom, Any]) -> Any:
+def as_cell(owner: Hashable) -> Cell | None:
+    """The cell that an owner is; None for everybody."""
+    return owner if isinstance(owner, tuple) else None
+
+
+def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
+    """The value of an atom."""
     return atom.value if isinstance(atom, Constant) else known[atom]
 
 
-def _array(value: Any, aval: Any) -> Any:
+def as_array(value: Array, aval: ShapedArray) -> Array:
+    """A value as an array of a dtype; random keys stay as they are."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return value if is_key else jnp.asarray(value, aval.dtype)
