@@ -1,4 +1,4 @@
-"""Whole matrices, dealt to the devices: each gets some of them, and works on these alone.
+"""Whole matrices, distributed over devices: each gets some of them, and works on these alone.
 
 Momenta lie split as the strategy splits parameters, and a product of a matrix with itself needs all
 of it. Gathering every matrix on every device would cost all of the work N times. Instead matrices
@@ -21,16 +21,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array, Shape
-from ..program.matrices import Call, run_with_calls
+from ..program.matrices import Call, run_with_calls, shape_of
 from ..sharding import axes_of, spec_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Deal:
-    """How the matrices of one stack are dealt.
+class Distribution:
+    """How the matrices of one stack are distributed.
 
     Args:
         function: what is done to each; equal for all.
@@ -43,14 +44,15 @@ class Deal:
         num_ranks: how many devices share the stack.
 
     Example:
-        >>> deal = Deal(None, (8, 32), 6, PartitionSpec(None, "fsdp"), (), ("fsdp",), (), 4)
-        >>> deal.padding, deal.per_device
+        >>> spec = PartitionSpec(None, "fsdp")
+        >>> plan = Distribution(jnp.sin, (8, 32), 6, spec, (), ("fsdp",), (), 4)
+        >>> plan.padding, plan.per_device
         (2, 2)
-        >>> print(deal)
-        6 of 8×32 dealt over fsdp: 2 on each of 4 devices, 2 of them padding
+        >>> print(plan)
+        6 of 8×32 distributed over fsdp: 2 on each of 4 devices, 2 of them padding
     """
 
-    function: Any
+    function: Callable[..., Array]
     shape: Shape
     count: int
     spec: PartitionSpec
@@ -73,14 +75,14 @@ class Deal:
         size = "×".join(map(str, self.shape))
         over = "×".join((*self.moved, *self.extra)) or "nothing"
         return (
-            f"{self.count} of {size} dealt over {over}: {self.per_device} on each of "
+            f"{self.count} of {size} distributed over {over}: {self.per_device} on each of "
             f"{self.num_ranks} devices, {self.padding} of them padding"
         )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Dealer:
-    """Runs an optimizer's update with its whole matrices dealt to the devices of a mesh.
+class Distributor:
+    """Runs an optimizer's update with its whole matrices distributed over the devices of a mesh.
 
     Args:
         mesh: names and sizes of its axes, over all devices.
@@ -90,7 +92,7 @@ class Dealer:
     mesh: Mesh
     specs: tuple[PartitionSpec, ...]
 
-    def run(self, program: Any, values: Sequence[Any]) -> list[Any]:
+    def run(self, program: ClosedJaxpr, values: Sequence[Array]) -> list[Array]:
         """Runs a traced update.
 
         Args:
@@ -102,40 +104,40 @@ class Dealer:
         """
         return run_with_calls(program, values, self._run)
 
-    def deals(self, program: Any) -> tuple[Deal, ...]:
-        """How the stacks of a traced update will be dealt."""
-        found: list[Deal] = []
+    def distributions(self, program: ClosedJaxpr) -> tuple[Distribution, ...]:
+        """How the stacks of a traced update will be distributed."""
+        found: list[Distribution] = []
 
-        def note(calls: Sequence[Call]) -> list[Any]:
-            found.extend(deal for deal, _ in self._sorted(calls))
+        def note(calls: Sequence[Call]) -> list[Array]:
+            found.extend(plan for plan, _ in self._stacks(calls))
             return [call.x for call in calls]
 
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.in_avals]
+        shapes = [shape_of(v) for v in program.jaxpr.invars]
         jax.eval_shape(lambda *values: run_with_calls(program, values, note), *shapes)
         return tuple(found)
 
-    def _run(self, calls: Sequence[Call]) -> list[Any]:
-        results: dict[int, Any] = {}
-        for deal, members in self._sorted(calls):
-            made = self._together(deal, [calls[number] for number in members])
+    def _run(self, calls: Sequence[Call]) -> list[Array]:
+        results: dict[int, Array] = {}
+        for plan, members in self._stacks(calls):
+            made = self._together(plan, [calls[number] for number in members])
             results.update(zip(members, made, strict=True))
         return [results[number] for number in range(len(calls))]
 
-    def _sorted(self, calls: Sequence[Call]) -> list[tuple[Deal, list[int]]]:
-        """Which calls go together, and how their stack is dealt."""
+    def _stacks(self, calls: Sequence[Call]) -> list[tuple[Distribution, list[int]]]:
+        """Which calls go together, and how their stack is distributed."""
         groups: dict[Any, list[int]] = {}
         for number, call in enumerate(calls):
-            lead, spec = self._lies(call)
+            lead, spec = self._specs(call)
             more = tuple(map(id, call.more))
             own = call.x.shape[call.lead :]
             key = (call.function, own, call.x.dtype, spec, spec_axes(lead), more)
             groups.setdefault(key, []).append(number)
         return [
-            (self._deal(key, [calls[number] for number in members]), members)
+            (self._distribution(key, [calls[number] for number in members]), members)
             for key, members in groups.items()
         ]
 
-    def _deal(self, key: tuple[Any, ...], calls: Sequence[Call]) -> Deal:
+    def _distribution(self, key: tuple[Any, ...], calls: Sequence[Call]) -> Distribution:
         function, shape, _, spec, apart, _ = key
         size = self.mesh.shape
         ranks = math.prod(size[axis] for axis in apart)
@@ -147,9 +149,9 @@ class Dealer:
             if axis not in (*apart, *moved) and -(-count // more) < -(-count // num_ranks):
                 extra.append(axis)
                 num_ranks = more
-        return Deal(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
+        return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
 
-    def _lies(self, call: Call) -> tuple[PartitionSpec, PartitionSpec]:
+    def _specs(self, call: Call) -> tuple[PartitionSpec, PartitionSpec]:
         """How the dims lie that count matrices, and those of a matrix."""
         if call.origin is None:
             return PartitionSpec(), PartitionSpec()
@@ -158,12 +160,12 @@ class Dealer:
         entries = [entry[0] if len(entry) == 1 else (entry or None) for entry in entries]
         return PartitionSpec(*entries[: call.lead]), PartitionSpec(*entries[call.lead :])
 
-    def _together(self, deal: Deal, calls: Sequence[Call]) -> list[Array]:
+    def _together(self, plan: Distribution, calls: Sequence[Call]) -> list[Array]:
         """Runs the calls of one stack."""
-        places = [PartitionSpec(*self._lead_of(call), *_full(deal)) for call in calls]
+        places = [PartitionSpec(*self._lead_of(call), *_full(plan)) for call in calls]
         more = calls[0].more
         run = jax.shard_map(
-            functools.partial(_on_device, deal, [call.lead for call in calls]),
+            functools.partial(_on_device, plan, [call.lead for call in calls]),
             mesh=self.mesh,
             in_specs=(places, PartitionSpec()),
             out_specs=places,
@@ -172,25 +174,25 @@ class Dealer:
         return run([call.x for call in calls], more)
 
     def _lead_of(self, call: Call) -> tuple[Any, ...]:
-        lead, _ = self._lies(call)
+        lead, _ = self._specs(call)
         return (*lead, *(None for _ in range(call.lead - len(lead))))
 
 
-def _full(deal: Deal) -> tuple[Any, ...]:
-    return (*deal.spec, *(None for _ in range(len(deal.shape) - len(deal.spec))))
+def _full(plan: Distribution) -> tuple[Any, ...]:
+    return (*plan.spec, *(None for _ in range(len(plan.shape) - len(plan.spec))))
 
 
 def _on_device(
-    deal: Deal, leads: Sequence[int], arrays: Sequence[Array], more: Sequence[Array]
+    plan: Distribution, leads: Sequence[int], arrays: Sequence[Array], more: Sequence[Array]
 ) -> list[Array]:
     """What one device does: its parts of all matrices come, its matrices go."""
     flat = [x.reshape(-1, *x.shape[lead:]) for x, lead in zip(arrays, leads, strict=True)]
     stack = jnp.concatenate(flat)
-    zeros = jnp.zeros((deal.padding, *stack.shape[1:]), stack.dtype)
-    stack = jnp.concatenate([stack, zeros]) if deal.padding else stack
+    zeros = jnp.zeros((plan.padding, *stack.shape[1:]), stack.dtype)
+    stack = jnp.concatenate([stack, zeros]) if plan.padding else stack
     # XLA:CPU slices the parts out again for its all-to-all, and gives them different layouts.
     stack = jax.lax.optimization_barrier(stack)
-    whole = _exchanged(deal, stack, functools.partial(_applied, deal.function, more=more))
+    whole = _exchanged(plan, stack, functools.partial(_applied, plan.function, more=more))
     ends, made = 0, []
     for part, x in zip(flat, arrays, strict=True):
         made.append(whole[ends : ends + part.shape[0]].reshape(x.shape))
@@ -202,19 +204,19 @@ def _applied(function: Callable[..., Array], stack: Array, more: Sequence[Array]
     return jax.vmap(lambda x: function(x, *more))(stack)
 
 
-def _exchanged(deal: Deal, stack: Array, work: Callable[[Array], Array]) -> Array:
+def _exchanged(plan: Distribution, stack: Array, work: Callable[[Array], Array]) -> Array:
     """There, the work on whole matrices, and back."""
-    moves = [(axes_of(deal.spec, dim), 1 + dim) for dim in range(len(deal.spec))]
+    moves = [(axes_of(plan.spec, dim), 1 + dim) for dim in range(len(plan.spec))]
     moves = [move for move in moves if move[0]]
-    if deal.extra:
-        share = stack.shape[0] // math.prod(jax.lax.axis_size(axis) for axis in deal.extra)
-        first = jax.lax.axis_index(deal.extra) * share
+    if plan.extra:
+        share = stack.shape[0] // math.prod(jax.lax.axis_size(axis) for axis in plan.extra)
+        first = jax.lax.axis_index(plan.extra) * share
         stack = jax.lax.dynamic_slice_in_dim(stack, first, share)
     for axes, dim in moves:
         stack = jax.lax.all_to_all(stack, axes, split_axis=0, concat_axis=dim, tiled=True)
     stack = work(stack)
     for axes, dim in reversed(moves):
         stack = jax.lax.all_to_all(stack, axes, split_axis=dim, concat_axis=0, tiled=True)
-    if deal.extra:
-        stack = jax.lax.all_gather(stack, deal.extra, tiled=True)
+    if plan.extra:
+        stack = jax.lax.all_gather(stack, plan.extra, tiled=True)
     return stack

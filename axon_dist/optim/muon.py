@@ -141,14 +141,14 @@ def muon(
     muon_weight_dimension_numbers: DimsOf = None,
     consistent_rms: float | None = None,
 ) -> optax.GradientTransformation:
-    """Muon, equal to `optax.contrib.muon`, dealt to the devices of a step.
+    """Muon, equal to `optax.contrib.muon`, distributed over the devices of a step.
 
         mu = beta mu + (1 - beta) g,   w -= rate (scale orthogonal(mu) + weight_decay w)
 
     The arguments, the numbers and the state are those of `optax.contrib.muon`, so that either can
     go on with a state of the other. In a step, matrices of the same shape are stacked, each device
     gets some of them whole by one all-to-all, orthogonalises them on its own, and gives them back
-    by another; see `Dealer`. In a pipeline whose stages are equal the stacks are those of each
+    by another; see `Distributor`. In a pipeline whose stages are equal the stacks are those of each
     stage; where stages differ, every device of a stage orthogonalises all matrices of the stage.
 
     Args:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.typing import Array
 from ..program.owners import Atom, Constant, Operation, OwnedProgram
 from ..program.sums import sums_of
 from .layout import Keys
@@ -28,6 +30,9 @@ Slot: TypeAlias = tuple[int, int, Keys | None]
 
 Name: TypeAlias = Hashable
 """What a value of a block is called, alike for all blocks of a row that have the same part."""
+
+Arrays: TypeAlias = Sequence[Array]
+Named: TypeAlias = dict[Name, Array]
 
 Home: TypeAlias = tuple[int, Name]
 """The number of the variant that makes a value, and the value's name in it."""
@@ -122,12 +127,12 @@ class RowProgram:
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._slots: dict[int, Any] = {
+        self._slots: dict[int, Slot] = {
             value: (tree, place.part, place.slot)
             for value, (tree, place) in zip(program.inputs, sources, strict=True)
         }
         owners = [*program.owners, *program.homes]
-        cells: list[Any] = sorted({owner for owner in owners if owner is not None})
+        cells = sorted({cell for owner in owners if (cell := as_cell(owner)) is not None})
         self._variants = self._sort_out(cells)
         self._variant_of: dict[Cell, int] = {
             (rank, row): number
@@ -144,7 +149,7 @@ class RowProgram:
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._handed = self._to_hand_over()
 
-    def run(self, stored: Mapping[Slot, Any]) -> dict[Slot, Any]:
+    def run(self, stored: Mapping[Slot, Array]) -> dict[Slot, Array]:
         """Runs the program.
 
         Args:
@@ -153,12 +158,12 @@ class RowProgram:
         Returns:
             The stored leaves of all results.
         """
-        known: dict[Atom, Any] = {
+        known: dict[Atom, Array] = {
             value: stored[slot]
             for value, slot in self._slots.items()
             if self._program.owners[value] is None
         }
-        made: list[dict[Name, Any]] = [{**stored} for _ in self._variants]
+        made: list[Named] = [{**stored} for _ in self._variants]
         for level in range(self._program.num_levels):
             self._hand_over(level - 1, made, known)
             for op in self._program.of(None):
@@ -193,8 +198,8 @@ class RowProgram:
         return Share(operations, names)
 
     def _run_part(
-        self, variant: Variant, level: int, made: dict[Name, Any], known: Mapping[Atom, Any]
-    ) -> dict[Name, Any]:
+        self, variant: Variant, level: int, made: Named, known: Mapping[Atom, Array]
+    ) -> Named:
         """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
         first = variant.first
         numbers = [i for i, op in enumerate(first.operations) if op.level == level]
@@ -209,10 +214,12 @@ class RowProgram:
         apart = [where for where, (_, row) in outside.items() if row is not None]
         results = [(v, first.names[v]) for i in numbers for v in first.operations[i].outputs]
 
-        def part(given_rows: list[Any], numbers_apart: list[Any], shared: list[Any]) -> list[Any]:
+        def part(
+            given_rows: list[Array], own_numbers: list[Array], shared: list[Array]
+        ) -> list[Array]:
             values = dict(zip(given, given_rows, strict=True))
             single = dict(zip(alike, shared, strict=True))
-            single.update(zip(apart, numbers_apart, strict=True))
+            single.update(zip(apart, own_numbers, strict=True))
             for i in numbers:
                 op = first.operations[i]
                 operands = [
@@ -225,14 +232,18 @@ class RowProgram:
             return [values[name] for _, name in results]
 
         alike = [where for where, (_, row) in outside.items() if row is None]
-        rows = [outside[where][1] for where in apart]
-        shared = [outside[where][0] for where in alike]
+        rows = [row for _, row in outside.values() if row is not None]
+        shared = [value for value, _ in outside.values() if value is not None]
         found = self._on_ranks(part, [*given.values()], rows, shared) if numbers else []
         return {name: x for (_, name), x in zip(results, found, strict=True)}
 
     def _on_ranks(
-        self, part: Callable[..., list[Any]], given: list[Any], rows: list[Any], shared: list[Any]
-    ) -> list[Any]:
+        self,
+        part: Callable[..., list[Array]],
+        given: list[Array],
+        rows: list[Array],
+        shared: list[Array],
+    ) -> list[Array]:
         """Runs a part for all ranks at once, each on its entries of rows."""
         if self._axis is None:
             vectorised = jax.vmap(lambda *own: part(*own, shared), axis_size=self._num_ranks)
@@ -258,8 +269,8 @@ class RowProgram:
         return place(split, mapped(*operands))
 
     def _outside(
-        self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Any]
-    ) -> tuple[Any, Any]:
+        self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Array]
+    ) -> tuple[Array | None, Array | None]:
         """What members read that is not their own: one value for all, or a row of one for each."""
         number, at = where
         members = variant.members.items()
@@ -269,7 +280,7 @@ class RowProgram:
             return value_of(first, known), None
         return None, self._row_of({r: atoms.get(r, first) for r in self._ranks}, known)
 
-    def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Any]) -> Any:
+    def _row_of(self, atoms: Mapping[int, Atom], known: Mapping[Atom, Array]) -> Array:
         """A row of values that all know."""
         first = next(iter(atoms.values()))
         aval = self._program.aval_of(first)
@@ -278,7 +289,8 @@ class RowProgram:
 
     def _home(self, value: int) -> Home:
         """The variant that makes a value of a block, and what it calls it."""
-        cell: Any = self._program.owners[value]
+        cell = as_cell(self._program.owners[value])
+        assert cell is not None
         number = self._variant_of[cell]
         return number, self._variants[number][1].members[cell[0]].names[value]
 
@@ -308,8 +320,8 @@ class RowProgram:
         return () if op.outputs[0] in self._partial_sums else op.inputs
 
     def _run_for_all(
-        self, op: Operation, made: list[dict[Name, Any]], known: Mapping[Atom, Any]
-    ) -> dict[Atom, Any]:
+        self, op: Operation, made: list[Named], known: Mapping[Atom, Array]
+    ) -> dict[Atom, Array]:
         """Runs an operation whose values all shall know."""
         if op.outputs[0] in self._partial_sums:
             return {}
@@ -324,17 +336,17 @@ class RowProgram:
             terms.append(jnp.sum(row, axis=0, dtype=aval.dtype))
         return {op.outputs[0]: functools.reduce(jnp.add, terms)}
 
-    def _is_in(self, ranks: Sequence[int], ndim: int) -> Any:
+    def _is_in(self, ranks: Sequence[int], ndim: int) -> Array | bool:
         """Which entries of a row of so many dims are of some ranks; True where all are."""
         if len(ranks) == self._num_ranks:
             return True
         found = jnp.isin(jnp.arange(self._num_ranks), jnp.array(ranks))
         return found.reshape(-1, *[1] * (ndim - 1))
 
-    def _hand_over(self, level: int, made: list[dict[Name, Any]], known: dict[Atom, Any]) -> None:
+    def _hand_over(self, level: int, made: list[Named], known: dict[Atom, Array]) -> None:
         """Makes known to all what blocks of a level hand over: what is alike moves together."""
         handed = {v: self._homes[v] for v in self._handed if self._program.levels[v] == level}
-        alike: dict[Any, dict[Home, Any]] = {}
+        alike: dict[Hashable, dict[Home, Array]] = {}
         for number, name in handed.values():
             row = made[number][name]
             alike.setdefault((row.shape, row.dtype), {})[number, name] = row
@@ -344,14 +356,15 @@ class RowProgram:
             together = jax.lax.with_sharding_constraint(together, self._whole)
             columns.update({home: together[:, number] for number, home in enumerate(rows)})
         for value, home in handed.items():
-            cell: Any = self._program.owners[value]
+            cell = as_cell(self._program.owners[value])
+            assert cell is not None
             known[value] = columns[home][cell[0]]
 
-    def _collect(self, made: list[dict[Name, Any]], known: Mapping[Atom, Any]) -> dict[Slot, Any]:
-        found: dict[Slot, Any] = {}
+    def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
+        found: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
         for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
-            slot: Any = (tree, place.part, place.slot)
+            slot: Slot = (tree, place.part, place.slot)
             if place.cell is None:
                 found[slot] = as_array(value_of(atom, known), self._program.aval_of(atom))
             else:
@@ -364,9 +377,9 @@ class RowProgram:
         self,
         row: int,
         atoms: Mapping[int, Atom],
-        made: list[dict[Name, Any]],
-        known: Mapping[Atom, Any],
-    ) -> Any:
+        made: list[Named],
+        known: Mapping[Atom, Array],
+    ) -> Array:
         """A row, each entry of it made by the part of the block that it belongs to."""
         homes = {
             rank: self._homes[atom] if self._program.owner_of(atom) == (rank, row) else None  # type: ignore[index]
@@ -382,15 +395,21 @@ class RowProgram:
             chosen = self._is_in(ranks, values.ndim)
             # A rank without a block has zeros, whatever the part would make of them.
             whole = jnp.where(chosen, values, jnp.zeros_like(values) if whole is None else whole)
+        assert whole is not None, "some rank has a block in every row"
         return whole
 
 
-def value_of(atom: Atom, known: Mapping[Atom, Any]) -> Any:
+def as_cell(owner: Hashable) -> Cell | None:
+    """The cell that an owner is; None for everybody."""
+    return owner if isinstance(owner, tuple) else None
+
+
+def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
     """The value of an atom."""
     return atom.value if isinstance(atom, Constant) else known[atom]
 
 
-def as_array(value: Any, aval: Any) -> Any:
+def as_array(value: Array, aval: ShapedArray) -> Array:
     """A value as an array of a dtype; random keys stay as they are."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return value if is_key else jnp.asarray(value, aval.dtype)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from ..core.compat import eval_equation, new_operation
 from ..core.typing import Array
@@ -42,11 +42,11 @@ class Call:
     function: Callable[..., Array]
     lead: int
     origin: Origin | None
-    x: Any
-    more: tuple[Any, ...]
+    x: Array
+    more: tuple[Array, ...]
 
 
-RunCalls: TypeAlias = Callable[[Sequence[Call]], Sequence[Any]]
+RunCalls: TypeAlias = Callable[[Sequence[Call]], Sequence[Array]]
 """Calls that do not wait for each other -> their results."""
 
 
@@ -70,19 +70,19 @@ def matrixwise(function: Callable[..., Array], x: Array, *more: Array, lead: int
     return _operation().bind(x, *more, function=function, lead=lead)[0]
 
 
-def is_matrixwise(equation: Any) -> bool:
+def is_matrixwise(equation: JaxprEqn) -> bool:
     """Whether an equation is such an operation."""
     return equation.primitive.name == NAME
 
 
-def has_matrices(closed: Any) -> bool:
+def has_matrices(closed: ClosedJaxpr) -> bool:
     """Whether a program has such operations, in branches and loops too."""
     return any(is_matrixwise(equation) for equation in equations(closed.jaxpr))
 
 
-def hidden_in(closed: Any) -> str | None:
+def hidden_in(closed: ClosedJaxpr) -> str | None:
     """The operation, such as a branch, that runs such operations where they cannot be found."""
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.in_avals]
+    shapes = [shape_of(v) for v in closed.jaxpr.invars]
     for equation in opened(closed, shapes).jaxpr.eqns:
         inside = [inner for inner in _inside(equation) if is_matrixwise(inner)]
         if inside and not is_matrixwise(equation):
@@ -90,7 +90,7 @@ def hidden_in(closed: Any) -> str | None:
     return None
 
 
-def run_with_calls(closed: Any, values: Sequence[Any], run: RunCalls) -> list[Any]:
+def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) -> list[Array]:
     """Runs a program, and its operations on whole arrays as soon and as many at once as can be.
 
     Args:
@@ -104,7 +104,7 @@ def run_with_calls(closed: Any, values: Sequence[Any], run: RunCalls) -> list[An
     program = opened(closed, values)
     jaxpr = program.jaxpr
     origins = _origins(jaxpr)
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known: dict[Var, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known.update(zip(jaxpr.invars, values, strict=True))
     read = lambda atoms: [a.val if isinstance(a, Literal) else known[a] for a in atoms]
     waiting = list(jaxpr.eqns)
@@ -125,19 +125,25 @@ def run_with_calls(closed: Any, values: Sequence[Any], run: RunCalls) -> list[An
     return read(jaxpr.outvars)
 
 
-def _call(equation: Any, origins: dict[Any, Origin], operands: list[Any]) -> Call:
+def shape_of(atom: Var | Literal) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an atom of a program."""
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)  # type: ignore[attr-defined]
+
+
+def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> Call:
     function, lead = equation.params["function"], equation.params["lead"]
-    origin = origins.get(equation.invars[0])
+    operand = equation.invars[0]
+    origin = None if isinstance(operand, Literal) else origins.get(operand)
     return Call(function, lead, origin, operands[0], tuple(operands[1:]))
 
 
-def _origins(jaxpr: Any) -> dict[Any, Origin]:
+def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
     """Where variables come from, as far as that is a chain of operations that keep the shape.
 
     A wrong guess would cost an exchange between devices, and change no number.
     """
-    found: dict[Any, Origin] = {
-        v: (number, tuple(range(len(v.aval.shape)))) for number, v in enumerate(jaxpr.invars)
+    found: dict[Var, Origin] = {
+        v: (number, tuple(range(len(shape_of(v).shape)))) for number, v in enumerate(jaxpr.invars)
     }
     for equation in jaxpr.eqns:
         sources = [a for a in equation.invars if not isinstance(a, Literal) and a in found]
@@ -147,19 +153,20 @@ def _origins(jaxpr: Any) -> dict[Any, Origin]:
                 order = equation.params["permutation"]
                 found[made] = number, tuple(dims[dim] for dim in order)
                 continue
-            alike = [a for a in sources if a.aval.shape == made.aval.shape and made.aval.shape]
+            shape = shape_of(made).shape
+            alike = [a for a in sources if shape_of(a).shape == shape and shape]
             if alike:
                 found[made] = found[alike[0]]
     return found
 
 
-def _inside(equation: Any) -> list[Any]:
+def _inside(equation: JaxprEqn) -> list[JaxprEqn]:
     return [*equations(_Single([equation]))][1:]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Single:
-    eqns: list[Any]
+    eqns: list[JaxprEqn]
 
 
 def _run(x: Array, *more: Array, function: Callable[..., Array], lead: int) -> tuple[Array]:
@@ -169,7 +176,7 @@ def _run(x: Array, *more: Array, function: Callable[..., Array], lead: int) -> t
 
 
 def _batched(
-    arrays: Sequence[Array], dims: Sequence[Any], function: Hashable, lead: int
+    arrays: Sequence[Array], dims: Sequence[int], function: Hashable, lead: int
 ) -> tuple[Sequence[Array], Sequence[int]]:
     (x, *more), (dim, *others) = arrays, dims
     if any(isinstance(other, int) for other in others):
@@ -181,5 +188,5 @@ def _batched(
 
 
 @functools.cache
-def _operation() -> Any:
+def _operation() -> Primitive:
     return new_operation(NAME, _run, _batched)

@@ -1,23 +1,24 @@
-"""The update of an optimizer that needs some matrices whole, which are dealt to the devices."""
+"""The update of an optimizer that needs some matrices whole, each on one of the devices."""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array, PyTree
-from ..optim import Deal, Dealer
+from ..optim import Distribution, Distributor
 from ..program.matrices import has_matrices, hidden_in
 from ..sharding import Policy, optimizer_shardings, shardings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DealtUpdate:
+class DistributedUpdate:
     """What an optimizer does to parameters as the state holds them.
 
     Args:
@@ -29,7 +30,7 @@ class DealtUpdate:
         mesh: the devices.
     """
 
-    optimizer: Any
+    optimizer: optax.GradientTransformationExtraArgs
     params: PyTree
     state: PyTree
     param_policy: Policy
@@ -37,7 +38,7 @@ class DealtUpdate:
     mesh: Mesh
 
     @cached_property
-    def _traced(self) -> tuple[Any, Any]:
+    def _traced(self) -> tuple[ClosedJaxpr, PyTree]:
         """The update as a program, and the shapes that it returns."""
         update = lambda grads, state, params, loss: self.optimizer.update(
             grads, state, params, value=loss
@@ -52,15 +53,15 @@ class DealtUpdate:
         return self._traced[1][1]
 
     @cached_property
-    def dealer(self) -> Dealer | None:
-        """What deals the matrices that the optimizer needs whole; None where it needs none."""
+    def distributor(self) -> Distributor | None:
+        """Distributes the matrices that the optimizer needs whole; None where it needs none."""
         if not has_matrices(self._traced[0]):
             return None
         owners = shardings(self.state_policy, self.params, self.mesh)
         moments = optimizer_shardings(self.state_policy, self.params, self.state, self.mesh)
         params = shardings(self.param_policy, self.params, self.mesh)
         places = jax.tree.leaves((owners, moments, params))
-        return Dealer(self.mesh, (*(place.spec for place in places), PartitionSpec()))
+        return Distributor(self.mesh, (*(place.spec for place in places), PartitionSpec()))
 
     @property
     def hidden(self) -> str | None:
@@ -68,11 +69,13 @@ class DealtUpdate:
         return hidden_in(self._traced[0])
 
     @property
-    def deals(self) -> tuple[Deal, ...]:
-        """How the matrices are dealt that the optimizer needs whole."""
-        return () if self.dealer is None else self.dealer.deals(self._traced[0])
+    def distributions(self) -> tuple[Distribution, ...]:
+        """How the matrices that the optimizer needs whole are distributed."""
+        return () if self.distributor is None else self.distributor.distributions(self._traced[0])
 
-    def __call__(self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array) -> Any:
+    def __call__(
+        self, grads: PyTree, state: PyTree, params: PyTree, *, value: Array
+    ) -> tuple[PyTree, PyTree]:
         """Updates.
 
         Args:
@@ -84,8 +87,8 @@ class DealtUpdate:
         Returns:
             The updates, and the next state.
         """
-        if self.dealer is None or self.mesh.size == 1:
+        if self.distributor is None or self.mesh.size == 1:
             return self.optimizer.update(grads, state, params, value=value)
         program, shapes = self._traced
         leaves = jax.tree.leaves((grads, state, params, value.astype(jnp.float32)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), self.dealer.run(program, leaves))
+        return jax.tree.unflatten(jax.tree.structure(shapes), self.distributor.run(program, leaves))

@@ -128,9 +128,9 @@ def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
 
 def _matrices(spec: StepSpec) -> Found:
     # Stages that differ take branches of their own, with their own matrices in them.
-    if spec.dealt.dealer is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
+    if spec.distributed.distributor is None or spec.mesh.size == 1 or spec.storage.is_by_vectors:
         return None
-    kind = spec.dealt.hidden
+    kind = spec.distributed.hidden
     return {"kind": kind, "count": spec.mesh.size} if kind else None
 
 
@@ -232,13 +232,14 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         _statistics,
     ),
     Requirement("the optimizer takes the parameters", lambda spec: spec.first_opt_state),
-    Requirement("the optimizer works on stages", lambda spec: spec.dealt.next_state),
+    Requirement("the optimizer works on stages", lambda spec: spec.distributed.next_state),
     Requirement.row(
-        "matrices can be dealt",
+        "matrices can be distributed",
         UnsupportedError,
-        "the optimizer orthogonalises matrices within {kind!r}, where they cannot be dealt to the "
-        "{count} devices, each of which would do all of it. Take the branch or loop out of the "
-        "optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a branch",
+        "the optimizer orthogonalises matrices within {kind!r}, where they cannot be distributed "
+        "over the {count} devices, each of which would do all of it. Take the branch or loop out "
+        "of the optimizer: nonfinite='skip' of build_train_step is apply_if_finite without a "
+        "branch",
         _matrices,
     ),
     Requirement("every array can be laid out", _arrays),

@@ -18,7 +18,7 @@ from ..nn import Layout
 from ..parallel import Reduction, Strategy, keep_samples_apart
 from ..sharding import shardings
 from .compiling import compiler_options
-from .dealt import DealtUpdate
+from .dealt import DistributedUpdate
 from .objective import Prepare
 from .optimizer import optimizer_for
 from .options import StepOptions
@@ -210,11 +210,11 @@ class StepSpec:
         return jax.eval_shape(self.stored_optimizer.init, self.stored_shapes)
 
     @cached_property
-    def dealt(self) -> DealtUpdate:
-        """The update of the stored optimizer, with the matrices dealt that it needs whole."""
+    def distributed(self) -> DistributedUpdate:
+        """The optimizer update, with the matrices that it needs whole distributed over devices."""
         policies = self.storage.strategy.params, self.storage.strategy.opt_state
         optimizer, params = self.stored_optimizer, self.stored_shapes
-        return DealtUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
+        return DistributedUpdate(optimizer, params, self.first_opt_state, *policies, self.mesh)
 
     @cached_property
     def view(self) -> View:

@@ -69,7 +69,7 @@ def one_step(spec: StepSpec, gradients: Gradients) -> Take:
         grads, metrics, buffers = gradients(state, placed)
         clipped, measured = clip(grads, options)
         with jax.named_scope("optimizer"):
-            updates, opt_state = spec.dealt(
+            updates, opt_state = spec.distributed(
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)

@@ -108,8 +108,11 @@ def test_muon_equals_one_device(name):
     options = {} if strategy.pipeline else {"accumulate": accumulate}
     step = build_train_step(case.make(), optimizer, case.loss_fn, strategy, world, **options)
     devices = world.size // (2 if strategy.pipeline else 1)
-    assert len(step.spec.dealt.deals) == 2
-    assert all(deal.per_device == -(-deal.count // devices) for deal in step.spec.dealt.deals)
+    assert len(step.spec.distributed.distributions) == 2
+    assert all(
+        distribution.per_device == -(-distribution.count // devices)
+        for distribution in step.spec.distributed.distributions
+    )
     state = step.init()
     for number in range(STEPS):
         state, metrics = step(state, case.batch(number))

@@ -1,4 +1,4 @@
-"""What the dealt update compiles to: exchanges there and back, and nothing in between."""
+"""What the distributed update compiles to: exchanges there and back, and nothing in between."""
 
 import re
 
@@ -51,7 +51,7 @@ def update_of(step):
     whole = NamedSharding(spec.mesh, jax.sharding.PartitionSpec())
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     places = spec.owners, step.state_shardings.opt_state
-    run = lambda g, s, p, v: spec.dealt(g, s, p, value=v)
+    run = lambda g, s, p, v: spec.distributed(g, s, p, value=v)
     return jax.jit(run, out_shardings=places).lower(grads, state.opt_state, state.params, value)
 
 
@@ -61,9 +61,12 @@ def of_newton_schulz(m, n):
 
 def test_one_exchange_there_and_back_and_products_divided():
     step = built("fsdp=8", fsdp(min_elements=8))
-    (deal,) = step.spec.dealt.deals
-    assert (deal.count, deal.padding, deal.per_device) == (6, 2, 1)
-    assert str(deal) == "6 of 16×32 dealt over fsdp: 1 on each of 8 devices, 2 of them padding"
+    (distribution,) = step.spec.distributed.distributions
+    assert (distribution.count, distribution.padding, distribution.per_device) == (6, 2, 1)
+    assert (
+        str(distribution)
+        == "6 of 16×32 distributed over fsdp: 1 on each of 8 devices, 2 of them padding"
+    )
     compiled = update_of(step).compile()
     assert [c.kind for c in collectives(compiled, step.spec.mesh)] == ["all-to-all"] * 2
     # 1 matrix per device, where all of the work would be 6.
@@ -74,8 +77,12 @@ def test_one_exchange_there_and_back_and_products_divided():
 def test_tensor_ranks_share_the_work_too():
     plan = tensor_parallel({"up$": "column", "down$": "row"})
     step = built("fsdp=2,tp=2,dp=2", compose(fsdp(min_elements=8), plan))
-    (deal,) = step.spec.dealt.deals
-    assert (deal.moved, deal.extra, deal.num_ranks) == (("fsdp", "tp"), ("dp",), 8)
+    (distribution,) = step.spec.distributed.distributions
+    assert (distribution.moved, distribution.extra, distribution.num_ranks) == (
+        ("fsdp", "tp"),
+        ("dp",),
+        8,
+    )
     compiled = update_of(step).compile()
     kinds = [c.kind for c in collectives(compiled, step.spec.mesh)]
     assert sorted(kinds) == ["all-gather", *["all-to-all"] * 4]
@@ -84,8 +91,8 @@ def test_tensor_ranks_share_the_work_too():
 
 def test_an_optimizer_without_matrices_is_not_touched():
     step = built("fsdp=8", fsdp(min_elements=8), optax.sgd(0.1))
-    assert step.spec.dealt.dealer is None
-    assert step.spec.dealt.deals == ()
+    assert step.spec.distributed.distributor is None
+    assert step.spec.distributed.distributions == ()
 
 
 @pytest.mark.full

@@ -119,5 +119,5 @@ def test_matrices_in_a_branch_are_refused():
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     guarded = optax.apply_if_finite(muon(0.02), 3)
     loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
-    with pytest.raises(UnsupportedError, match="within 'cond', where they cannot be dealt"):
+    with pytest.raises(UnsupportedError, match="within 'cond', where they cannot be distributed"):
         build_train_step(model, guarded, loss, DDP(model, world.group("dp")), world)

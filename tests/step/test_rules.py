@@ -290,7 +290,7 @@ EXAMPLES = {
         lambda: build(pipelined(2, 4), PP, wide, optax.flatten(optax.adam(0.1))),
         "of 'grads/layers/0/",
     ),
-    "matrices can be dealt": (
+    "matrices can be distributed": (
         lambda: build(ddp(), optimizer=optax.apply_if_finite(muon(0.02), 3)),
         "orthogonalises matrices within 'cond'",
     ),
