@@ -18,7 +18,6 @@ from axon_dist.core.words import byte_size, plural
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.planner import (
-    OPTIMIZERS,
     Plan,
     Recommendation,
     TransformerShape,
@@ -37,30 +36,8 @@ from .plan_table import (
     show_config_plans,
     unit_of,
 )
-from .verb import Verb, as_int
 
 _DEFAULT_HARDWARE = "h100"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares a config or a number of parameters, and the devices."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    parser.add_argument("--target", help="hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4")
-    parser.add_argument("--params", help="instead of a config: parameters, such as 7e9 or 7B")
-    parser.add_argument("--devices", type=as_int, help="instead of a target: how many devices")
-    parser.add_argument("--memory", help="of one device, such as 80GB; the target's by default")
-    parser.add_argument("--batch", type=as_int, help="with --params: samples of a step")
-    parser.add_argument("--sequence", type=as_int, help="with --params: tokens of a sample")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="with --params; adam by default")
-    parser.add_argument("--precision", help="with --params: float32, bf16 or fp16")
-    parser.add_argument(
-        "--compile",
-        type=as_int,
-        default=0,
-        metavar="K",
-        help="with a config and a target: compile the best K, and show what they need beside it",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -198,16 +175,3 @@ def _row(plan: Plan, unit: float) -> tuple[str, ...]:
         digits(plan.wire_bytes / unit),
         seconds(plan.time.total),
     )
-
-
-VERB = Verb(
-    "plan",
-    "Rank meshes and strategies for machines that are not here.",
-    add_arguments,
-    run,
-    examples=(
-        "axon plan --params 7B --devices 8 --memory 80GB",
-        "axon plan configs/fsdp8.yaml --target h100:8",
-        "axon plan configs/recipes/resnet50_ddp8.yaml --target h100:8 --compile 2",
-    ),
-)
