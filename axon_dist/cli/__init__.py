@@ -1,4 +1,4 @@
-"""The `axon` command: one thin file per verb over a public function, and a table of the verbs.
+"""The `axon` command: a table of verbs, each a thin function over a public one of `axon_dist.app`.
 
-Imports every room; importing it starts no backend. Start reading in `main.py`.
+Importing it imports no other room. Start reading in `main.py`; the table is in `verbs.py`.
 """

@@ -1,62 +1,31 @@
-"""`axon VERB ...`: parses the arguments, runs the verb, says mistakes in one line."""
+"""`axon VERB ...`: parses the arguments, runs the verb, reports mistakes in one line.
+
+Importing it imports no JAX: `axon --help` and a wrong flag need none. The module of a verb is
+imported when the verb runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from axon_dist import __version__
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
-from axon_dist.launch import leave, leave_after
 
-from . import (
-    completion,
-    config,
-    data,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    inspect,
-    launch,
-    plan,
-    report,
-    schedule,
-    train,
-    tune,
-    verify,
-)
-from .verb import Verb
-
-VERBS: tuple[Verb, ...] = (
-    train.VERB,
-    evaluate.VERB,
-    generate.VERB,
-    export.VERB,
-    report.VERB,
-    config.VERB,
-    data.VERB,
-    plan.VERB,
-    inspect.VERB,
-    tune.VERB,
-    launch.VERB,
-    schedule.VERB,
-    verify.VERB,
-    doctor.VERB,
-    completion.VERB,
-)
-"""Every verb, in the order of `axon --help`."""
+from .verbs import VERBS
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _LONGEST = 2000
-"""Letters of a message; the rest of a longer one is what somebody typed."""
+"""The longest message in letters; a longer one repeats what somebody typed, and is cut."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,27 +51,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A terminal that does not know its width says so, and nothing would be printed at all.
         del os.environ["COLUMNS"]
     try:
-        _check_verb(arguments)
         parsed = _parse(arguments)
-        code = parsed.run(parsed)
+    except ConfigError as error:
+        # No verb has run, so this process cannot be one of several yet.
+        _say(f"error: {one_line(error)}")
+        return _USER_ERROR
+    try:
+        code = parsed.verb.run(parsed)
         sys.stdout.flush()
         return code
-    except AxonDistError as error:
-        _say(f"error: {one_line(error)}")
-        return leave(_USER_ERROR, one_line(error))
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return leave(_INTERRUPTED, "interrupted")
     except BrokenPipeError:
         # Nobody reads what is left to say, which the interpreter must not find out again at exit.
         _silence(sys.stdout)
         return 0
-    except Exception as error:
-        # JAX adds notes about its own frames.
-        notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised by")]
-        told = ", ".join([str(error), *notes])
-        _say(f"unexpected {type(error).__name__}: {one_line(told)}; {_kept(error)}")
-        return leave_after(error)
+    except (Exception, KeyboardInterrupt) as error:
+        return _leave(error)
+
+
+def _leave(error: BaseException) -> int:
+    """Reports what ended a verb; the exit code, where no other process waits for this one."""
+    launch = importlib.import_module("axon_dist.launch")
+    if isinstance(error, AxonDistError):
+        _say(f"error: {one_line(error)}")
+        return launch.leave(_USER_ERROR, one_line(error))
+    if isinstance(error, KeyboardInterrupt):
+        _say("interrupted")
+        return launch.leave(_INTERRUPTED, "interrupted")
+    # JAX adds notes about its own frames.
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("raised by")]
+    message = ", ".join([str(error), *notes])
+    _say(f"unexpected {type(error).__name__}: {one_line(message)}; {_kept(error)}")
+    return launch.leave_after(error)
 
 
 def one_line(message: object) -> str:
@@ -128,7 +107,7 @@ def _silence(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _kept(error: Exception) -> str:
+def _kept(error: BaseException) -> str:
     """Writes a traceback into a file, and says where it is."""
     if isinstance(error, OSError):
         # A standard output that is full would be found full again at exit.
@@ -145,8 +124,13 @@ def _kept(error: Exception) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses, and takes overrides behind options, too, which argparse leaves over."""
-    parser = _parser(is_completed=arguments[:1] == [completion.VERB.name])
+    """Parses, and takes overrides behind options, too, which argparse leaves over.
+
+    Raises:
+        ConfigError: when the first argument is no verb.
+    """
+    _check_verb(arguments)
+    parser, _ = _parser()
     parsed, behind = parser.parse_known_args(arguments)
     if behind and (not hasattr(parsed, "overrides") or any(a.startswith("-") for a in behind)):
         parser.error(f"unrecognized arguments: {' '.join(behind)}")
@@ -163,27 +147,82 @@ def _check_verb(arguments: Sequence[str]) -> None:
         raise ConfigError(f"there is no verb {arguments[0]!r}.{did_you_mean(arguments[0], names)}")
 
 
-def _parser(is_completed: bool = False) -> argparse.ArgumentParser:
-    """The parser of all verbs.
-
-    Args:
-        is_completed: whether it must say what can follow each verb.
-    """
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command, and those of its verbs by name."""
     parser = _Parser(prog="axon", description="Train any Flax model on many devices.")
     parser.add_argument("--version", action="version", version=f"axon_dist {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    words: dict[str, list[str]] = {}
+    by_name = {}
     for verb in VERBS:
-        sub = verbs.add_parser(
+        by_name[verb.name] = verbs.add_parser(
             verb.name,
             help=verb.help,
             description=verb.help,
             epilog="examples:\n" + "\n".join(f"  {line}" for line in verb.examples),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        verb.add_arguments(sub)
-        sub.set_defaults(run=verb.run)
-        if verb is completion.VERB:
-            sub.set_defaults(words=words)
-        words[verb.name] = completion.words_of(sub) if is_completed else []
-    return parser
+        verb.add_to(by_name[verb.name])
+    return parser, by_name
+
+
+_COMPLETION = """\
+_axon() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" verb="${{COMP_WORDS[1]}}" words=""
+  COMPREPLY=()
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W "{verbs} --help --version" -- "$word"))
+    return
+  fi
+  case "$verb" in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  [[ "$word" == -* ]] || COMPREPLY+=($(compgen -f -- "$word"))
+  if [[ ${{#COMPREPLY[@]}} -eq 1 && "${{COMPREPLY[0]}}" == *= ]]; then
+    compopt -o nospace 2>/dev/null
+  fi
+}}
+complete -o filenames -F _axon axon
+"""
+
+
+def _script(options: Mapping[str, Sequence[str]], shell: str) -> str:
+    """The script.
+
+    Args:
+        options: of each verb the words that may follow it.
+        shell: `bash` or `zsh`.
+    """
+    cases = [f'    {verb}) words="{" ".join(words)}" ;;' for verb, words in options.items()]
+    text = _COMPLETION.format(verbs=" ".join(options), cases="\n".join(cases))
+    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text
+
+
+CONFIG_KEYS = Path(__file__).with_name("config_keys.txt")
+"""The sections and keys of a config, as `axon_dist.config.completion_words` lists them.
+
+A shell runs `axon completion` whenever it starts; to read the keys from the code takes seconds.
+"""
+
+
+def _words_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The words that can follow a verb: options, choices, and the sections or keys of a config."""
+    of_config = CONFIG_KEYS.read_text().split()
+    words = []
+    for action in parser._actions:
+        words += action.option_strings
+        if not action.option_strings and action.choices:
+            words += action.choices
+        if action.dest == "overrides":
+            words += [word for word in of_config if word.endswith("=")]
+        if action.dest == "section":
+            words += [word for word in of_config if not word.endswith("=")]
+    return words
+
+
+def print_completion(arguments: argparse.Namespace) -> int:
+    """Prints a script by which a shell completes verbs, options and keys."""
+    _, by_name = _parser()
+    words = {name: _words_of(parser) for name, parser in by_name.items()}
+    sys.stdout.write(_script(words, arguments.shell))
+    return 0

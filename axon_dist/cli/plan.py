@@ -11,7 +11,6 @@ from rich.console import Console
 from axon_dist.app import plan_config
 from axon_dist.app.sized import config_of_size
 from axon_dist.config import load_config
-from axon_dist.config.optimizers import OPTIMIZERS
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.mesh.chips import EMULATED, Hardware, hardware, parse_cluster
@@ -19,36 +18,12 @@ from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.planner import parse_count, parse_memory
 
 from .plan_table import show_config_plans
-from .verb import Verb, as_int
 
 _DEFAULT_HARDWARE = "h100"
 
 _GLOBAL_BATCH = 1024
 """Samples of a step where none are given: two million tokens in samples of 2048, as GPT-3 13B had
 (arXiv:2005.14165, table 2.1)."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares a config or a number of parameters, and the devices."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    parser.add_argument("--target", help="hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4")
-    parser.add_argument("--params", help="instead of a config: parameters, such as 7e9 or 7B")
-    parser.add_argument("--devices", type=as_int, help="instead of a target: how many devices")
-    parser.add_argument("--memory", help="of one device, such as 80GB; the target's by default")
-    parser.add_argument("--batch", type=as_int, help="with --params: samples of a step")
-    parser.add_argument("--sequence", type=as_int, help="with --params: tokens of a sample")
-    parser.add_argument(
-        "--optimizer", choices=list(OPTIMIZERS), help="with --params; adam by default"
-    )
-    parser.add_argument("--precision", help="with --params: float32, bf16 or fp16")
-    parser.add_argument(
-        "--compile",
-        type=as_int,
-        default=0,
-        metavar="K",
-        help="with a config and a target: compile the best K, and show what they need beside it",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -139,16 +114,3 @@ def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
 
 
 _BESIDE = ("batch", "sequence", "optimizer", "precision")
-
-
-VERB = Verb(
-    "plan",
-    "Rank meshes and strategies for machines that are not here.",
-    add_arguments,
-    run,
-    examples=(
-        "axon plan --params 7B --devices 8 --memory 80GB",
-        "axon plan configs/fsdp8.yaml --target h100:8",
-        "axon plan configs/recipes/resnet50_ddp8.yaml --target h100:8 --compile 2",
-    ),
-)

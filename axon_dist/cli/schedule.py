@@ -13,7 +13,6 @@ from rich.table import Table
 from axon_dist.core.errors import ConfigError, ScheduleError
 from axon_dist.core.files import as_path, kind_at, read_text
 from axon_dist.schedule import (
-    SCHEDULES,
     Costs,
     PipelineSchedule,
     Schedule,
@@ -32,62 +31,15 @@ from axon_dist.schedule import (
     with_vocabulary,
 )
 
-from .verb import Verb, as_file, as_int, as_number, check_output, write_output
+from .options import write_output
 
 _DEFAULT = PipelineSchedule.EAGER_1F1B
 _MOST_SEARCHED = 4096
 """Forwards of a table, where many tables are tried."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the schedule, its sizes and where it goes."""
-    names = ", ".join(SCHEDULES)
-    parser.add_argument("name", nargs="?", help=f"{names}, or a CSV file; {_DEFAULT} by default")
-    parser.add_argument("--stages", type=as_int, metavar="S", help="ranks along the pipeline")
-    parser.add_argument("--microbatches", type=as_int, metavar="M", help="microbatches per step")
-    parser.add_argument("--chunks", type=as_int, metavar="V", help="stages per rank")
-    parser.add_argument(
-        "--costs",
-        type=as_number,
-        nargs="+",
-        metavar="TIME",
-        default=(1.0, 1.0, 1.0),
-        help="times of forward F, input gradient I and weight gradient W, and of a whole backward "
-        "B where it is not I + W; 1 1 1 by default",
-    )
-    parser.add_argument(
-        "--weights",
-        type=as_number,
-        nargs="+",
-        metavar="SHARE",
-        default=(),
-        help="relative costs of the stages in the order of the model, 1 being an equal share",
-    )
-    parser.add_argument(
-        "--vocabulary",
-        type=as_number,
-        metavar="TIME",
-        help="splits embedding and head over the ranks as actions of all: the time of one rank's "
-        "part of head and loss V, both ways; lookups E and their gradients G take none",
-    )
-    parser.add_argument("--ahead", action="store_true", help="draws ranks that run ahead freely")
-    parser.add_argument("--search", action="store_true", help="finds the fastest table in step")
-    parser.add_argument(
-        "--memory",
-        type=as_number,
-        metavar="N",
-        help="with --search: microbatches that a rank may keep for their backward, over all its "
-        "layers",
-    )
-    parser.add_argument("--svg", type=as_file, metavar="FILE", help="writes a picture")
-    parser.add_argument("--csv", type=as_file, metavar="FILE", help="writes the table")
-    parser.add_argument("--compare", action="store_true", help="measures all schedules instead")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Draws one schedule, or compares all."""
-    check_output("--svg", arguments.svg)
-    check_output("--csv", arguments.csv)
     if arguments.svg is not None and arguments.svg == arguments.csv:
         raise ConfigError(
             f"got --svg and --csv {arguments.csv}, one file for two things; name two files"
@@ -264,17 +216,3 @@ def _cells(row: ScheduleSummary | Unavailable) -> list[str]:
     shares.append(f"{row.executed:.3f}")
     counts = [f"{row.peak_live:g}", row.num_inputs, row.num_held, row.num_transfers]
     return [row.name, *map(str, [row.chunks, row.num_ticks, *shares, *counts])]
-
-
-VERB = Verb(
-    "schedule",
-    "Draw and measure a pipeline schedule.",
-    add_arguments,
-    run,
-    examples=(
-        "axon schedule 1f1b --stages 4 --microbatches 8",
-        "axon schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --svg table.svg",
-        "axon schedule eager_1f1b --stages 4 --microbatches 8 --vocabulary 0.5",
-        "axon schedule --stages 4 --microbatches 8 --compare",
-    ),
-)

@@ -22,6 +22,7 @@ from .data import TextData as TextData
 from .data import TokenData as TokenData
 from .describe import Key as Key
 from .describe import Section as Section
+from .describe import completion_words as completion_words
 from .describe import describe as describe
 from .describe import to_markdown as to_markdown
 from .describe import to_text as to_text

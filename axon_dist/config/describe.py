@@ -253,6 +253,20 @@ def _yaml(plain: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
+def completion_words() -> list[str]:
+    """The words by which a shell completes a config: its sections, and its keys with `=`.
+
+    Example:
+        >>> words = completion_words()
+        >>> "optimizer.schedule" in words, "train.steps=" in words
+        (True, True)
+    """
+    rows = describe()
+    sections = dict.fromkeys(row.path for row in rows if row.path)
+    keys = dict.fromkeys(f"{key.path}=" for row in rows for key in row.keys)
+    return [*sections, *keys]
+
+
 def to_text(sections: list[Section]) -> str:
     """The sections for a terminal: a line for each key, and its meaning below it."""
     blocks = []

@@ -65,6 +65,7 @@ from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
 from .rules import STRATEGY_RULES as STRATEGY_RULES
 from .rules import Placed as Placed
+from .rules import check_placed as check_placed
 from .slow import diloco as diloco
 from .slow import local_sgd as local_sgd
 from .strategy import AdaptLayers as AdaptLayers

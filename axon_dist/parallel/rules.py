@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import MeshError, Requirement, StrategyConflictError, check_all, did_you_mean
 from ..mesh import World
 from .plans import CPUOffload, check_offload
-
-if TYPE_CHECKING:
-    from .strategy import Strategy
+from .strategy import Strategy
 
 
 class Placed(NamedTuple):
@@ -294,5 +292,9 @@ STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
 
 
 def check_placed(strategy: Strategy, world: World) -> None:
-    """Raises what the first broken rule of `STRATEGY_RULES` says of a strategy on a world."""
+    """Checks a strategy against a world.
+
+    Raises:
+        AxonDistError: what the first broken rule of `STRATEGY_RULES` says.
+    """
     check_all(STRATEGY_RULES, Placed(strategy, world))

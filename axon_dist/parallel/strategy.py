@@ -12,13 +12,12 @@ from ..collectives import GradSyncStrategy
 from ..core.errors import ConfigError, GroupError, StrategyConflictError, did_you_mean
 from ..core.told import TEXTS, WHOLE
 from ..core.typing import Path
-from ..mesh import GROUP, ProcessGroup, World
+from ..mesh import GROUP, ProcessGroup
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.precision import MixedPrecision, floating_dtype
 from ..schedule import Schedule
 from ..sharding import Merge, Policy, Replicate, WithMoments, rows_alike
 from .plans import AutoWrapPolicy, CPUOffload, PipelinePlan, SlowPlan
-from .rules import check_placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,14 +214,6 @@ class Strategy:
         """
         reduces_once = num_microbatches > 1 and self.reduces_per == "step"
         return not self.opt_state.split_axes or self.pipeline is not None or reduces_once
-
-    def validate(self, world: World) -> None:
-        """Checks the strategy against a world.
-
-        Raises:
-            AxonDistError: what the first broken rule of `STRATEGY_RULES` says.
-        """
-        check_placed(self, world)
 
 
 class HasStrategy(Protocol):

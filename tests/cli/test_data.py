@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from axon_dist.app import check_data
-from axon_dist.cli import data as verb
+from axon_dist.cli import runs
 from axon_dist.cli.main import main
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
@@ -37,7 +37,7 @@ def test_what_is_shown_and_measured(sft):
         False,
         True,
     )
-    text = "\n".join(verb.lines(slow))
+    text = "\n".join(runs.data_lines(slow))
     assert "loading: 5 samples/s by one thread" in text
     assert "takes 10 samples/s on these devices: TOO SLOW: steps will wait for data (0.5" in text
     assert "padding: 5.9 % of the tokens\ntargets: 50.0 % of the tokens" in text

@@ -6,7 +6,7 @@ from unittest import mock
 import jax
 import pytest
 
-from axon_dist.cli import environment
+from axon_dist.cli import machine
 from axon_dist.cli.main import main
 
 
@@ -26,9 +26,9 @@ def test_says_what_is_here(capsys):
 
 
 def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
-    assert environment.devices()["chip"] == "emulated: steps are compiled with 1 options of its own"
+    assert machine.devices()["chip"] == "emulated: steps are compiled with 1 options of its own"
     monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", {})
-    assert environment.devices()["chip"].startswith("not in the table of chips: steps are compiled")
+    assert machine.devices()["chip"].startswith("not in the table of chips: steps are compiled")
 
 
 def test_a_backend_that_does_not_start_is_told_and_exit_code_1():
@@ -67,25 +67,25 @@ REQUIRES = {
 )
 def test_extras_are_followed_into_extras_of_others(installed, missing):
     with (
-        mock.patch.object(environment, "_version", lambda name: "1" if name in installed else None),
+        mock.patch.object(machine, "_version", lambda name: "1" if name in installed else None),
         mock.patch("importlib.metadata.requires", REQUIRES.get),
         mock.patch("importlib.metadata.metadata") as metadata,
     ):
         metadata.return_value.get_all.return_value = ["b", "a", "c"]
-        found = environment.extras()
+        found = machine.extras()
     assert [extra.name for extra in found] == ["a", "b", "c"]
     assert {extra.name: extra.missing for extra in found if extra.missing} == missing
 
 
 def test_extras_of_a_package_that_is_not_installed(capsys):
-    with mock.patch.object(environment, "_version", return_value=None):
-        assert environment.extras() == ()
+    with mock.patch.object(machine, "_version", return_value=None):
+        assert machine.extras() == ()
         main(["doctor"])
     assert "axon_dist is not installed: pip install ." in capsys.readouterr().out
 
 
 def test_the_command_that_installs_what_is_missing(capsys):
-    extra = environment.Extra("loggers", ("wandb",))
-    with mock.patch("axon_dist.cli.doctor.extras", return_value=(extra,)):
+    extra = machine.Extra("loggers", ("wandb",))
+    with mock.patch("axon_dist.cli.machine.extras", return_value=(extra,)):
         main(["doctor"])
     assert "lacks wandb: pip install 'axon_dist[loggers]'" in capsys.readouterr().out

@@ -4,14 +4,14 @@ import pathlib
 import pytest
 
 from axon_dist.cli.main import main
-from axon_dist.cli.verb import check_output
+from axon_dist.cli.options import check_output
 from axon_dist.core.errors import ConfigError
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "pp4.yaml"
 
 
 def test_a_report_without_a_place_is_a_mistake_before_the_compilation(capsys, monkeypatch):
-    monkeypatch.setattr("axon_dist.cli.inspect.examine", lambda *_: pytest.fail("was compiled"))
+    monkeypatch.setattr("axon_dist.cli.runs.examine", lambda *_: pytest.fail("was compiled"))
     assert main(["inspect", str(CONFIG), "--json", "/none/x.json"]) == 2
     message = "axon: error: --json /none/x.json: there is no folder '/none'; make it first, or "
     err = capsys.readouterr().err

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from axon_dist.cli import launch as verb
+from axon_dist.cli import machine
 from axon_dist.cli.main import main
 from axon_dist.config import load_config
 from axon_dist.launch import INTERRUPTED, LaunchPlan, from_env
@@ -17,7 +17,7 @@ from axon_dist.launch.local import USER_ERROR
 
 def test_the_command_follows_two_dashes(tmp_path):
     options = ["-n", "4", "--devices-per-process", "2", "--max-restarts", "3", "--elastic"]
-    with mock.patch.object(verb, "launch", return_value=7) as launch:
+    with mock.patch.object(machine, "launch", return_value=7) as launch:
         code = main(["launch", *options, "--log-dir", str(tmp_path), "--", "axon", "train", "-x"])
     plan = launch.call_args.args[0]
     assert code == 7

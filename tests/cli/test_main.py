@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from axon_dist import __version__
-from axon_dist.cli.main import VERBS, _parse, main
+from axon_dist.cli.main import CONFIG_KEYS, VERBS, _parse, main
+from axon_dist.config import completion_words
 from axon_dist.core.errors import ConfigError
 
 
@@ -86,13 +87,13 @@ def test_an_interruption_is_no_traceback(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("axon_dist.cli.train.load_config", interrupted)
+    monkeypatch.setattr("axon_dist.cli.runs.load_config", interrupted)
     assert main(["train", "x.yaml"]) == 130
     assert capsys.readouterr().err == "axon: interrupted\n"
 
 
 def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("axon_dist.cli.train.load_config", lambda *_: 1 / 0)
+    monkeypatch.setattr("axon_dist.cli.runs.load_config", lambda *_: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["train", "x.yaml"]) == 1
     out, err = capsys.readouterr()
@@ -102,12 +103,12 @@ def test_a_bug_is_one_line_that_names_the_file_with_the_traceback(monkeypatch, c
         f"axon: unexpected ZeroDivisionError: division by zero; its traceback is in {file}\n"
     )
     text = file.read_text()
-    assert "in run" in text
+    assert "in train_config" in text
     assert text.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_a_bug_is_one_line_where_no_file_can_be_written(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("axon_dist.cli.train.load_config", lambda *_: 1 / 0)
+    monkeypatch.setattr("axon_dist.cli.runs.load_config", lambda *_: 1 / 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     assert main(["train", "x.yaml"]) == 1
     err = capsys.readouterr().err
@@ -139,7 +140,7 @@ def test_every_help_has_examples_that_can_be_parsed(verb, capsys):
         command = example.removeprefix('eval "$(').removesuffix(')"').partition(" > ")[0]
         program, *arguments = shlex.split(command)
         assert program == "axon"
-        assert _parse(arguments).run is verb.run
+        assert _parse(arguments).verb is verb
 
 
 def test_a_shell_completes_verbs_options_and_keys(capsys, tmp_path):
@@ -157,3 +158,35 @@ def test_a_shell_completes_verbs_options_and_keys(capsys, tmp_path):
     assert done.stdout.splitlines() == expected
     assert main(["completion", "zsh"]) == 0
     assert capsys.readouterr().out.startswith("autoload -U +X bashcompinit")
+
+
+def test_the_words_of_a_config_are_those_of_its_code():
+    command = "from axon_dist.config import completion_words; print(*completion_words(), sep='\\n')"
+    assert CONFIG_KEYS.read_text().split() == completion_words(), (
+        f'run: python -c "{command}" > axon_dist/cli/config_keys.txt'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["plan", "--help"], 0),
+        (["train", "a.yaml", "--fast"], 2),
+        (["trian"], 2),
+        (["completion", "bash"], 0),
+    ],
+)
+def test_what_needs_no_jax_imports_none(arguments, code):
+    program = (
+        "import sys, axon_dist.cli.main as main\n"
+        "try: code = main.main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'jax', 'numpy', 'flax', 'rich', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr

@@ -13,6 +13,7 @@ from axon_dist.parallel import (
     Reduction,
     Strategy,
     as_strategy,
+    check_placed,
     compose,
     context_parallel,
     ddp,
@@ -125,18 +126,18 @@ def test_axes_that_the_mesh_lacks(world):
     with pytest.raises(
         MeshError, match=r"'ddp' splits the batch over axis 'fsdp', which mesh dp=8 lacks.*dp"
     ):
-        ddp(("fsdp",)).validate(world)
+        check_placed(ddp(("fsdp",)), world)
 
 
 def test_stages_send_nothing_around_a_ring(make_world):
     world = make_world("pp=2,cp=2")
     with pytest.raises(StrategyConflictError, match=r"ring of axis 'cp'.*parallel\('ulysses'\)"):
-        compose(pipelined(2, 4), context_parallel()).validate(world)
-    compose(pipelined(2, 4), context_parallel("ulysses")).validate(world)
+        check_placed(compose(pipelined(2, 4), context_parallel()), world)
+    check_placed(compose(pipelined(2, 4), context_parallel("ulysses")), world)
 
 
 def test_stages_recompute_block_by_block(make_world):
     remat = Strategy("remat", remat=ActivationCheckpointing("sqrt"))
     both = compose(pipelined(2, 4), remat)
     with pytest.raises(StrategyConflictError, match=r"pipeline.*interval 'sqrt'; leave .* at 1"):
-        both.validate(make_world("pp=2"))
+        check_placed(both, make_world("pp=2"))

@@ -18,7 +18,8 @@ ROOMS = [
 
 def public_names(room: str):
     module = importlib.import_module(room)
-    for name, value in vars(module).items():
+    for name in {*vars(module), *getattr(module, "__all__", ())}:
+        value = getattr(module, name)
         if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
             yield name, value
 

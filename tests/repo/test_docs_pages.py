@@ -39,7 +39,7 @@ def test_commands_can_be_typed_and_files_are_there(page):
     for line in lines:
         program, *arguments = shlex.split(line)
         if program == "axon":
-            assert _parse(arguments).run in [verb.run for verb in VERBS], line
+            assert _parse(arguments).verb in VERBS, line
         else:
             assert (program, (ROOT / arguments[0]).is_file()) == ("python", True), line
         for name in re.findall(r"configs/[\w/]+\.yaml", line):

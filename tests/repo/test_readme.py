@@ -42,7 +42,7 @@ def test_commands_can_be_typed():
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("axon ")]
     assert len(commands) > 15
     for arguments in commands:
-        assert _parse(arguments).run in [verb.run for verb in VERBS], arguments
+        assert _parse(arguments).verb in VERBS, arguments
 
 
 def test_the_test_command_is_the_gates():

@@ -53,7 +53,7 @@ def test_too_few_devices_and_unknown_names(world):
 
 def test_the_doctor_says_what_is_wrong(capsys, monkeypatch):
     findings = [Finding("dot", "samples", "kernel", 1e-7), Finding("fft", "samples", "inner", 1.0)]
-    monkeypatch.setattr("axon_dist.cli.doctor.check_numerics", lambda given, full: findings)
+    monkeypatch.setattr("axon_dist.cli.machine.check_numerics", lambda given, full: findings)
     assert main(["doctor", "--numerics"]) == 1
     text = capsys.readouterr().out
     assert "1 of 2 right, error <= 1.0e-07" in text

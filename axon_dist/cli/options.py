@@ -1,37 +1,16 @@
-"""`Verb`: a word after `axon`; and the check of files that all of them write."""
+"""The values of options: numbers and paths are read, and the files that they name are written."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, kind_at
-
-
-@dataclasses.dataclass(frozen=True)
-class Verb:
-    """One row of the table of verbs.
-
-    Args:
-        name: what is typed after `axon`.
-        help: a sentence for `axon --help`.
-        add_arguments: declares the arguments.
-        run: does it; returns the exit code.
-        examples: commands for `axon NAME --help`.
-    """
-
-    name: str
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    examples: tuple[str, ...]
 
 
 def as_int(text: str) -> int:
@@ -43,8 +22,8 @@ def as_int(text: str) -> int:
 
 def as_number(text: str) -> float:
     """Reads a finite number of an option, as in 0.5 or 1e-3."""
-    found = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
-    if found is None or not math.isfinite(float(text)):
+    match = re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text)
+    if match is None or not math.isfinite(float(text)):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number, or too large for one")
     return float(text)
 
@@ -55,30 +34,6 @@ def as_file(text: str) -> Path:
         return as_path(text, "the path")
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of a verb that takes up what a run has learned."""
-    parser.add_argument("folder", metavar="RUN", help="the folder of a run")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key.path=value",
-        help="changes of its config, as in mesh=dp=4; any mesh and strategy will do",
-    )
-    add_step(parser)
-    parser.add_argument("--one-device", action="store_true", help="on one device, not on its mesh")
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Declares which checkpoint of a run is meant."""
-    parser.add_argument(
-        "--step",
-        type=lambda text: text if text == "best" else as_int(text),
-        metavar="N|best",
-        help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
-    )
 
 
 def check_output(option: str, path: str | Path | None) -> None:

@@ -1,0 +1,204 @@
+"""The verbs about this machine: `axon doctor` says what it has, `axon launch` starts processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from axon_dist.app import attention_rows, check_numerics
+from axon_dist.core.errors import AxonDistError
+from axon_dist.launch import LaunchPlan, launch
+from axon_dist.mesh import World
+from axon_dist.mesh.chips import machine_of
+
+EMULATED = 4
+"""How many devices are made up where there are too few for a mesh with two axes."""
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Prints versions, devices, meshes and extras.
+
+    The exit code is 1 if no backend starts, or a gradient is wrong.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if arguments.numerics:
+        # Before anything starts the backend, whose devices are counted then.
+        World.emulate(EMULATED)
+    found = devices()
+    _section(console, "Versions", versions())
+    _section(console, "Devices", found)
+    _section(console, "Meshes", _meshes(found))
+    if "devices" in found:
+        _section(console, "Attention", attention_rows(World.init()))
+    _section(console, "Extras", _extras())
+    are_right = not arguments.numerics or _numerics(console, arguments.numerics == "full")
+    return 0 if "devices" in found and are_right else 1
+
+
+def _numerics(console: Console, full: bool) -> bool:
+    """Prints what the sentinels found; returns whether all gradients are right."""
+    here, emulated = World.init().mesh, World.emulate(EMULATED).mesh
+    fits = here.size >= EMULATED and here.size % 2 == 0
+    chosen = list((here if fits else emulated).devices.flat)
+    findings = check_numerics(chosen, full=full)
+    wrong = [finding for finding in findings if not finding.is_right]
+    worst = max((finding.error for finding in findings if finding.is_right), default=0.0)
+    rows: dict[str, object] = {
+        "devices": f"{len(chosen)} x {chosen[0].device_kind}",
+        "gradients": f"{len(findings) - len(wrong)} of {len(findings)} right, error <= {worst:.1e}",
+    }
+    for finding in wrong:
+        rows[f"{finding.sentinel}/{finding.leaf}"] = f"off by {finding.error:.1e}, {finding.layout}"
+    _section(console, "Numerics", rows)
+    return not wrong
+
+
+def _meshes(found: Mapping[str, object]) -> dict[str, str]:
+    count = found.get("devices")
+    on = {f"on {count}": "  ".join(mesh_suggestions(count))} if isinstance(count, int) else {}
+    return {**on, "emulated": "devices.emulate=8 in a config makes up 8 CPU devices"}
+
+
+def _extras() -> dict[str, str]:
+    rows = {extra.name: _state(extra.name, extra.missing) for extra in extras()}
+    return rows or {"none": "unknown, for axon_dist is not installed: pip install ."}
+
+
+def _state(name: str, missing: tuple[str, ...]) -> str:
+    if not missing:
+        return "installed"
+    return f"lacks {', '.join(missing)}: pip install 'axon_dist[{name}]'"
+
+
+def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:
+    console.print(title, style="bold")
+    width = max(map(len, rows))
+    for label, value in rows.items():
+        text = " ".join(str(value).split())
+        console.print(f"  {label:<{width}}  {text}", markup=False)
+
+
+_DISTRIBUTION = "axon_dist"
+_CORE = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(\[(?P<extras>[^]]*)\])?")
+_EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """An extra of the package.
+
+    Args:
+        name: as in `pip install 'axon_dist[name]'`.
+        missing: the distributions of it that are not installed.
+    """
+
+    name: str
+    missing: tuple[str, ...]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages the library stands on."""
+    found = {name: _version(name) or "missing" for name in _CORE}
+    return {"python": platform.python_version(), **found}
+
+
+def devices() -> dict[str, object]:
+    """What JAX reports of the backend that it starts here, or why it does not start."""
+    cores: dict[str, object] = {"cpu cores": os.cpu_count()}
+    try:
+        world = World.init()
+        info = {key: value for key, value in world.runtime_info().items() if key not in _CORE}
+        return {**info, "chip": _chip(world), **cores}
+    except (RuntimeError, AxonDistError) as error:
+        return {"backend": f"does not start: {str(error).splitlines()[0]}", **cores}
+
+
+def _chip(world: World) -> str:
+    row = machine_of(world.mesh)
+    if row is None:
+        return "not in the table of chips: steps are compiled without options of their own"
+    return f"{row.name}: steps are compiled with {len(row.options)} options of its own"
+
+
+def mesh_suggestions(num_devices: int) -> tuple[str, ...]:
+    """Meshes that use all devices.
+
+    Example:
+        >>> mesh_suggestions(8)
+        ('dp=8', 'fsdp=8', 'dp=4,tp=2', 'pp=2,dp=2,tp=2')
+        >>> mesh_suggestions(1)
+        ('dp=1',)
+    """
+    meshes = [f"dp={num_devices}"]
+    if num_devices > 1:
+        meshes.append(f"fsdp={num_devices}")
+    if num_devices > 2 and num_devices % 2 == 0:
+        meshes.append(f"dp={num_devices // 2},tp=2")
+    if num_devices > 4 and num_devices % 4 == 0:
+        meshes.append(f"pp=2,dp={num_devices // 4},tp=2")
+    return tuple(meshes)
+
+
+def extras() -> tuple[Extra, ...]:
+    """The extras that this package declares, with what each lacks here; none if not installed."""
+    if _version(_DISTRIBUTION) is None:
+        return ()
+    names = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
+    return tuple(Extra(name, _missing(_DISTRIBUTION, name)) for name in sorted(names))
+
+
+def _missing(distribution: str, extra: str) -> tuple[str, ...]:
+    """The distributions that an extra needs and that are not there, through extras of theirs."""
+    missing: list[str] = []
+    for line in importlib.metadata.requires(distribution) or []:
+        found = _REQUIREMENT.match(line)
+        if found is None or _EXTRA.findall(line) != [extra]:
+            continue
+        if _version(found["name"]) is None:
+            missing.append(found["name"])
+        elif found["extras"]:
+            for inner in found["extras"].split(","):
+                missing.extend(_missing(found["name"], inner.strip()))
+    return tuple(missing)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def launch_processes(arguments: argparse.Namespace) -> int:
+    """Launches; the exit code is that of the rank that failed first."""
+    command = arguments.command
+    plan = LaunchPlan(
+        command=tuple(command[1:] if command[:1] == ["--"] else command),
+        num_processes=arguments.num_processes,
+        nnodes=arguments.nnodes,
+        node_rank=arguments.node_rank,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+        devices_per_process=arguments.devices_per_process,
+        max_restarts=arguments.max_restarts,
+        elastic=arguments.elastic,
+        rejoin_after=arguments.rejoin_after,
+        grace=arguments.grace,
+        log_dir=arguments.log_dir or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S")),
+    )
+    return launch(plan, _tell)
+
+
+def _tell(line: str) -> None:
+    print(f"axon launch: {line}", file=sys.stderr, flush=True)

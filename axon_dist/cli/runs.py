@@ -1,0 +1,279 @@
+"""The verbs that take a config or a run: each calls one function of `axon_dist.app` and prints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from axon_dist.app import (
+    Completion,
+    DataCheck,
+    Evaluation,
+    check_data,
+    dry_run,
+    evaluate,
+    examine,
+    export_run,
+    generate_text,
+    report_page,
+    tiny,
+    train,
+    tune,
+    verify,
+)
+from axon_dist.app.verify import SPREAD
+from axon_dist.collectives import is_main_process
+from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.words import plural
+from axon_dist.launch import INTERRUPTED
+from axon_dist.planner import parse_bytes
+from axon_dist.weights import MAX_FILE
+
+from .options import check_output, notice, write_output
+
+
+class LastingConsole(Console):
+    """A console that falls silent when nobody reads it any more, as after `| head`.
+
+    Rich would end the program, and with it a run of days.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Goes on without the screen, which the interpreter must not find broken at exit either."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _write_json(arguments: argparse.Namespace, plain: object) -> None:
+    """Writes the file of `--json`, if the option is given."""
+    if arguments.json is not None:
+        write_output("--json", arguments.json, json.dumps(plain, indent=2) + "\n")
+
+
+def train_config(arguments: argparse.Namespace) -> int:
+    """Trains, and tells about it on the standard output."""
+    config = _config(arguments)
+    if arguments.dry_run:
+        return _dry_run(config, arguments.resume)
+    done = train(config, LastingConsole(), arguments.resume)
+    return INTERRUPTED if done.result.is_interrupted else 0
+
+
+def _dry_run(config: RunConfig, resume: str | None) -> int:
+    if resume is not None:
+        raise ConfigError(
+            f"got --resume {resume} beside --dry-run, which trains nothing; leave one of them out"
+        )
+    lines = dry_run(config).lines()
+    if is_main_process():
+        LastingConsole(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
+    return 0
+
+
+def evaluate_run(arguments: argparse.Namespace) -> int:
+    """Evaluates the model of a run, and prints its metrics."""
+    tell = lambda text: Console().print(text, soft_wrap=True, highlight=False, markup=False)
+    evaluation = evaluate(
+        arguments.folder,
+        step=arguments.step,
+        overrides=arguments.overrides,
+        files=arguments.data,
+        num_batches=arguments.batches,
+        one_device=arguments.one_device,
+        tell=tell,
+    )
+    if not is_main_process():
+        return 0
+    tell(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
+    Console().print(_table(evaluation))
+    _write_json(arguments, evaluation.to_dict())
+    return 0
+
+
+def _table(evaluation: Evaluation) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(style="bold")
+    table.add_row("samples", str(evaluation.num_samples))
+    for name, value in evaluation.metrics.items():
+        unit = f" {evaluation.unit}" if name == "loss" else ""
+        table.add_row(name.replace("_", " "), f"{value:.4f}{unit}")
+    return table
+
+
+def generate_texts(arguments: argparse.Namespace) -> int:
+    """Continues the prompts, and prints the texts."""
+    completions = generate_text(
+        arguments.folder,
+        arguments.prompt,
+        arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stops=not arguments.past_end,
+        step=arguments.step,
+        overrides=arguments.overrides,
+        one_device=arguments.one_device,
+        tell=notice,
+    )
+    if not is_main_process():
+        return 0
+    console = Console(highlight=False, soft_wrap=True)
+    for number, completion in enumerate(completions):
+        if number:
+            console.rule()
+        console.print(_text(completion))
+    _write_json(arguments, [dataclasses.asdict(completion) for completion in completions])
+    return 0
+
+
+def _text(completion: Completion) -> Text:
+    return Text.assemble((_shown(completion.prompt), "bold"), _shown(completion.text))
+
+
+def _shown(text: str) -> str:
+    """A text for a terminal, which must not obey what a model writes."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Writes the weights, and prints where."""
+    max_file = MAX_FILE if arguments.max_file is None else parse_bytes(arguments.max_file)
+    count = export_run(
+        arguments.folder,
+        arguments.out,
+        arguments.format,
+        step=arguments.step,
+        dtype=arguments.dtype,
+        max_file=max_file,
+        tell=notice,
+    )
+    line = f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.out}"
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Writes the page, and prints where."""
+    page = report_page(arguments.folder, arguments.compare)
+    out = arguments.out or Path(arguments.folder).expanduser() / "report.html"
+    check_output("--out", out)
+    write_output("--out", out, page)
+    Console().print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def list_keys(arguments: argparse.Namespace) -> int:
+    """Prints the sections and keys."""
+    sections = describe(arguments.section, parts=arguments.full)
+    text = to_markdown(sections) if arguments.markdown else to_text(sections) + "\n"
+    sys.stdout.write(text)
+    return 0
+
+
+def check_samples(arguments: argparse.Namespace) -> int:
+    """Prints what was check; 1 when the data come more slowly than the step takes them."""
+    config = _config(arguments)
+    check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
+    console = Console()
+    for line in data_lines(check):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return 1 if check.keeps_up is False else 0
+
+
+def data_lines(check: DataCheck) -> list[str]:
+    """What was check, in words."""
+    lines = [f"data: {check.description}"]
+    for number, sample in enumerate(check.samples, start=1):
+        lines += [f"--- sample {number}", sample]
+    lines += ["---", f"loading: {check.samples_per_second:.4g} samples/s by one thread"]
+    if check.needed_per_second is not None:
+        ratio = check.samples_per_second / check.needed_per_second
+        verdict = "enough" if check.keeps_up else "TOO SLOW: steps will wait for data"
+        lines.append(
+            f"the step takes {check.needed_per_second:.4g} samples/s on these devices: {verdict} "
+            f"({ratio:.2g} times as fast)"
+        )
+    if check.padding is not None:
+        lines.append(f"padding: {100 * check.padding:.1f} % of the tokens")
+    if check.learned is not None:
+        lines.append(f"targets: {100 * check.learned:.1f} % of the tokens")
+    return lines
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Compiles the step, and prints what it costs."""
+    config = _config(arguments)
+    examination = examine(config, arguments.target)
+    # In a file or a pipe no line needs to be folded.
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 140))
+    where = examination.target.name if examination.target else "this machine"
+    console.print(
+        f"{config.name}: {examination.strategy} on {examination.mesh}, compiled for {where}"
+    )
+    console.print(examination.parameters)
+    if examination.attention is not None:
+        console.print(examination.attention, highlight=False)
+    console.print(examination.report)
+    for line in examination.meeting_lines():
+        console.print(line, highlight=False)
+    _write_json(arguments, examination.to_dict())
+    return 0
+
+
+def tune_step(arguments: argparse.Namespace) -> int:
+    """Measures the variants of the step, and prints them."""
+    config = _config(arguments)
+    tuning = tune(config, arguments.rounds, arguments.calls)
+    Console().print(tuning)
+    _write_json(arguments, tuning.to_dict())
+    return 0
+
+
+def verify_config(arguments: argparse.Namespace) -> int:
+    """Prints how far the strategy is from one device; 1 when it is beyond the tolerance."""
+    config = _config(arguments)
+    config = tiny(config) if arguments.here else config
+    steps = (2 if arguments.here else 5) if arguments.steps is None else arguments.steps
+    verification = verify(config, steps)
+    table = Table(
+        title=f"{config.name}: {verification.strategy} on {verification.mesh} against one device"
+    )
+    table.add_column("what")
+    table.add_column("relative difference", justify="right")
+    is_explained = any(row.rounding for row in (*verification.metrics, *verification.params))
+    if is_explained:
+        table.add_column("rounding moves one device by", justify="right")
+    farthest = sorted(verification.params, key=lambda row: row.relative, reverse=True)
+    for row in (*verification.metrics, *farthest[:8]):
+        style = None if row.passes(verification.tolerance) else "red"
+        rounding = [f"{row.rounding:.1e}"] if is_explained else []
+        table.add_row(row.what, f"{row.relative:.1e}", *rounding, style=style)
+    console = Console()
+    console.print(table)
+    more = len(verification.params) - min(len(verification.params), 8)
+    verdict = "equal" if verification.passed else "NOT equal"
+    explained = f", or {SPREAD:g} times what rounding moves one device by" if is_explained else ""
+    console.print(
+        f"{verdict} within {verification.tolerance:.0e}{explained} (SGD, {steps} steps; "
+        f"{more} more parameters are closer)"
+    )
+    return 0 if verification.passed else 1

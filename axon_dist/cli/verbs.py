@@ -1,0 +1,452 @@
+"""The table of verbs: what each takes, and which function runs it. Importing it imports no JAX."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from axon_dist.schedule import SCHEDULES, PipelineSchedule
+
+from .options import as_file, as_int, as_number, check_output
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a verb.
+
+    Args:
+        names: as `argparse` takes them, such as `("-n", "--num-processes")`.
+        options: the keywords of `ArgumentParser.add_argument`.
+        is_output: whether it names a file that the verb writes.
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    is_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """One row of the table of verbs.
+
+    Args:
+        name: what is typed after `axon`.
+        help: a sentence for `axon --help`.
+        function: the function that runs it, as `module:function` of this package. The module is
+            imported when the verb runs.
+        arguments: what it takes.
+        examples: commands for `axon NAME --help`.
+    """
+
+    name: str
+    help: str
+    function: str
+    arguments: tuple[Argument, ...]
+    examples: tuple[str, ...]
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Declares the arguments."""
+        for argument in self.arguments:
+            parser.add_argument(*argument.names, **argument.options)
+        parser.set_defaults(verb=self)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Runs the verb, if the files that it is to write can be written; returns the exit code.
+
+        Raises:
+            ConfigError: when a file cannot be written.
+        """
+        for argument in self.arguments:
+            if argument.is_output:
+                (option,) = argument.names
+                check_output(option, getattr(arguments, option.removeprefix("--")))
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(arguments)
+
+
+def _argument(*names: str, **options: Any) -> Argument:
+    return Argument(names, options)
+
+
+def _int(*names: str, **options: Any) -> Argument:
+    return Argument(names, {"type": as_int, **options})
+
+
+def _number(*names: str, **options: Any) -> Argument:
+    return Argument(names, {"type": as_number, **options})
+
+
+def _file(name: str, help: str) -> Argument:
+    options = {"type": as_file, "metavar": "FILE", "help": help}
+    return Argument((name,), options, is_output=True)
+
+
+def _flag(name: str, help: str) -> Argument:
+    return Argument((name,), {"action": "store_true", "help": help})
+
+
+def _overrides(help: str) -> Argument:
+    options = {"nargs": "*", "default": [], "metavar": "key.path=value", "help": help}
+    return Argument(("overrides",), options)
+
+
+_CONFIG = (
+    _argument("config", metavar="CONFIG", help="a YAML file, see configs/"),
+    _overrides("replaces a value of the config, as in train.steps=100; read as YAML"),
+)
+_FOLDER = _argument("folder", metavar="RUN", help="the folder of a run")
+_STEP = _argument(
+    "--step",
+    type=lambda text: text if text == "best" else as_int(text),
+    metavar="N|best",
+    help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
+)
+_RUN = (
+    _FOLDER,
+    _overrides("changes its config, as in mesh=dp=4; any mesh and strategy will do"),
+    _STEP,
+    _flag("--one-device", "on one device, not on its mesh"),
+)
+
+VERBS: tuple[Verb, ...] = (
+    Verb(
+        "train",
+        "Train the model that a config describes.",
+        "runs:train_config",
+        (
+            *_CONFIG,
+            _argument(
+                "--resume",
+                metavar="auto|PATH",
+                help="continues: auto from the newest good checkpoint of this run, if it has one; "
+                "PATH from a checkpoint, or from the newest good one of another run",
+            ),
+            _flag(
+                "--dry-run",
+                "compiles, prints what would be trained and written, and does neither",
+            ),
+        ),
+        (
+            "axon train configs/quickstart.yaml",
+            "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
+            "axon train configs/quickstart.yaml --resume auto",
+            "axon train configs/quickstart.yaml --dry-run",
+        ),
+    ),
+    Verb(
+        "eval",
+        "Measure the model of a run on its validation data.",
+        "runs:evaluate_run",
+        (
+            *_RUN,
+            _argument(
+                "--data",
+                action="append",
+                default=[],
+                metavar="FILES",
+                help="a path or glob to measure on in place of the run's validation data; may be "
+                "repeated",
+            ),
+            _int("--batches", metavar="N", help="N batches only; all of the data by default"),
+            _file("--json", "write the numbers to this file too"),
+        ),
+        (
+            "axon eval runs/quickstart-20260101-120000",
+            "axon eval runs/a --step best --batches 16 --json found.json",
+            "axon eval runs/a mesh=tp=4 parallel=tensor",
+        ),
+    ),
+    Verb(
+        "generate",
+        "Continue a text with the model of a run.",
+        "runs:generate_texts",
+        (
+            *_RUN,
+            _argument(
+                "--prompt",
+                action="append",
+                required=True,
+                metavar="TEXT",
+                help="the text to continue; may be repeated",
+            ),
+            _int("--tokens", default=100, metavar="N", help="the most tokens to add (100)"),
+            _number(
+                "--temperature",
+                default=1.0,
+                metavar="T",
+                help="0 takes the likeliest token, 1 samples from the model's distribution (1)",
+            ),
+            _int("--top-k", metavar="K", help="sample among the K likeliest tokens"),
+            _number(
+                "--top-p", metavar="P", help="sample among the likeliest tokens that add up to P"
+            ),
+            _int("--seed", default=0, help="of the sampling (0)"),
+            _flag("--past-end", "continue where the model ends the document"),
+            _file("--json", "write the texts to this file too"),
+        ),
+        (
+            'axon generate runs/a --prompt "def main("',
+            'axon generate runs/a --prompt "To be" --tokens 50 --temperature 0 --one-device',
+        ),
+    ),
+    Verb(
+        "export",
+        "Write the weights of a run as safetensors.",
+        "runs:export",
+        (
+            _FOLDER,
+            _argument(
+                "out", metavar="OUT", help="a file that ends in .safetensors, or a folder for it"
+            ),
+            _argument(
+                "--format",
+                default="native",
+                help="names of the tensors: native, as the model has them, or those of a hub such "
+                "as hf-llama, with a config.json beside them; an unknown one lists all of them",
+            ),
+            _STEP,
+            _argument("--dtype", help="of floats, such as bfloat16; as they were saved by default"),
+            _argument(
+                "--max-file", metavar="SIZE", help="split into several files above this, as 5GB"
+            ),
+        ),
+        (
+            "axon export runs/a model.safetensors",
+            "axon export runs/a out --format hf-llama --dtype bfloat16",
+        ),
+    ),
+    Verb(
+        "report",
+        "Draw a run as one HTML page.",
+        "runs:report",
+        (
+            _argument("folder", metavar="RUN", help="the folder of a run, ended or not"),
+            _argument("--compare", metavar="RUN2", help="draws the curves of this run beside it"),
+            _file("--out", "the page; report.html in the run by default"),
+        ),
+        ("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),
+    ),
+    Verb(
+        "config",
+        "List the keys of a config: type, default and meaning.",
+        "runs:list_keys",
+        (
+            _argument(
+                "section",
+                nargs="?",
+                metavar="SECTION",
+                help="a section or key, such as train, optimizer.schedule or parallel.ddp; the top "
+                "keys by default",
+            ),
+            _flag("--full", "with all the sections within it"),
+            _flag("--markdown", "as tables of Markdown"),
+        ),
+        ("axon config", "axon config train", "axon config --full optimizer"),
+    ),
+    Verb(
+        "data",
+        "Show a config's data, and whether they load fast enough.",
+        "runs:check_samples",
+        (
+            _argument("action", choices=["check"], help="check: load some samples, and time them"),
+            *_CONFIG,
+            _int("--samples", default=3, help="how many to show (3)"),
+            _number("--seconds", default=2.0, help="for how long to load (2)"),
+            _flag("--no-step", "do not compile and time the step"),
+        ),
+        (
+            "axon data check configs/quickstart.yaml",
+            "axon data check configs/quickstart.yaml --no-step --samples 1",
+        ),
+    ),
+    Verb(
+        "plan",
+        "Rank meshes and strategies for machines that are not here.",
+        "plan:run",
+        (
+            _argument("config", nargs="?", metavar="CONFIG", help="a YAML file, see configs/"),
+            _CONFIG[1],
+            _argument("--target", help="hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4"),
+            _argument("--params", help="instead of a config: parameters, such as 7e9 or 7B"),
+            _int("--devices", help="instead of a target: how many devices"),
+            _argument("--memory", help="of one device, such as 80GB; the target's by default"),
+            _int("--batch", help="with --params: samples of a step"),
+            _int("--sequence", help="with --params: tokens of a sample"),
+            _argument("--optimizer", help="with --params: its name; adam by default"),
+            _argument("--precision", help="with --params: float32, bf16 or fp16"),
+            _int(
+                "--compile",
+                default=0,
+                metavar="K",
+                help="with a config and a target: compile the best K, and show what they need "
+                "beside it",
+            ),
+        ),
+        (
+            "axon plan --params 7B --devices 8 --memory 80GB",
+            "axon plan configs/fsdp8.yaml --target h100:8",
+            "axon plan configs/recipes/resnet50_ddp8.yaml --target h100:8 --compile 2",
+        ),
+    ),
+    Verb(
+        "inspect",
+        "Show memory, collectives and FLOPs of a config's step.",
+        "runs:inspect",
+        (
+            *_CONFIG,
+            _argument("--target", help="compile for this machine, such as h100:8 or v5p:2x2x2"),
+            _file("--json", "write the report to this file too"),
+        ),
+        (
+            "axon inspect configs/fsdp8.yaml",
+            "axon inspect configs/fsdp8.yaml --target h100:8 --json report.json",
+        ),
+    ),
+    Verb(
+        "tune",
+        "Measure a config's step under several compiler options.",
+        "runs:tune_step",
+        (
+            *_CONFIG,
+            _int("--rounds", default=5, help="turns of each variant (5)"),
+            _int("--calls", default=4, help="steps of a turn (4)"),
+            _file("--json", "write the figures to this file too"),
+        ),
+        (
+            "axon tune configs/quickstart.yaml --rounds 3",
+            "axon tune configs/fsdp8.yaml train.global_batch=16 --json tuned.json",
+        ),
+    ),
+    Verb(
+        "launch",
+        "Start several processes on this host, and watch over them.",
+        "machine:launch_processes",
+        (
+            _int("-n", "--num-processes", default=1, help="processes on this host"),
+            _int("--devices-per-process", help="CPU devices that each process emulates"),
+            _int("--nnodes", default=1, help="hosts that run this command"),
+            _int("--node-rank", default=0, help="which of them this is, from 0"),
+            _argument("--master-addr", default="localhost", help="the host of rank 0"),
+            _int("--master-port", help="a free port there; chosen by itself on a single host"),
+            _int("--max-restarts", default=0, help="starts again after a failure; let CMD resume"),
+            _flag("--elastic", "restart without the processes that were lost"),
+            _number(
+                "--rejoin-after",
+                metavar="SECONDS",
+                help="with --elastic: start all again after so long on fewer, between two steps",
+            ),
+            _number("--grace", default=5.0, help="seconds for the others after one failed"),
+            _argument(
+                "--log-dir",
+                type=as_file,
+                help="the folder for rank-<r>.log; runs/launch-<time> by default",
+            ),
+            _argument(
+                "command", nargs=argparse.REMAINDER, metavar="-- CMD", help="what every rank runs"
+            ),
+        ),
+        (
+            "axon launch -n 4 -- axon train configs/quickstart.yaml",
+            "axon launch -n 2 --devices-per-process 4 -- python train.py",
+            "axon launch -n 8 --max-restarts 9 -- axon train CONFIG checkpoint.memory_every=20 "
+            "--resume auto",
+        ),
+    ),
+    Verb(
+        "schedule",
+        "Draw and measure a pipeline schedule.",
+        "schedule:run",
+        (
+            _argument(
+                "name",
+                nargs="?",
+                help=f"{', '.join(SCHEDULES)}, or a CSV file; {PipelineSchedule.EAGER_1F1B} by "
+                "default",
+            ),
+            _int("--stages", metavar="S", help="ranks along the pipeline"),
+            _int("--microbatches", metavar="M", help="microbatches per step"),
+            _int("--chunks", metavar="V", help="stages per rank"),
+            _number(
+                "--costs",
+                nargs="+",
+                metavar="TIME",
+                default=(1.0, 1.0, 1.0),
+                help="times of forward F, input gradient I and weight gradient W, and of a whole "
+                "backward B where it is not I + W; 1 1 1 by default",
+            ),
+            _number(
+                "--weights",
+                nargs="+",
+                metavar="SHARE",
+                default=(),
+                help="relative costs of the stages in the order of the model, 1 being an equal "
+                "share",
+            ),
+            _number(
+                "--vocabulary",
+                metavar="TIME",
+                help="splits embedding and head over the ranks as actions of all: the time of one "
+                "rank's part of head and loss V, both ways; lookups E and their gradients G take "
+                "none",
+            ),
+            _flag("--ahead", "draws ranks that run ahead freely"),
+            _flag("--search", "finds the fastest table in lockstep"),
+            _number(
+                "--memory",
+                metavar="N",
+                help="with --search: microbatches that a rank may keep for their backward, over "
+                "all its layers",
+            ),
+            _file("--svg", "writes a picture"),
+            _file("--csv", "writes the table"),
+            _flag("--compare", "measures all schedules instead"),
+        ),
+        (
+            "axon schedule 1f1b --stages 4 --microbatches 8",
+            "axon schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --svg table.svg",
+            "axon schedule eager_1f1b --stages 4 --microbatches 8 --vocabulary 0.5",
+            "axon schedule --stages 4 --microbatches 8 --compare",
+        ),
+    ),
+    Verb(
+        "verify",
+        "Compare a config's strategy with one device.",
+        "runs:verify_config",
+        (
+            *_CONFIG,
+            _int("--steps", help="steps to compare (5; with --here 2)"),
+            _flag(
+                "--here",
+                "on the devices of this machine, not emulated ones, the model cut to a few layers",
+            ),
+        ),
+        ("axon verify configs/fsdp8.yaml", "axon verify configs/fsdp8.yaml --here"),
+    ),
+    Verb(
+        "doctor",
+        "Print versions, devices, and what is missing.",
+        "machine:doctor",
+        (
+            _argument(
+                "--numerics",
+                nargs="?",
+                const="core",
+                choices=("core", "full"),
+                help="compare the gradients of many operations, sharded over a mesh, with one "
+                "device",
+            ),
+        ),
+        ("axon doctor", "axon doctor --numerics"),
+    ),
+    Verb(
+        "completion",
+        "Print a script by which a shell completes this command.",
+        "main:print_completion",
+        (_argument("shell", choices=["bash", "zsh"], help="the shell to print the script for"),),
+        ('eval "$(axon completion bash)"', "axon completion zsh > ~/.axon-completion.zsh"),
+    ),
+)
+"""Every verb, in the order of `axon --help`."""
