@@ -1,0 +1,29 @@
+"""The plans of configs are the pinned ones, in their order, with the same bytes.
+
+Where an estimator was meant to change, `python -m tests.repo.plan_ranks --write` pins anew.
+"""
+
+import pytest
+
+from tests.repo.digests import jax_minor, read_pins, reason_to_skip
+from tests.repo.plan_ranks import CONFIGS, PINS, QUICK, ROOT, ranks
+
+REASON = reason_to_skip(PINS)
+
+
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in CONFIGS]
+)
+def test_the_plans_are_the_pinned_ones(name):
+    assert ranks(name) == read_pins(PINS)["pins"][name][jax_minor()], (
+        f"the plans of {name} are others than the pinned ones; if that was the aim, run "
+        "python -m tests.repo.plan_ranks --write and say in the commit why"
+    )
+
+
+def test_every_config_is_pinned_for_every_version():
+    pins = read_pins(PINS)
+    assert sorted(pins["pins"]) == sorted(CONFIGS)
+    assert {tuple(row) for row in pins["pins"].values()} == {tuple(sorted(pins["made with"]))}
+    assert all((ROOT / "configs" / f"{file}.yaml").is_file() for file, _, _ in CONFIGS.values())
