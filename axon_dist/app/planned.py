@@ -15,6 +15,7 @@ from axon_dist.core.told import told
 from axon_dist.inspect import Report
 from axon_dist.mesh import paper_world
 from axon_dist.mesh.chips import MOST_DEVICES, Hardware
+from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
@@ -347,7 +348,8 @@ def _complexity(one: Arrangement) -> int:
 
 def _build(search: _Search, arrangement: Arrangement) -> tuple[RunConfig, TrainStep]:
     config = arranged(search.config, arrangement)
-    world = paper_world(config.mesh, search.num_devices, search.platform)
+    capability = compute_capability(search.hardware.name)
+    world = paper_world(config.mesh, search.num_devices, search.platform, capability)
     return config, build_step(config, world)
 
 

@@ -168,6 +168,25 @@ def _wiring(chip: str) -> Wiring:
     return wiring
 
 
+def compute_capability(chip: str) -> str | None:
+    """The compute capability of an NVIDIA chip, as its devices say it; None for others.
+
+    Args:
+        chip: the name of a row of `HARDWARE`.
+
+    Example:
+        >>> compute_capability("h100"), compute_capability("v5p")
+        ('9.0', None)
+    """
+    description = resources.files("axon_dist.mesh") / f"{chip}.textproto"
+    if not description.is_file():
+        return None
+    found = re.search(
+        r"cuda_compute_capability \{ major: (\d+) minor: (\d+)", description.read_text()
+    )
+    return None if found is None else ".".join(found.groups())
+
+
 _VARIABLES = {
     # The plug-in would otherwise ask the driver for its version, and there is no driver.
     "cuda": {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},

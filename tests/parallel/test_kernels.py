@@ -80,8 +80,7 @@ def test_cudnn_is_refused_for_devices_that_are_no_gpus():
 @pytest.mark.parametrize(("capability", "form"), [("8.0", "einsum"), ("9.0", "auto")])
 def test_large_heads_are_fused_where_the_chip_of_the_mesh_can(capability, form):
     """The mesh is asked, whatever this process runs on."""
-    world = paper_world("dp=1", 1, "gpu")
-    object.__setattr__(world.mesh.devices.flat[0], "compute_capability", capability)
+    world = paper_world("dp=1", 1, "gpu", capability)
     module = Attention("auto")
     map_kernels(module, Layout(world.mesh, ("dp",)))
     heads = jax.ShapeDtypeStruct((2, 8, 2, 256), jnp.bfloat16)
