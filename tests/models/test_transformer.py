@@ -81,6 +81,7 @@ def test_forward_equals_plain_numpy(tied_head):
     np.testing.assert_allclose(model(TOKENS), want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
+@pytest.mark.full
 def test_fresh_model_is_near_uniform():
     loss = next_token_loss(make(), {"tokens": TOKENS}).mean
     assert float(loss) == pytest.approx(np.log(17), rel=0.15)

@@ -63,6 +63,7 @@ check(root / f"apart-{me}", both)
 """
 
 
+@pytest.mark.full
 def test_hosts_keep_whole_copies_and_give_them_to_one_that_has_none(start, tmp_path):
     processes = start(2, "-c", HOSTS, str(tmp_path))
     assert processes.wait([0, 1], timeout=120) == [0, 0], processes.text(0) + processes.text(1)

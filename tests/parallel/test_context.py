@@ -37,7 +37,7 @@ def gradients(model, strategy, world, batch=BATCH, loss_fn=next_token_loss):
     return step.gradients(step.init(), batch)
 
 
-@pytest.mark.sample("ring-fsdp=2,cp=2,tp=2-changes2", "ulysses-dp=2,cp=2,tp=2-changes4")
+@pytest.mark.sample("ring-fsdp=2,cp=2,tp=2-changes2")
 @pytest.mark.parametrize(
     ("mode", "mesh", "changes"),
     [

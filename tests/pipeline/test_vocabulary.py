@@ -59,6 +59,7 @@ def test_no_rank_has_anything_of_the_vocabulary_whole(tied):
     assert not [dims for dims in split if TOKENS in dims]
 
 
+@pytest.mark.full
 def test_each_rank_keeps_its_part_of_tables_and_moments():
     strategy = pipelined(SIZE, COUNT, split_vocabulary=True)
     world = World.emulate(SIZE, f"pp={SIZE}")

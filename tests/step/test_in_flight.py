@@ -57,7 +57,7 @@ THEIRS = """
 """
 
 
-@pytest.mark.sample("our step")
+@pytest.mark.full
 @pytest.mark.parametrize("program", [OURS, THEIRS], ids=["our step", "a psum of their own"])
 def test_two_thousand_steps_without_a_wait(program):
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}

@@ -146,7 +146,7 @@ CELLS = [pytest.param(row, id=name) for name, row in ROWS.items()] + [
 ]
 
 
-@pytest.mark.sample("by hand", "pp", "tp")
+@pytest.mark.sample("by hand", "pp")
 @pytest.mark.parametrize("row", CELLS)
 def test_equals_an_optimizer_of_the_chosen_variables_on_one_device(row, make_world):
     axes, strategy, trainable, options = row
@@ -194,6 +194,7 @@ def wide():
     return lora(Net(nnx.Rngs(0), (4 * WIDTH,) * 4), RANK, "blocks", rngs=nnx.Rngs(1))
 
 
+@pytest.mark.full
 def test_a_frozen_base_is_gathered_twice_and_holds_2p_over_n(make_world):
     """Two gathers of the base and no reduction; two bytes per parameter, and no moments.
 
@@ -265,6 +266,7 @@ def test_a_run_goes_on_in_another_strategy(make_world, tmp_path):
     assert_same(second.merge(state, ema=True), averaged)
 
 
+@pytest.mark.full
 def test_a_skipped_update_leaves_the_average_as_it_was(make_world):
     step = build_train_step(
         make, optax.sgd(0.1), loss_fn, ddp(), make_world("dp=2"), ema=0.5, nonfinite="skip"
