@@ -16,7 +16,7 @@ from flax import nnx
 from rich.console import Console
 
 from axon_dist import DDP, World, build_train_step
-from axon_dist.step.take import one_step, unscaled_gradients
+from axon_dist.step.update import one_step, unscaled_gradients
 
 from .timing import alternate
 

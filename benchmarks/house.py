@@ -264,7 +264,7 @@ def gather_files() -> list[str]:
     return [
         str(m.path)
         for m in modules().values()
-        if m.room in {"parallel", "step", "program", "jaxpr"}
+        if m.room in {"parallel", "step", "jaxpr"}
         if any(
             isinstance(node, ast.FunctionDef | ast.ClassDef) and "gather" in node.name.lower()
             for node in ast.walk(m.tree)

@@ -83,7 +83,7 @@ MUTATIONS = (
         "step/test_objective.py",
     ),
     row(
-        "step/accumulate.py", "scan(body, (zeros, buffers), batch)",
+        "step/objective.py", "scan(body, (zeros, buffers), batch)",
         "scan(body, (zeros, buffers), batch, reverse=True)",
         "step/test_accumulate.py",
     ),
@@ -93,7 +93,7 @@ MUTATIONS = (
         "step/test_batch.py",
     ),
     row(
-        "step/padding.py", "return taken * kept.astype(leaf.dtype)", "return taken",
+        "step/batch.py", "return taken * kept.astype(leaf.dtype)", "return taken",
         "step/test_padding.py::test_own_weights_stay_and_fillings_weigh_nothing",
     ),
     row(
@@ -156,7 +156,7 @@ MUTATIONS = (
         "nn/test_linear_loss.py::test_value_and_gradients_equal_those_of_all_logits",
     ),
     row(
-        "program/sample_rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
+        "jaxpr/sample_rules.py", "result = times(losses, as_rows(weights, op.inputs[3]))",
         "result = losses", "contracts/test_linear_loss.py::test_equals_the_loss_of_all_logits",
     ),
     # A pipeline: weights of metrics, scale, rows of stages, what crosses a cut.
@@ -209,7 +209,7 @@ MUTATIONS = (
     ),
     # Random draws and the order of the data.
     row(
-        "program/randomness.py", "jnp.int32) * shape[found.dim]\n        if",
+        "jaxpr/randomness.py", "jnp.int32) * shape[found.dim]\n        if",
         "jnp.int32)\n        if",
         "program/test_randomness.py::test_rows_of_the_global_draw",
     ),
@@ -266,15 +266,15 @@ MUTATIONS = (
     ),
     # Blocks of bridged models: one program for equal ones, their own weights, their names.
     row(
-        "program/linen.py", "if program.is_like(other):", "if not program.is_like(other):",
+        "jaxpr/linen.py", "if program.is_like(other):", "if not program.is_like(other):",
         "program/test_linen.py",
     ),
     row(
-        "program/linen.py", "kept.append(equation)", "kept.append(equation), known.clear()",
+        "jaxpr/linen.py", "kept.append(equation)", "kept.append(equation), known.clear()",
         "program/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
     ),
     row(
-        "program/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
+        "jaxpr/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
         "program/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
     ),
     row(

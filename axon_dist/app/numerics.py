@@ -14,12 +14,12 @@ import optax
 from flax import nnx
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
+from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch
 from ..mesh import World
 from ..nn import Layout
 from ..parallel import Strategy, ddp, fsdp, zero
-from ..program import wrap_calls
 from ..step import build_train_step
 from .sentinels import FEATURES, POSITIONS, SENTINELS, Sentinel
 

@@ -15,7 +15,7 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ..step.nonfinite import FLAG, Loss, is_lost
+from ..step.state import FLAG, Loss, is_lost
 from .clock import DATA, DEVICES, LOST, STEP, TimeSheet
 from .metrics import MetricWriter
 from .progress import Progress, Status

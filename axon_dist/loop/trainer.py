@@ -15,7 +15,8 @@ from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError
 from axon_dist.core.typing import Batch
 from axon_dist.mesh import agree, watch_steps
 
-from ..step import Nonfinite, TrainState, TrainStep, nonfinite
+from ..step import Nonfinite, TrainState, TrainStep
+from ..step import state as nonfinite
 from .arguments import BATCHES, KINDS, STATE
 from .cadence import LoopOptions
 from .clock import COMPILE, DATA, INITIALIZE, SAVE, VALIDATE, TimeSheet

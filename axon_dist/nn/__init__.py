@@ -3,22 +3,22 @@
 Imports `core`, `mesh` and `sharding`. Start reading in `units.py`, then `layer_scan.py`.
 """
 
+from ..core.modules import wrap_calls as wrap_calls
+from ..jaxpr.layer_scan import find_chains as find_chains
+from ..jaxpr.layer_scan import scan_over_layers as scan_over_layers
+from ..jaxpr.units import GATHER as GATHER
+from ..jaxpr.units import IsUnit as IsUnit
+from ..jaxpr.units import RematPolicy as RematPolicy
+from ..jaxpr.units import check_some as check_some
+from ..jaxpr.units import is_inside as is_inside
+from ..jaxpr.units import mark_units as mark_units
+from ..jaxpr.units import units_of as units_of
 from ..ops.linear_loss import linear_cross_entropy as linear_cross_entropy
 from ..ops.linear_loss import linear_scores as linear_scores
 from ..ops.ring import AROUND as AROUND
 from ..ops.ring import Ring as Ring
 from ..ops.ring import ring_attention as ring_attention
 from ..ops.ring import ulysses_attention as ulysses_attention
-from ..program import GATHER as GATHER
-from ..program import IsUnit as IsUnit
-from ..program import RematPolicy as RematPolicy
-from ..program import check_some as check_some
-from ..program import find_chains as find_chains
-from ..program import is_inside as is_inside
-from ..program import mark_units as mark_units
-from ..program import scan_over_layers as scan_over_layers
-from ..program import units_of as units_of
-from ..program import wrap_calls as wrap_calls
 from .attention import TensorParallelAttention as TensorParallelAttention
 from .attention import attended as attended
 from .attention import check_attend as check_attend

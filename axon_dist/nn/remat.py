@@ -11,9 +11,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.modules import stacks_of
 from ..core.typing import Array, Path
+from ..jaxpr.linen import linen_blocks, linen_named
+from ..jaxpr.units import IsUnit, RematPolicy, is_inside
 from ..ops.ring import AROUND
-from ..program import IsUnit, RematPolicy, is_inside, linen_blocks, linen_named, stacks_of
 
 SUMS = "sums"
 """The policy that keeps what tensor parallelism has summed over its ranks."""

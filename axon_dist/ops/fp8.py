@@ -15,9 +15,9 @@ from flax import nnx
 
 from ..core.compat import new_operation
 from ..core.errors import UnsupportedError
+from ..core.modules import stacks_of
 from ..core.typing import Array, Path
 from ..core.weighted import per_sample
-from ..program import stacks_of
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 """Values and weights have more digits, gradients more range (arXiv:2209.05433)."""

@@ -13,10 +13,10 @@ import optax
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.modules import wrap_calls
 from ..core.told import MODULE, NUMBER, Kind, told
 from ..core.tree import has_64_bits
 from ..core.typing import Array, PyTree
-from ..program import wrap_calls
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 

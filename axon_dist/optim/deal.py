@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array, Shape
-from ..program.matrices import Call, run_with_calls, shape_of
+from ..jaxpr.rows import Call, run_with_calls, shape_of
 from ..sharding import axes_of, spec_axes
 
 

@@ -16,11 +16,11 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.modules import stacks_of
 from ..core.told import MODEL
 from ..core.tree import map_with_path
 from ..core.typing import Array, Path, PyTree
-from ..program import stacks_of
-from ..program.matrices import matrixwise
+from ..jaxpr.rows import matrixwise
 
 Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 """Of one quintic for all iterations, or of one for each."""

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import Choice, ConfigError, DivisibilityError, UnsupportedError, did_you_mean
+from ..core.modules import HELD, Layers, layers_of, wrap_calls
 from ..core.typing import Array
 from ..nn import (
     Layout,
@@ -21,7 +22,6 @@ from ..nn import (
     ring_attention,
     ulysses_attention,
 )
-from ..program import HELD, Layers, layers_of, wrap_calls
 from .strategy import Strategy
 
 

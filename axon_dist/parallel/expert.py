@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import Choice as Named
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, Shape
 from ..core.weighted import per_sample
 from ..nn import Axes, Layout, manual_axes
 from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
-from ..program import wrap_calls
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
 from .listed import ExpertList, check_lists, lists_in

@@ -22,12 +22,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import DivisibilityError, UnsupportedError
+from ..core.modules import stacks_of, wrap_calls
 from ..core.reduction import gathered, sum_scatter
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path
+from ..jaxpr.expert_calls import Calls, Mixture, Mixtures, mark_experts, mixtures_in
+from ..jaxpr.pieces import read_outside_units
+from ..jaxpr.units import is_inside
+from ..jaxpr.walk import Known
 from ..nn import Layout
-from ..program import Known, is_inside, read_outside_units, stacks_of, wrap_calls
-from ..program.expert_calls import Calls, Mixture, Mixtures, mark_experts, mixtures_in
 
 STACK = (
     "Stack them, so that one module holds all: self.experts = nnx.vmap(Expert)(rngs.split(count)), "

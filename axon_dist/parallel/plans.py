@@ -13,9 +13,9 @@ from ..collectives import Compression
 from ..core.errors import Choice, ConfigError, MeshError, UnsupportedError, did_you_mean
 from ..core.told import is_whole
 from ..core.typing import Path
+from ..jaxpr.linen import linen_modules
 from ..mesh import World
 from ..nn import block_paths
-from ..program import linen_modules
 from ..schedule import Schedule
 
 

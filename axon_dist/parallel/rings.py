@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array
+from ..jaxpr.rewrite import Rewriting
 from ..nn import Layout, manual_axes
 from ..ops.ring_product import Circle, into_columns, into_rows, pieces_of
-from ..program import Rewriting
 
 COLUMNS, ROWS = "into_columns", "into_rows"
 """The names of what a column layer and a row layer multiply by their kernels."""

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.errors import UnsupportedError
+from ..core.modules import wrap_calls
 from ..core.told import MODEL
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path
+from ..jaxpr.dataflow import Cut, Flow, Product, Value, follow
 from ..nn import ParallelMode, mixes, softmax_attention
-from ..program import wrap_calls
-from ..program.dataflow import Cut, Flow, Product, Value, follow
 from .expert import MIX, has_experts
 from .listed import ExpertList, lists_in, mixed
 from .plan import BIAS, TABLES, Plan, Rule

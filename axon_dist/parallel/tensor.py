@@ -13,10 +13,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import ConfigError, StrategyConflictError, UnsupportedError
+from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
+from ..jaxpr.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
-from ..program import linen_modules, wrap_calls
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
 from .rings import COLUMNS, ROWS, RingProducts, into
 from .strategy import AdaptLayers, Strategy

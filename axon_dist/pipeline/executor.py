@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.typing import Array, PyTree
-from ..program.piece import as_it_lies
+from ..jaxpr.pieces import as_it_lies
 from ..schedule import Phase, Schedule, SlotPlan, assign_slots
 from .stage import (
     Data,

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree, Shape
-from ..program.rows import Stacked, whole
+from ..jaxpr.rows import Stacked, whole
 from ..schedule import Schedule, stage_ranges
 from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, axes_of
 

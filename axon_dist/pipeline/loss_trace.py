@@ -18,7 +18,9 @@ from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
-from ..program import Piece, called, cut, depends_on, interpret, is_unit, made_by, needed_for
+from ..jaxpr.layer_scan import is_unit
+from ..jaxpr.pieces import Piece, cut
+from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for
 from ..schedule import Phase, Schedule
 from .layout import Keys, flatten
 from .stage import Data

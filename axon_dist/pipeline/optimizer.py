@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
-from ..program.owners import Atom, Constant, Operation, OwnedProgram, owned
-from ..program.rows import Stacked, by_rows, whole
+from ..jaxpr.owners import Atom, Constant, Operation, OwnedProgram, owned
+from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, Stacks, Stages, flatten, is_like, keys_of, nest
 from .rows import RowProgram, Slot, as_array, value_of
 from .storage import Cell, FlatStorage, ModelStorage, Place, StoredForm

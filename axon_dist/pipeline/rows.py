@@ -20,8 +20,7 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.typing import Array
-from ..program.owners import Atom, Constant, Operation, OwnedProgram
-from ..program.sums import sums_of
+from ..jaxpr.owners import Atom, Constant, Operation, OwnedProgram, sums_of
 from .layout import Keys
 from .storage import Cell, Place
 

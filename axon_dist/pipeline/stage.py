@@ -14,8 +14,8 @@ from jax.extend.core import Literal
 
 from ..core.compat import inner_programs
 from ..core.typing import Array
-from ..program import Piece, cut, depends_on, needed_for, opened
-from ..program.piece import as_it_lies
+from ..jaxpr.pieces import Piece, as_it_lies, cut
+from ..jaxpr.walk import depends_on, needed_for, opened
 
 
 class Wire(NamedTuple):

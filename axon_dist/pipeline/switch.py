@@ -18,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..core.errors import UnsupportedError
-from ..program import Piece, depends_on, variables
+from ..jaxpr.pieces import Piece
+from ..jaxpr.walk import depends_on, variables
 from ..schedule import Schedule
 from .layout import Keys, Stages
 from .loss_trace import LossTrace

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
-from ..program import whole
+from ..jaxpr.pieces import whole
 from ..schedule import TOGETHER, Action, Cell, Phase, Placed, Schedule, SlotPlan, Slots
 from .stage import Loss, Rest, Wire
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from ..core.compat import eval_equation
 from ..core.typing import Array
-from ..program import SHARED, Chain, Piece, find_chains, made_by, variables
-from ..program.piece import as_it_lies
+from ..jaxpr.layer_scan import SHARED, Chain, find_chains
+from ..jaxpr.pieces import Piece, as_it_lies
+from ..jaxpr.walk import made_by, variables
 from .layout import Keys
 from .loss_trace import LossTrace
 from .stage import Data, Loss, Rest, StageProgram, Wire

@@ -21,9 +21,8 @@ from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
 from ..core.typing import Array
-from ..program.owners import Atom, Constant, Equation, Operation, OwnedProgram
-from ..program.primitives import EACH
-from ..program.sums import sums_of
+from ..jaxpr.owners import Atom, Constant, Equation, Operation, OwnedProgram, sums_of
+from ..jaxpr.walk import EACH
 from .layout import Keys
 from .storage import Cell, FlatStorage, Place, StoredForm
 

@@ -14,10 +14,11 @@ from jax.extend.core import Literal
 from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.reduction import all_sum
 from ..core.typing import Array
+from ..jaxpr.pieces import BOUNDS, Readers, Rows, readers_of
+from ..jaxpr.rewrite import Rewriting
+from ..jaxpr.walk import depends_on, made_by, variables
 from ..nn import own_rows
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, find
-from ..program import Rewriting, depends_on, made_by, variables
-from ..program.lookups import BOUNDS, Readers, Rows, readers_of
 from .layout import Keys
 from .loss_trace import LossTrace
 from .stage import Data, Rest, StageProgram

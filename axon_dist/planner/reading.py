@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
+from ..jaxpr.device import tape_of
+from ..jaxpr.liveness import peak_of
+from ..jaxpr.placement import Splits, of_spec
+from ..jaxpr.tape import Sent
 from ..mesh.chips import Hardware
-from ..program.device import tape_of
-from ..program.liveness import peak_of
-from ..program.placement import Splits, of_spec
-from ..program.tape import Sent
 from .cost import EFFICIENCY, StepTime
 
 ROUNDS: Mapping[str, float] = {

@@ -15,13 +15,13 @@ from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import num_params
 from ..core.typing import Batch, LossFn
 from ..core.weighted import Weighted
+from ..jaxpr.device import tape_of
+from ..jaxpr.placement import whole
 from ..nn import block_paths
 from ..nn.attention import mixes
 from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import suggest_plan
 from ..parallel.expert import EXPERTS, ByExperts
-from ..program.device import tape_of
-from ..program.placement import whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.modules import wrap_calls
 from ..core.typing import Array, Batch, PyTree
 from ..core.weighted import Weighted
 from ..ops.linear_loss import BEFORE_HEAD
-from ..program import wrap_calls
 from .global_view import global_forward
 from .objective import mean_loss, weighed_metrics
 from .spec import StepSpec

@@ -11,16 +11,17 @@ from flax import nnx
 from ..core.errors import UnsupportedError
 from ..core.tree import joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
-from ..parallel import GlobalGather, ListedExperts, mixed, only_axes
+from ..jaxpr.pieces import read_in_loops
+from ..parallel import ListedExperts, mixed
 from ..parallel.listed import STACK
-from ..program import read_in_loops
-from .accumulate import accumulate
+from .gather import GlobalGather, only_axes
 from .objective import (
     Forward,
     GradientFn,
     GradientResult,
     Outcome,
     Prepare,
+    accumulate,
     beside,
     forward_of,
     gradient_means,

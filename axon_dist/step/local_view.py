@@ -1,9 +1,15 @@
-"""Gradients held per rank and reduced once: what the compiler cannot be told in global view."""
+"""Gradients held per rank and reduced once: what the compiler cannot be told in global view.
+
+A model that keeps its layers in a list has an array for each of them; the loop that runs them wants
+one for all. Carried from microbatch to microbatch as a list, weights and sums would lie in memory
+twice. Stacked and taken apart again they are the same array to the compiler.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,42 +22,98 @@ from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree, Shape
-from ..parallel import (
-    Held,
-    LocalGather,
-    ReduceHeld,
-    all_gather_by,
-    only_axes,
-    reduce_tree,
-)
-from ..program import (
-    Rows,
-    bridges_of,
-    find_rows,
-    is_inside,
-    read_once,
-    read_outside_units,
-    with_rank,
-    without_rank,
-)
+from ..jaxpr.linen import bridges_of
+from ..jaxpr.pieces import read_once, read_outside_units
+from ..jaxpr.randomness import Rows, find_rows, with_rank, without_rank
+from ..jaxpr.units import is_inside
 from ..sharding import Policy, spec_axes, specs
-from .accumulate import LastFn, SumsFn, accumulate
-from .buffers import buffer_partition, own_buffers, stack_buffers
-from .normalization import has_statistics, synchronise_statistics
+from .buffers import (
+    buffer_partition,
+    has_statistics,
+    own_buffers,
+    stack_buffers,
+    synchronise_statistics,
+)
+from .gather import Held, LocalGather, ReduceHeld, all_gather_by, only_axes, reduce_tree
 from .objective import (
     Forward,
     GradientFn,
     GradientResult,
+    LastFn,
     Outcome,
     Sums,
+    SumsFn,
+    accumulate,
     beside,
     forward_of,
     gradient_sums,
     gradient_totals,
 )
 from .spec import StepSpec
-from .stacking import stacking_of
 from .view import MakeGather, spelled
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacking:
+    """Which leaves of a tree become the rows of one array.
+
+    Args:
+        rows: for each array the paths of its rows; a leaf of its own stands alone.
+        like: a tree of the structure of those that are stacked.
+    """
+
+    rows: tuple[tuple[Path, ...], ...]
+    like: PyTree
+
+    def stack(self, tree: PyTree) -> dict[Path, Array]:
+        """The arrays, by the path of their first row."""
+        leaves = dict(leaves_with_paths(tree))
+        alone = lambda paths: leaves[paths[0]]
+        together = lambda paths: jnp.stack([leaves[path] for path in paths])
+        return {paths[0]: (together if paths[1:] else alone)(paths) for paths in self.rows}
+
+    def unstack(self, stacked: dict[Path, Array]) -> PyTree:
+        """The tree that they were made of; the inverse of `stack`."""
+        leaves = {
+            path: stacked[paths[0]][row] if paths[1:] else stacked[path]
+            for paths in self.rows
+            for row, path in enumerate(paths)
+        }
+        return map_with_path(lambda path, _: leaves[path], self.like)
+
+
+def stacking_of(shapes: PyTree, units: Iterable[Path]) -> Stacking:
+    """Stacks the leaves that equal units next to each other have under one name.
+
+    Args:
+        shapes: nested dict of `ShapeDtypeStruct`.
+        units: the paths of the units.
+
+    Returns:
+        The stacking; what is no unit's, or what a unit has alone, stands alone.
+
+    Example:
+        >>> leaf = jnp.ones(2)
+        >>> shapes = {"layers": {"2": {"w": leaf}, "10": {"w": leaf}}, "head": leaf}
+        >>> stacking_of(shapes, ["layers/10", "layers/2"]).rows
+        (('head',), ('layers/2/w', 'layers/10/w'))
+    """
+    found: dict[tuple, list[Path]] = {}
+    inside = sorted(units, key=_counted)
+    for path, leaf in leaves_with_paths(shapes):
+        unit = next((unit for unit in inside if is_inside(path, unit)), None)
+        kind = (path,)
+        if unit is not None and re.search(r"\d", unit):
+            name = re.sub(r"\d+", "#", unit) + path.removeprefix(unit)
+            kind = (name, tuple(leaf.shape), str(leaf.dtype))
+        found.setdefault(kind, []).append(path)
+    return Stacking(tuple(tuple(sorted(paths, key=_counted)) for paths in found.values()), shapes)
+
+
+def _counted(path: Path) -> list[tuple[bool, int, str]]:
+    """Sorts `layers/2` before `layers/10`."""
+    parts = re.split(r"(\d+)", path)
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
 def local_gradients(spec: StepSpec) -> GradientFn:

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.reduction import all_sum, on_wire
 from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
-from ..parallel import PipelinePlan, Reduction, Strategy, only_axes, reduce_by
+from ..jaxpr.randomness import Rows, with_rank, without_rank
+from ..parallel import PipelinePlan, Reduction, Strategy
 from ..pipeline import (
     Data,
     Executor,
@@ -37,10 +38,10 @@ from ..pipeline import (
 )
 from ..pipeline import Sums as PipelineSums
 from ..pipeline.layout import flatten, nest
-from ..program.randomness import Rows, with_rank, without_rank
 from ..sharding import axes_of, spec_axes, specs
+from .buffers import synchronise_statistics
+from .gather import only_axes, reduce_by
 from .local_view import sample_rows
-from .normalization import synchronise_statistics
 from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
 from .staged_loss import nested_metrics, traced

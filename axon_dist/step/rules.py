@@ -13,15 +13,14 @@ from flax import nnx
 from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, check_all
 from ..core.tree import joined, leaves_with_paths
 from ..core.typing import Path, PyTree
+from ..jaxpr.linen import linen_modules
 from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts
-from ..program import linen_modules
 from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
-from .determinism import deterministic_options
+from .buffers import own_statistics
 from .evaluation import check_eval_kwargs
-from .normalization import own_statistics
-from .outer import Outer
+from .replicas import Outer
 from .separable import wants_ranks
-from .spec import StepSpec
+from .spec import StepSpec, deterministic_options
 
 Found = Mapping[str, Any] | None
 

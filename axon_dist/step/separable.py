@@ -25,11 +25,11 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
+from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
+from ..jaxpr.samples import RANKS, follow_samples
+from ..jaxpr.walk import moves_with
 from ..parallel import Reduction, Strategy
-from ..program import moves_with
-from ..program.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
-from ..program.samples import RANKS, follow_samples
-from .normalization import has_statistics, synchronise_statistics
+from .buffers import has_statistics, synchronise_statistics
 from .objective import Prepare, evaluate
 from .parts import ModelParts
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
+from ..jaxpr.rows import Stacked, by_rows, whole
+from ..jaxpr.units import mark_units
 from ..pipeline import Calls, Keys, LossTrace, Stacks, buffers_together, has_apart, trace_loss
-from ..program import mark_units
-from ..program.rows import Stacked, by_rows, whole
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
 

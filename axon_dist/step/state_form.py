@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -10,19 +11,185 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Group
 
 from ..core.errors import ConfigError
 from ..core.tree import joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..mesh import agree, checksums, digest
-from .buffers import mean_buffers, stack_buffers
-from .claims import Claims, claims_of
+from ..parallel import CPUOffload, Strategy
+from ..sharding import Explanation, explain, explain_optimizer, optimizer_shardings, shardings
+from .buffers import buffer_partition, mean_buffers, stack_buffers
 from .parts import Source
-from .placement import on_device, state_shardings, whole_buffers
 from .spec import StepSpec
 from .state import TrainState
 from .update import first_average
 from .weights import kept_weights, placed_weights, replaced, weight_targets
+
+
+def state_shardings(spec: StepSpec, state: TrainState) -> Any:
+    """Places a train state as a strategy says.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        state: of shapes.
+
+    Returns:
+        A `TrainState` of shardings.
+    """
+    mesh, offload, stored = spec.mesh, spec.strategy.offload, spec.storage.strategy
+    place = functools.partial(NamedSharding, mesh)
+    whole: Any = place(PartitionSpec())
+    return TrainState(
+        step=whole,
+        params=shardings(stored.params, state.params, mesh, offload.params),
+        opt_state=optimizer_shardings(
+            stored.opt_state, state.params, state.opt_state, mesh, offload.opt_state
+        ),
+        buffers=jax.tree.map(place, _buffers_at_rest(spec)),
+        scaler=jax.tree.map(lambda _: whole, state.scaler),
+        frozen=shardings(stored.params, state.frozen, mesh, offload.params),
+        # Made shard by shard where the moments are, which are never less divided than parameters.
+        ema=None
+        if state.ema is None
+        else shardings(stored.opt_state, state.ema, mesh, offload.opt_state),
+    )
+
+
+def whole_buffers(spec: StepSpec, buffers: PyTree) -> PyTree:
+    """The buffers as a step computes with them: what lies divided between steps is made whole.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        buffers: of a state.
+    """
+    whole = NamedSharding(spec.mesh, PartitionSpec())
+    at_rest = dict(leaves_with_paths(_buffers_at_rest(spec)))
+    is_divided = lambda path: path in spec.parts.others and at_rest[path] != PartitionSpec()
+    gather = lambda path, x: jax.lax.with_sharding_constraint(x, whole) if is_divided(path) else x
+    return map_with_path(gather, buffers)
+
+
+def _buffers_at_rest(spec: StepSpec) -> PyTree:
+    """Where buffers lie between steps: those that are no layer's statistics as parameters would."""
+    parts, reduction = spec.parts, spec.reduction
+    specs = buffer_partition(parts.buffers, reduction, spec.strategy.batch_axes)
+    if not reduction.sync_buffers:
+        return specs
+    # Rules about paths are about parameters; what divides any leaf divides these too.
+    policy = spec.strategy.params.flexible_part
+    place = lambda path, leaf, whole: (
+        policy(path, leaf.shape, spec.mesh) if path in parts.others else whole
+    )
+    return map_with_path(place, parts.buffers, specs)
+
+
+def on_device(offload: CPUOffload, places: Any, state: TrainState) -> TrainState:
+    """Copies what lives in host memory to the devices.
+
+    Args:
+        offload: what lives there.
+        places: a `TrainState` of shardings.
+        state: the state, within a trace.
+
+    Returns:
+        The state, all of it in device memory.
+    """
+    if offload is CPUOffload.NONE:
+        return state
+    return jax.device_put(state, jax.tree.map(lambda s: s.with_memory_kind("device"), places))
+
+
+@dataclasses.dataclass(frozen=True)
+class Claims:
+    """Where a strategy says that parameters, gradients and moments lie, and why; prints as tables.
+
+    Args:
+        params: about the parameters.
+        grads: about the gradients that reach the optimizer: they lie with its moments.
+        opt_state: about the optimizer state.
+        frozen: about the frozen parameters, where there are some.
+        programs: what a compiled step must show besides; each raises where it does not.
+    """
+
+    params: Explanation
+    grads: Explanation
+    opt_state: Explanation
+    frozen: Explanation | None = None
+    programs: tuple[Callable[[jax.stages.Compiled], Any], ...] = ()
+
+    def of_program(self, *checks: Callable[[jax.stages.Compiled], Any]) -> Claims:
+        """These claims, and what a compiled step must show besides.
+
+        Args:
+            checks: functions of the compiled step that raise, such as
+                `functools.partial(axon_dist.inspect.expect_kernels, attention=24, remat=0)`.
+
+        Returns:
+            The claims; `check_compiled` checks them all.
+        """
+        return dataclasses.replace(self, programs=(*self.programs, *checks))
+
+    def check(self, state: TrainState, grads: PyTree | None = None) -> None:
+        """Raises unless every array is split as claimed.
+
+        Args:
+            state: arrays, whose shards are measured, or shapes with shardings.
+            grads: gradients, where there are some.
+
+        Raises:
+            ClaimError: naming the leaves that a device holds more of.
+        """
+        self.params.check(state.params)
+        self.opt_state.check(state.opt_state)
+        if self.frozen is not None:
+            self.frozen.check(state.frozen)
+        if grads is not None:
+            self.grads.check(grads)
+
+    def check_compiled(self, compiled: jax.stages.Compiled, state: TrainState) -> None:
+        """Raises unless a compiled step leaves its state split, and shows besides, as claimed.
+
+        Args:
+            compiled: from `TrainStep.lower(batch).compile()`.
+            state: the shapes of the state.
+
+        Raises:
+            ClaimError: as `check`, and as what is claimed of the program says.
+        """
+        for check in self.programs:
+            check(compiled)
+        placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        self.check(jax.tree.map(placed, state, compiled.output_shardings[0]))
+
+    def __rich__(self) -> Group:
+        tables = [one.table() for one in (self.params, self.grads, self.opt_state)]
+        return Group(*tables, *([] if self.frozen is None else [self.frozen.table()]))
+
+
+def claims_of(spec: StepSpec, state: TrainState, strategy: Strategy | None = None) -> Claims:
+    """The claims of a step's strategy about a state of given shapes.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        state: of shapes.
+        strategy: lays it out; None is that of the storage.
+    """
+    strategy, mesh = strategy or spec.storage.strategy, spec.mesh
+    return Claims(
+        explain(strategy.params, state.params, mesh, f"parameters under {strategy.name}"),
+        explain(strategy.opt_state, state.params, mesh, f"gradients under {strategy.name}"),
+        explain_optimizer(
+            strategy.opt_state,
+            state.params,
+            state.opt_state,
+            mesh,
+            f"optimizer state under {strategy.name}",
+        ),
+        explain(strategy.params, state.frozen, mesh, f"frozen parameters under {strategy.name}")
+        if jax.tree.leaves(state.frozen)
+        else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,15 +18,13 @@ from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest, is_on_paper
 from .batch import BatchLayout, Placed
-from .claims import Claims
-from .deadlock_guard import jit_of
 from .evaluation import evaluation, means
-from .in_flight import InFlightLimit
+from .guards import InFlightLimit, jit_of
 from .replicas import separation_of, shared_metrics, steps_of
 from .separable import Separation
 from .spec import MadeOfSpec, StepSpec
 from .state import TrainState, averaged, check_fits, check_usable
-from .state_form import StateForm
+from .state_form import Claims, StateForm
 from .weights import WEIGHTS
 
 STEPS_IN_FLIGHT = 16

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import UnsupportedError
+from ..core.modules import stacks_of
 from ..core.tree import joined, leaves_with_paths, parted
 from ..core.typing import Batch, LossFn, Path, PyTree
+from ..jaxpr.linen import linen_blocks, linen_named
+from ..jaxpr.units import names_of
 from ..ops.int8 import narrowed, widened
 from ..parallel import ExpertList, PipelinePlan, Strategy, lists_of
 from ..pipeline import (
@@ -30,7 +33,6 @@ from ..pipeline import (
 from ..pipeline.layout import flatten, nest
 from ..pipeline.storage import RowStorage
 from ..pipeline.switch import BATCH, stages_by_calls
-from ..program import linen_blocks, linen_named, names_of, stacks_of
 from ..schedule import partition, stage_ranges
 from ..sharding import HasShape, InPlaceOf
 from .parts import ModelParts

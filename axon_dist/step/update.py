@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Batch, PyTree
 from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
-from .options import StepOptions
-from .state import TrainState
+from .batch import Placed
+from .global_view import global_gradients
+from .local_view import local_gradients
+from .objective import GradientFn, GradientResult
+from .options import LOSS_SCALE, StepOptions
+from .parts import SHARED, own_and_given
+from .pipeline_view import pipeline_gradients
+from .spec import StepSpec
+from .state import FLAG, TrainState
 
 
 def clip(grads: PyTree, options: StepOptions) -> tuple[PyTree, dict[str, Array]]:
@@ -136,3 +146,111 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
         ema=keep_if(applies, new.ema, old.ema),
         buffers=jax.tree.map(kept, new.buffers, old.buffers),
     )
+
+
+def gradient_function(spec: StepSpec) -> GradientFn:
+    """Builds the function that computes mean gradients, in the view that the strategy needs.
+
+    A loss that couples samples cannot be computed rank by rank, which only the program for a batch
+    shows: the view is then another one.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+
+    Returns:
+        The function; gradients leave it in stored form, where their moments lie.
+    """
+    usual = _in_view(spec, spec.is_local)
+
+    def gradients(
+        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+    ) -> GradientResult:
+        here = spec.with_shared(buffers.get(SHARED, {}))
+        found = here.separator.of(batch)
+        by_rank = found.is_per_rank and spec.is_local
+        if here is spec and found.loss_fn is spec.loss_fn and by_rank == spec.is_local:
+            return usual(params, frozen, buffers, batch, scale)
+        other = _in_view(here.with_loss(found.loss_fn), by_rank)
+        return other(params, frozen, buffers, batch, scale)
+
+    return gradients
+
+
+def _in_view(spec: StepSpec, is_local: bool) -> GradientFn:
+    if spec.strategy.pipeline is not None:
+        return pipeline_gradients(spec)
+    return local_gradients(spec) if is_local else global_gradients(spec)
+
+
+Gradients: TypeAlias = Callable[[TrainState, Placed], GradientResult]
+"""(state, batch) -> mean gradients in the dtype of the parameters, metrics and new buffers."""
+
+Take: TypeAlias = Callable[[TrainState, Placed, Array | None], tuple[TrainState, dict[str, Any]]]
+"""(state, batch, flag of the step before) -> the next state, and metrics."""
+
+
+def unscaled_gradients(spec: StepSpec) -> Gradients:
+    """The gradients of a state's parameters, whatever their losses are scaled by.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+
+    Returns:
+        A pure function, to be traced.
+    """
+    scaler, gradient_fn = spec.options.scaler, gradient_function(spec)
+
+    def gradients(state: TrainState, placed: Placed) -> GradientResult:
+        scale = None if scaler is None else state.scaler.scale
+        buffers = spec.parts.with_given(state.buffers, state.step, placed.shared)
+        found = gradient_fn(state.params, state.frozen, buffers, placed.arrays, scale)
+        grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
+        return found._replace(
+            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
+            buffers=own_and_given(found.buffers)[0],
+        )
+
+    return gradients
+
+
+def one_step(spec: StepSpec, gradients: Gradients) -> Take:
+    """From one state to the next.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        gradients: from `unscaled_gradients`.
+
+    Returns:
+        A pure function of a state in device memory, to be traced.
+    """
+    options = spec.options
+
+    def take(
+        state: TrainState, placed: Placed, held: Array | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        grads, metrics, buffers = gradients(state, placed)
+        clipped, measured = clip(grads, options)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = spec.distributed(
+                clipped, state.opt_state, state.params, value=metrics["loss"]
+            )
+            params = optax.apply_updates(state.params, updates)
+        if "param_norm" in options.metrics:
+            measured["param_norm"] = optax.tree.norm(params)
+        new = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            buffers=buffers,
+            ema=average(options.ema, state.ema, params),
+        )
+        if options.scaler is not None:
+            new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
+            measured[LOSS_SCALE] = new.scaler.scale
+        if options.nonfinite is not None:
+            loss, finite = metrics["loss"], are_finite(grads, measured)
+            new, measured[FLAG] = undo_nonfinite(options, loss, finite, new, state, held)
+        return new, {**metrics, **measured}
+
+    return take

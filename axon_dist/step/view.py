@@ -13,36 +13,25 @@ from jax.sharding import Mesh
 from ..core.errors import StrategyConflictError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
+from ..jaxpr.layer_scan import scan_over_layers
+from ..jaxpr.linen import bridges_of
+from ..jaxpr.rewrite import ByRank, whole_slices
+from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
 from ..nn import ActivationCheckpointing, Layout
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
 from ..ops.int8 import Int8, Int8Form
 from ..ops.precision import MixedPrecision, autocast, cast_floating
 from ..parallel import (
-    GlobalGather,
-    Int8Gather,
     LossOverMesh,
     Strategy,
     TransformerAutoWrapPolicy,
     lists_of,
     map_experts,
     map_kernels,
-    regather_in_backward,
-    remake_in_backward,
     ring_products,
     sends_pieces,
 )
-from ..program import (
-    GATHER,
-    ByRank,
-    RematPolicy,
-    bridges_of,
-    check_some,
-    is_in_any,
-    is_inside,
-    mark_units,
-    scan_over_layers,
-    whole_slices,
-)
+from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
 from .parts import ModelParts
 

@@ -16,7 +16,7 @@ from axon_dist.parallel import (
     suggest_plan,
     tensor_parallel,
 )
-from axon_dist.step.portable import PortableForm
+from axon_dist.step.canonical import PortableForm
 
 from .listed import MIXES, listed
 from .reference import METRICS, assert_close, assert_metrics, assert_trained_alike, train

@@ -9,11 +9,11 @@ from flax import nnx
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, ddp, fsdp, pipelined
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.core.modules import stacks_of
 from axon_dist.core.weighted import Weighted
 from axon_dist.inspect import collectives
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import compose
-from axon_dist.program import stacks_of
 
 from .rows import part
 

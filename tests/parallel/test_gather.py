@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from axon_dist import build_train_step, fsdp
 from axon_dist.inspect import collectives, memory
-from axon_dist.parallel import (
+from axon_dist.parallel import Reduction
+from axon_dist.step.gather import (
     GlobalGather,
     LocalGather,
-    Reduction,
     all_gather_by,
     only_axes,
     reduce_by,

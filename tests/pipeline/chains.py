@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axon_dist.jaxpr.units import UNIT_NAME
 from axon_dist.pipeline import Data, Stages, storage_for, trace_loss
-from axon_dist.program.units import UNIT_NAME
 
 WIDTH, SAMPLES = 4, 3
 BLOCKS = tuple(("blocks", i) for i in range(5))

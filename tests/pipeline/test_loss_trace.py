@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.jaxpr.pieces import variables
 from axon_dist.pipeline import buffers_over_time
-from axon_dist.program.piece import variables
 
 from .chains import BLOCKS, buffers_of, chain_loss, microbatch, params_of, traced, unit
 

@@ -23,11 +23,11 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.inspect import collectives
+from axon_dist.jaxpr.walk import equations
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.nn import ColumnParallelLinear
 from axon_dist.ops.fp8 import BACKWARD, FORWARD, Fp8Dot, fp8_layers, fp8_reasons, rounded
 from axon_dist.parallel import Reduction
-from axon_dist.program.walk import equations
 
 LAST_FIRST = (((1,), (0,)), ((), ()))
 E4M3, E5M2 = np.dtype(FORWARD), np.dtype(BACKWARD)

@@ -8,7 +8,7 @@ from axon_dist.app.numerics import LAYOUTS
 from axon_dist.app.sentinels import SENTINELS
 from axon_dist.cli.main import main
 from axon_dist.core.errors import ConfigError, MeshError
-from axon_dist.program import ByRank
+from axon_dist.jaxpr.rewrite import ByRank
 
 
 def devices(world, count=4):

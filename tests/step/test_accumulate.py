@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist import Weighted
-from axon_dist.step.accumulate import accumulate
-from axon_dist.step.objective import Sums
+from axon_dist.step.objective import Sums, accumulate
 
 
 def gradient(params, buffers, batch):

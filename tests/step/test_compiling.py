@@ -24,7 +24,7 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import PIPELINED
-from axon_dist.step.compiling import compiler_options
+from axon_dist.step.spec import compiler_options
 
 GATHERS = next(name for name in PIPELINED if name.endswith("all_gather"))
 NAME = "xla_disable_hlo_passes"
@@ -68,7 +68,7 @@ def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
 def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch):
     """Above those of the chip, below those of the user."""
     row = dataclasses.replace(chip, sum_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.compiling.machine_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.spec.machine_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     make = lambda **options: build(world, strategy, **options).compiler_options
     assert make() == {NAME: "dce" if alone else "algsimp"}
@@ -89,7 +89,7 @@ def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch
 def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole, monkeypatch):
     """Above those of the chip, below those of sums alone."""
     row = dataclasses.replace(chip, whole_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.compiling.machine_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.spec.machine_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     assert build(world, strategy).compiler_options == {NAME: "dce" if whole else "algsimp"}
     row = dataclasses.replace(row, sum_options=((NAME, "cse"),))
@@ -164,7 +164,7 @@ def test_wrong_options_are_refused_when_the_step_is_built(world, given, message)
 
 def test_deterministic_is_not_undone(world, monkeypatch):
     fixed = {"xla_cpu_enable_fast_math": False}
-    monkeypatch.setattr("axon_dist.step.compiling.deterministic_options", lambda world: fixed)
+    monkeypatch.setattr("axon_dist.step.spec.deterministic_options", lambda world: fixed)
     assert compiler_options(world, deterministic=True) == fixed
     assert compiler_options(world, {**fixed, NAME: "dce"}, deterministic=True) == {
         **fixed, NAME: "dce"

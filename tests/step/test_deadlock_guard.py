@@ -8,10 +8,10 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, compose, pipelined
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.jaxpr.rewrite import Rewriting
 from axon_dist.parallel import tensor_parallel
-from axon_dist.program import Rewriting
 from axon_dist.step import view
-from axon_dist.step.deadlock_guard import check_branches
+from axon_dist.step.guards import check_branches
 
 TEXT = """\
 HloModule example

@@ -9,11 +9,12 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, ddp
 from axon_dist.inspect import collectives, target_devices
+from axon_dist.jaxpr.pieces import read_in_loops
+from axon_dist.jaxpr.units import mark_units
 from axon_dist.mesh import paper_world
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.parallel import STRATEGIES
 from axon_dist.planner import read_program
-from axon_dist.program import mark_units, read_in_loops
 
 WIDTH, STEPS = 64, 6
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, ddp, per_sample
 from axon_dist.core.errors import ConfigError, UnsupportedError
+from axon_dist.jaxpr.sample_use import Use
 from axon_dist.models import (
     ExpertConfig,
     ResNet,
@@ -24,7 +25,6 @@ from axon_dist.models import (
     next_token_loss,
 )
 from axon_dist.parallel import keep_samples_apart
-from axon_dist.program.sample_use import Use
 from axon_dist.step.parts import take_apart
 from axon_dist.step.separable import sample_use
 

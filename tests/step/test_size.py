@@ -15,9 +15,9 @@ import pytest
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, compose
+from axon_dist.jaxpr.walk import equations
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import STRATEGIES
-from axon_dist.program import equations
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
 PIPELINE = {"pipeline": {"num_microbatches": 2}}

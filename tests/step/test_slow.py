@@ -17,7 +17,7 @@ from axon_dist.inspect import collectives
 from axon_dist.parallel import Strategy, diloco, fsdp, pipelined
 from axon_dist.sharding import LargestDim
 from axon_dist.step import PortableForm
-from axon_dist.step.outer import Outer
+from axon_dist.step.replicas import Outer
 
 OUTER = optax.sgd(1.0)
 

@@ -19,7 +19,7 @@ from axon_dist.inspect import collectives, target_devices
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import diloco
-from axon_dist.step.outer import Outer
+from axon_dist.step.replicas import Outer
 
 TARGET, LENGTH = "h100:8x8", 4096
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import Reduction, Weighted, build_train_step, compose, ddp, fsdp, pipelined
-from axon_dist.step.arguments import is_told_step
+from axon_dist.step.options import is_told_step
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from axon_dist import GradScaler
-from axon_dist.step.nonfinite import Nonfinite
 from axon_dist.step.options import StepOptions
-from axon_dist.step.state import TrainState
+from axon_dist.step.state import Nonfinite, TrainState
 from axon_dist.step.update import are_finite, clip, skip_overflow, undo_nonfinite
 
 GRADS = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0]])}

@@ -1,0 +1,303 @@
+"""How many bytes of a tape are alive at once: what a compiler that fuses well would allocate.
+
+`written.py` says which are written to memory. One is alive from the node that makes it to the last
+that reads it, or reads what is computed from it; updates are made in place, in loops and branches
+too.
+
+XLA's scheduler for GPUs hides latency: it runs the chain of products that the next product needs,
+and behind it those whose results go nowhere but into sums, transfers and updates. Those are the
+gradients of weights, and so the activations and cotangents that they are made of are there
+together when the chain ends: in a turn of a loop over layers those of a layer, and of a model that
+is no loop those of all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from .placement import ADDS, is_added_to
+from .tape import IN_PLACE, Node, Tape, Written, carried
+
+Chain: TypeAlias = frozenset[int]
+"""Buffers that follow each other in the same place."""
+
+Shared: TypeAlias = Mapping[int, tuple[int, tuple[Chain, ...]]]
+"""The place of a result -> that of what is given, and in each body the buffers between."""
+
+
+def overwrites(tape: Tape) -> list[Mapping[int, Chain]]:
+    """Which inputs each output of a tape may be written over.
+
+    XLA gives an update the memory of what it updates where nothing else reads that, and what
+    enters a loop or the branches of a conditional the memory of what comes out of it in its place.
+
+    Args:
+        tape: of a turn of a loop, or of a branch.
+
+    Returns:
+        For each output the places of such inputs, and the buffers on the way from there.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from axon_dist.jaxpr.device import tape_of
+        >>> from axon_dist.jaxpr.placement import whole
+        >>> x = jnp.ones((4, 4))
+        >>> program = jax.make_jaxpr(lambda x, y: (x + y @ y, x @ y))(x, x)
+        >>> [list(one) for one in overwrites(tape_of(program, [whole(2)] * 2, {}, "cuda"))]
+        [[0], []]
+    """
+    made = {b: node for node in tape.nodes for b in node.writes if b >= 0}
+    places = {buffer: place for place, buffer in enumerate(tape.inputs)}
+    known: dict[int, dict[int, Chain]] = {}
+
+    def back(buffer: int) -> dict[int, Chain]:
+        if buffer not in known:
+            node = made.get(buffer)
+            if node is None:
+                known[buffer] = {places[buffer]: frozenset()} if buffer in places else {}
+            else:
+                known[buffer] = {
+                    place: chain | {buffer}
+                    for one in _under(node, buffer, tape.sizes)
+                    for place, chain in back(one).items()
+                }
+        return known[buffer]
+
+    return [back(buffer) if buffer >= 0 else {} for buffer in tape.outputs]
+
+
+def shared(node: Node) -> Shared:
+    """Which results of a loop or a conditional lie where what it is given lay.
+
+    Args:
+        node: with bodies.
+
+    Returns:
+        For each place of a result that of what it is given, and in each body the buffers between.
+    """
+    found: dict[int, tuple[int, tuple[Chain, ...]]] = {}
+    if not node.bodies:
+        return found
+    each = [overwrites(body) for body in node.bodies]
+    taken: set[int] = set()
+    for place in range(len(node.writes)):
+        ways = [one[place] for one in each]
+        if node.num_carry:
+            wanted = [node.num_consts + place] if place < node.num_carry else []
+        else:
+            wanted = sorted(set(ways[0]) - taken)
+        for given in wanted:
+            if all(given in way for way in ways):
+                taken.add(given)
+                found[place] = given, tuple(way[given] for way in ways)
+                break
+    return found
+
+
+def _under(node: Node, buffer: int, sizes: Sequence[int]) -> list[int]:
+    """What the result of a node may be written over."""
+    if node.kind == "barrier" or node.name in IN_PLACE:
+        return [node.reads[0]]
+    if node.name in ADDS:
+        return [one for one in node.reads if one >= 0 and sizes[one] == sizes[buffer]]
+    place = node.writes.index(buffer)
+    return [node.reads[given] for at, (given, _) in shared(node).items() if at == place]
+
+
+MOVES = frozenset({"transpose", "rev", "concatenate", "pad"})
+"""Elementwise operations whose elements lie elsewhere than those that they are made of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The bytes of a tape at their peak, and where that is.
+
+    Args:
+        num_bytes: alive at once, inputs and donated outputs not counted.
+        at: the number of the node.
+    """
+
+    num_bytes: int
+    at: int
+
+
+def peak_of(tape: Tape, in_place: Collection[int] = ()) -> Peak:
+    """The most bytes that are alive at once while a tape runs.
+
+    Args:
+        tape: of one device.
+        in_place: positions of outputs that overwrite inputs.
+
+    Returns:
+        The peak; what the tape is given is not counted.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from axon_dist.jaxpr.placement import whole
+        >>> from axon_dist.jaxpr.device import tape_of
+        >>> x = jnp.ones((8, 8))
+        >>> program = jax.make_jaxpr(lambda x: jnp.sum(jnp.tanh(x @ x) @ x))(x)
+        >>> peak_of(tape_of(program, [whole(2)], {}, "cpu")).num_bytes  # two of 8 x 8
+        512
+    """
+    return _Allocation(tape, (tape.outputs[place] for place in in_place)).peak()
+
+
+class _Allocation:
+    def __init__(self, tape: Tape, free: Iterable[int] = ()):
+        self.tape = tape
+        self.free = {*free}
+        self.written = Written(tape)
+
+    def peak(self) -> Peak:
+        """Goes through the nodes in their order."""
+        last = self._last_uses()
+        ends: dict[int, list[int]] = defaultdict(list)
+        for buffer, number in last.items():
+            ends[number].append(buffer)
+        alive, most, at = 0, 0, -1
+        for number, node in enumerate(self.tape.nodes):
+            new = sum(self._bytes(b) for b in node.writes if b in self.written.buffers)
+            dying = [b for b in ends[number] if b in self.written.buffers]
+            inside = shared(node)
+            inner = max(self._inner(node, inside), default=0)
+            reused = self._reused(node, dying, inside)
+            if alive + new + inner - reused > most:
+                most, at = alive + new + inner - reused, number
+            alive += new - sum(self._bytes(buffer) for buffer in dying)
+        return Peak(most, at)
+
+    def _bytes(self, buffer: int) -> int:
+        return 0 if buffer in self.free else self.tape.sizes[buffer]
+
+    def _inner(self, node: Node, inside: Shared) -> Iterable[int]:
+        """The bytes of each body beside what is given to it and what it gives back in its place."""
+        for number, body in enumerate(node.bodies):
+            free = (b for _, chains in inside.values() for b in chains[number])
+            yield _Allocation(body, free).peak().num_bytes + node.ahead
+
+    def _reused(self, node: Node, dying: list[int], inside: Shared) -> int:
+        """Bytes of results that take the place of what is read for the last time."""
+        if node.num_carry:
+            handed = zip(carried(node), node.writes[: node.num_carry], strict=True)
+            return sum(
+                self._bytes(b) for a, b in handed if a in dying and b in self.written.buffers
+            )
+        if node.bodies:
+            pairs = [(node.reads[given], node.writes[at]) for at, (given, _) in inside.items()]
+            return sum(self._bytes(b) for a, b in pairs if a in dying)
+        if node.name in IN_PLACE:
+            first = node.reads[0]
+            return self._bytes(first) if first in dying else 0
+        if node.kind == "fused" and node.name not in MOVES and node.writes:
+            sizes = [self._bytes(b) for b in dying]
+            own = self._bytes(node.writes[0]) if node.writes[0] in self.written.buffers else 0
+            return own if own in sizes else 0
+        return 0
+
+    def _last_uses(self) -> dict[int, int]:
+        """When each buffer that is written out is read for the last time."""
+        last: dict[int, int] = {}
+        for number, node in enumerate(self.tape.nodes):
+            if not self.written.runs(node):
+                continue
+            last.update((buffer, number) for buffer in node.writes)
+            for buffer in node.reads:
+                for source in self.written.sources(buffer) if buffer >= 0 else ():
+                    last[source] = number
+        for buffer in self.written.outputs:
+            for source in self.written.sources(buffer):
+                last[source] = len(self.tape.nodes)
+        return last
+
+
+CHAIN = frozenset({"product", "loop"})
+"""The kinds of nodes that others wait for."""
+
+
+def postponed(tape: Tape, num_consts: int = 0, num_carry: int = 0) -> Tape:
+    """The same tape with the products that nothing waits for behind all others.
+
+    Args:
+        tape: of a program, or of a turn of a loop.
+        num_consts: of a turn, how many inputs are the same in all turns.
+        num_carry: how many of the next inputs are handed on from turn to turn; what only adds to
+            one does not make the next turn wait.
+
+    Returns:
+        A tape of the same nodes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from axon_dist.jaxpr.device import tape_of
+        >>> from axon_dist.jaxpr.placement import whole
+        >>> x = jnp.ones((4, 4))
+        >>> program = jax.make_jaxpr(lambda x: (x @ x, jnp.tanh(x @ x.T) @ x))(x)
+        >>> names = lambda tape: [node.name for node in tape.nodes]
+        >>> tape = tape_of(program, [whole(2)], {}, "cpu")
+        >>> names(tape), names(postponed(tape))[-2:]
+        (['dot_general', 'dot_general', 'tanh', 'dot_general'], ['dot_general', 'dot_general'])
+    """
+    own, after = tape.inputs[num_consts:], tape.outputs[:num_carry]
+    waited = {
+        made
+        for given, made in zip(own, after, strict=False)
+        if made >= 0 and not is_added_to(given, made, tape.nodes)
+    }
+    ends: set[int] = set()
+    for number in reversed(range(len(tape.nodes))):
+        node = tape.nodes[number]
+        leads = not waited.isdisjoint(node.writes)
+        if node.kind == "product" and not leads:
+            ends.add(number)
+        if leads or node.kind in CHAIN:
+            waited.update(buffer for buffer in node.reads if buffer >= 0)
+    late: set[int] = set()
+    first, last = [], []
+    for number, node in enumerate(tape.nodes):
+        if node.name == "scan":
+            turns = tuple(postponed(b, node.num_consts, node.num_carry) for b in node.bodies)
+            node = dataclasses.replace(node, bodies=turns, ahead=sum(map(_ahead, [node], turns)))
+        is_late = number in ends or not late.isdisjoint(node.reads)
+        if is_late:
+            late.update(buffer for buffer in node.writes if buffer >= 0)
+        (last if is_late else first).append(node)
+    return dataclasses.replace(tape, nodes=_filled(first) + last)
+
+
+def _filled(nodes: list[Node]) -> list[Node]:
+    """The nodes with reductions that need nothing of a loop before it, whose transfers they hide.
+
+    The positions of a max-pool are such: they are needed behind the blocks that follow it.
+    """
+    found: list[Node] = []
+    since: set[int] = set()
+    place = None
+    for node in nodes:
+        if node.kind == "loop" and any(body.sends() for body in node.bodies):
+            place, since = len(found), set(node.writes)
+        elif place is not None and node.kind == "reduction" and since.isdisjoint(node.reads):
+            found.insert(place, node)
+            place += 1
+            continue
+        else:
+            since.update(buffer for buffer in node.writes if buffer >= 0)
+        found.append(node)
+    return found
+
+
+def _ahead(loop: Node, turn: Tape) -> int:
+    """Bytes that a turn gathers for the next, of what does not depend on the turn itself."""
+    if loop.trips == 1:
+        return 0
+    held = set(turn.inputs[loop.num_consts : loop.num_consts + loop.num_carry])
+    total = 0
+    for node in turn.nodes:
+        if node.kind == "barrier" or not held.isdisjoint(node.reads):
+            held.update(buffer for buffer in node.writes if buffer >= 0)
+        else:
+            total += sum(sent.num_bytes for sent in node.sent if sent.kind == "all-gather")
+    return total

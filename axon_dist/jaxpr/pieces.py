@@ -1,0 +1,391 @@
+"""Pieces of a traced program: the equations that some of its values need, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, scan_counts
+from ..core.typing import Array, PyTree
+from .layer_scan import has_units, is_unit
+from .walk import LOOPS, Known, called, made_by, variables
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Some equations of a jaxpr, as a function from an environment to its outputs.
+
+    Args:
+        equations: in order.
+        outputs: the variables or literals it computes.
+        needs: the variables that must be known beforehand.
+        pinned: the variables that every rank of a stage shall hold whole.
+    """
+
+    equations: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    needs: frozenset[Any]
+    pinned: frozenset[Any] = frozenset()
+
+    @property
+    def made(self) -> set[Any]:
+        """The variables that it computes."""
+        return made_by(self.equations)
+
+    def run(self, known: Mapping[Any, Any]) -> list[Any]:
+        """Computes the outputs.
+
+        Args:
+            known: the value of every variable that the piece needs.
+
+        Returns:
+            The values of `outputs`.
+        """
+        values = Known((variable, known[variable]) for variable in self.needs)
+        for equation in self.equations:
+            made = equation.outvars
+            results = eval_equation(equation, values.read(equation.invars))
+            pairs = zip(made, results, strict=True)
+            values.write(made, [whole(x) if v in self.pinned else x for v, x in pairs])
+        return values.read(self.outputs)
+
+
+def cut(
+    jaxpr: Any,
+    outputs: Sequence[Any],
+    known: Iterable[Any] = (),
+    pinned: frozenset[Any] = frozenset(),
+) -> Piece:
+    """The piece of a jaxpr that computes some values from others.
+
+    Args:
+        jaxpr: an open jaxpr.
+        outputs: variables of it, or literals.
+        known: variables that need not be computed; inputs of the jaxpr never are.
+        pinned: variables of it that every rank of a stage shall hold whole.
+
+    Returns:
+        The piece.
+    """
+    known = set(known)
+    wanted = variables(outputs) - known
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if wanted.isdisjoint(equation.outvars):
+            continue
+        equations.append(equation)
+        wanted |= variables(equation.invars) - known
+    made = made_by(equations)
+    read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
+    needs = frozenset(read - (made - known))
+    return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
+
+
+def whole(x: Any) -> Any:
+    """Keeps the compiler from splitting a value over the axes that are left to it."""
+    return _laid(x, lambda _: PartitionSpec())
+
+
+def as_it_lies(tree: PyTree) -> PyTree:
+    """The results of a branch, said to lie wherever the compiler likes.
+
+    XLA compares what the results of the branches of a conditional say about their layout, and
+    fails ("Inconsistent conditional sharding") where one says how it lies and another does not.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    return jax.tree.map(lambda x: _laid(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
+
+
+def _laid(x: Any, spec_of: Callable[[int], PartitionSpec]) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec_of(jnp.ndim(x))))
+
+
+CASTS = frozenset({"convert_element_type"})
+"""Operations that give a table in another dtype, and nothing else."""
+
+BOUNDS = jax.lax.GatherScatterMode
+"""What is made of ids that a table has no row for."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows that one equation of a program reads of a table: `table[ids]`.
+
+    Args:
+        equation: a gather, or a call of a program that is one.
+        operands: what the equation reads beside the table.
+        ids: the values of the operands -> the ids, integers of any shape, in the table or not.
+        casts: the dtypes that the table, or its rows, are cast to, in order.
+        mode: what is made of ids that the table has no row for.
+        fill: what these rows are filled with, where they are filled; None is not a number.
+    """
+
+    equation: Any
+    operands: tuple[Any, ...]
+    ids: Callable[[Sequence[Array]], Array]
+    casts: tuple[Any, ...]
+    mode: Any
+    fill: Any
+
+    @property
+    def result(self) -> Any:
+        """The variable of the rows."""
+        return self.equation.outvars[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Readers:
+    """What reads an input of a program.
+
+    Args:
+        rows: what reads rows of it by ids.
+        others: the other equations that read it; None for the program's own outputs.
+        forms: its variable, and those that are casts of it.
+    """
+
+    rows: tuple[Rows, ...]
+    others: tuple[Any, ...]
+    forms: Collection[Any]
+
+
+def readers_of(jaxpr: Any, table: Any) -> Readers:
+    """What reads a table `[N, D]`, in a program and the calls that it makes.
+
+    Args:
+        jaxpr: open, its units as calls.
+        table: a variable of it.
+
+    Returns:
+        The readers, in the order of the program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> shapes = jnp.zeros((8, 4)), jnp.zeros((2, 3), int)
+        >>> jaxpr = jax.make_jaxpr(lambda table, ids: jnp.take(table, ids, axis=0))(*shapes).jaxpr
+        >>> [rows.result.aval.shape for rows in readers_of(jaxpr, jaxpr.invars[0]).rows]
+        [(2, 3, 4)]
+    """
+    forms: dict[Any, tuple[Any, ...]] = {table: ()}
+    rows: list[Rows] = []
+    others: list[Any] = []
+    for equation in jaxpr.eqns:
+        read = variables(equation.invars) & forms.keys()
+        if not read:
+            continue
+        casts = forms[next(iter(read))]
+        if equation.primitive.name in CASTS:
+            forms[equation.outvars[0]] = (*casts, equation.params["new_dtype"])
+        elif (found := _rows_of(equation, read)) is not None:
+            rows.append(dataclasses.replace(found, casts=(*casts, *found.casts)))
+        else:
+            others.append(equation)
+    if variables(jaxpr.outvars) & forms.keys():
+        others.append(None)
+    return Readers(tuple(rows), tuple(others), frozenset(forms))
+
+
+def _rows_of(equation: Any, read: set[Any]) -> Rows | None:
+    """The rows that an equation reads of a table with some forms; None where it does otherwise."""
+    places = [i for i, atom in enumerate(equation.invars) if atom in read]
+    if len(places) != 1:
+        return None
+    others = tuple(atom for i, atom in enumerate(equation.invars) if i != places[0])
+    if equation.primitive.name == "gather":
+        if places != [0] or not _is_by_rows(equation):
+            return None
+        params = equation.params
+        first = lambda operands: operands[0][..., 0]
+        return Rows(equation, others, first, (), params["mode"], params["fill_value"])
+    inner = called(equation)
+    if inner is None or equation.primitive.name not in CALLS | REMATS or has_units(equation):
+        return None
+    jaxpr = inner.jaxpr
+    # The inputs of a call are its last operands.
+    place = places[0] - (len(equation.invars) - len(jaxpr.invars))
+    readers = readers_of(jaxpr, jaxpr.invars[place])
+    if len(readers.rows) != 1 or readers.others or jaxpr.outvars != [readers.rows[0].result]:
+        return None
+    (found,) = readers.rows
+    piece = cut(jaxpr, found.operands)
+    given = [v for i, v in enumerate(jaxpr.invars) if i != place]
+    if jaxpr.invars[place] in piece.needs:
+        return None
+    consts = dict(zip(jaxpr.constvars, inner.consts, strict=True))
+
+    def ids(operands: Sequence[Array]) -> Array:
+        known = dict(zip(given, operands[len(operands) - len(given) :], strict=True))
+        return found.ids(piece.run(consts | known))
+
+    return dataclasses.replace(found, equation=equation, operands=others, ids=ids)
+
+
+def _is_by_rows(equation: Any) -> bool:
+    """Whether a gather takes whole rows of a matrix, an id each."""
+    table, ids = (atom.aval for atom in equation.invars)
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    return (
+        table.ndim == 2
+        and tuple(sizes) == (1, table.shape[1])
+        and tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
+        and tuple(numbers.offset_dims) == (ids.ndim - 1,)
+        and not numbers.operand_batching_dims
+        and equation.params["mode"] in (BOUNDS.CLIP, BOUNDS.FILL_OR_DROP, BOUNDS.PROMISE_IN_BOUNDS)
+    )
+
+
+def read_outside_units(
+    jaxpr: Any, names: Sequence[str], is_unit: Callable[[Any], bool] = is_unit
+) -> Iterator[str]:
+    """The inputs that are computed with elsewhere than in the units they are handed to.
+
+    Args:
+        jaxpr: whose first inputs have names; units in it are marked.
+        names: of these inputs.
+        is_unit: whether an equation is the call of a unit.
+
+    Returns:
+        The names, each as often as it is read; a change of dtype reads nothing.
+    """
+    return _read(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), is_unit)
+
+
+def _read(jaxpr: Any, names: dict[Any, str], is_unit: Callable[[Any], bool]) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        read = {v: names[v] for v in equation.invars if not isinstance(v, Literal) and v in names}
+        if not read or is_unit(equation):
+            continue
+        if equation.primitive.name == "convert_element_type":
+            names[equation.outvars[0]] = next(iter(read.values()))
+        elif has_units(equation, is_unit):
+            for inner in inner_programs(equation):
+                # Branches have an index before their operands.
+                outer = equation.invars[len(equation.invars) - len(inner.invars) :]
+                pairs = zip(inner.invars, outer, strict=True)
+                named = [
+                    (new, read[old])
+                    for new, old in pairs
+                    if not isinstance(old, Literal) and old in read
+                ]
+                yield from _read(inner, dict(named), is_unit)
+        else:
+            yield from read.values()
+
+
+def read_once(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
+    """The inputs that are handed to one call of one unit, and to nothing else.
+
+    What stands in a loop over its rows is handed to one call each. What a loop hands to every
+    iteration, and what only a branch reads, is not read once.
+
+    Args:
+        jaxpr: whose first inputs have names; units in it are marked.
+        names: of these inputs.
+
+    Returns:
+        The names.
+    """
+    counts: Counter[str] = Counter()
+    _count(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), counts)
+    return frozenset(name for name, count in counts.items() if count == 1)
+
+
+_MANY = 2
+
+
+def _count(jaxpr: Any, names: dict[Any, str], counts: Counter[str]) -> None:
+    named = lambda atom: None if isinstance(atom, Literal) else names.get(atom)
+    counts.update({name: _MANY for atom in jaxpr.outvars if (name := named(atom))})
+    for equation in jaxpr.eqns:
+        given = [named(atom) for atom in equation.invars]
+        if not any(given):
+            continue
+        kind, inner = equation.primitive.name, called(equation)
+        if kind == "convert_element_type":
+            names[equation.outvars[0]] = given[0] or ""
+        elif is_unit(equation):
+            counts.update(filter(None, given))
+        elif kind == "scan" and has_units(equation):
+            body, kept = equation.params["jaxpr"].jaxpr, sum(scan_counts(equation))
+            counts.update({name: _MANY for name in given[:kept] if name})
+            _count(body, _rows(body.invars[kept:], given[kept:]), counts)
+        elif inner is not None and kind in CALLS | REMATS:
+            # The inputs of a call are its last operands.
+            _count(
+                inner.jaxpr, _rows(inner.jaxpr.invars, given[-len(inner.jaxpr.invars) :]), counts
+            )
+        else:
+            counts.update({name: _MANY for name in given if name})
+
+
+def _rows(variables: Sequence[Any], given: Sequence[str | None]) -> dict[Any, str]:
+    return {v: name for v, name in zip(variables, given, strict=True) if name}
+
+
+PASSED = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
+)
+"""Operations whose result is the same values as their one operand."""
+
+SLICES = frozenset({"dynamic_slice", "gather"})
+"""Operations with which a loop takes a row of what all turns are handed."""
+
+
+def read_in_loops(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
+    """The inputs that a loop reads in every turn, as a recurrent layer reads its weights.
+
+    What is handed to units that are called in a loop, and what a loop takes rows of, is not among
+    them; nor is what functions with derivatives of their own read.
+
+    Args:
+        jaxpr: whose first inputs have names; units in it may be marked.
+        names: of these inputs.
+
+    Returns:
+        The names.
+    """
+    found: set[str] = set()
+    _in_loops(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), False, found)
+    return frozenset(found)
+
+
+def _in_loops(jaxpr: Any, names: dict[Any, str], is_loop: bool, found: set[str]) -> None:
+    for equation in jaxpr.eqns:
+        given = [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
+        if not any(given):
+            continue
+        kind, inner = equation.primitive.name, called(equation)
+        if kind in PASSED:
+            names[equation.outvars[0]] = given[0] or ""
+        elif kind in LOOPS:
+            for body, kept in _bodies(equation, given):
+                _in_loops(body, _rows(body.invars[: len(kept)], kept), True, found)
+        elif is_unit(equation) and is_loop:
+            continue
+        elif inner is not None and (kind in CALLS | REMATS or is_unit(equation)):
+            rows = _rows(inner.jaxpr.invars, given[-len(inner.jaxpr.invars) :])
+            _in_loops(inner.jaxpr, rows, is_loop, found)
+        elif kind == "cond":
+            for branch in inner_programs(equation):
+                _in_loops(branch, _rows(branch.invars, given[1:]), is_loop, found)
+        elif is_loop and kind not in SLICES:
+            found.update(filter(None, given))
+
+
+def _bodies(equation: Any, given: Sequence[str | None]) -> list[tuple[Any, Sequence[str | None]]]:
+    """The programs that a loop runs in every turn, and what each gets that no turn changes."""
+    params = equation.params
+    if equation.primitive.name == "scan":
+        return [(params["jaxpr"].jaxpr, given[: scan_counts(equation)[0]])]
+    first = params["cond_nconsts"]
+    kept = given[first : first + params["body_nconsts"]]
+    return [(params["cond_jaxpr"].jaxpr, given[:first]), (params["body_jaxpr"].jaxpr, kept)]

@@ -1,0 +1,291 @@
+"""A traced program with some of its equations computed in another way, wherever they stand.
+
+What the compiler gets wrong, or must not do, is an operation and not a layer: it may stand in
+anybody's model, within loops, branches, calls and rematerialised parts. Rewriting therefore works
+on the jaxpr, before it is differentiated.
+
+XLA's partitioner (jax 0.10 to 0.12) makes the gradient of the kernel of a grouped or depthwise
+convolution as many times too large as the axis is long that does not split the batch, and gets
+that of any convolution wrong where a spatial dim is split over one axis of two. It says nothing,
+and a mesh with a single axis is right. So where a mesh has two, the compiler is not asked: each
+rank convolves its own samples with the whole kernel.
+
+What the compiler makes of a slice of a dim that it has split is a permutation between devices, and
+a permutation in a branch that other stages do not take waits for them forever. Told that the dim is
+whole there, it gathers instead, which the ranks of one stage do among themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..core.compat import eval_equation, in_place_of, inner_programs
+from ..core.errors import UnsupportedError
+from ..core.typing import Array
+from .walk import Run, interpret
+
+Replace: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[Any] | None]
+"""(equation, operands) -> its results, or None where it may stay as it is."""
+
+OPENED = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
+    | {"scan", "while", "cond"}
+)
+"""What runs inner programs and says all about them in its parameters."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rewriting:
+    """Which equations are computed in another way.
+
+    Args:
+        replace: by the name of a primitive.
+        hidden: called with an equation that runs such a primitive where it cannot be reached, as
+            functions with derivatives of their own do; raises, or lets it be.
+    """
+
+    replace: Mapping[str, Replace]
+    hidden: Callable[[Any], None]
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a function whose program is rewritten; traced once more here.
+
+        Args:
+            function: of arrays; Python numbers among its results stay what they are.
+
+        Returns:
+            A function of the same arguments with the same results.
+        """
+
+        def rewritten(*args: Any) -> Any:
+            numbers: list[Any] = []
+
+            def traced(*args: Any) -> Any:
+                results = function(*args)
+                is_number = lambda leaf: isinstance(leaf, (bool, int, float))
+                numbers[:] = [x if is_number(x) else None for x in jax.tree.leaves(results)]
+                return results
+
+            closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*args)
+            run = _Run(self, {})
+            results = run.program(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+            kept = [r if n is None else n for r, n in zip(results, numbers, strict=True)]
+            return jax.tree.unflatten(jax.tree.structure(shapes), kept)
+
+        return rewritten
+
+    def beside(self, other: Rewriting | None) -> Rewriting:
+        """Both at once, so that the program is traced once more only once."""
+        if other is None:
+            return self
+
+        def hidden(equation: Any) -> None:
+            for one in (self, other):
+                if any(one.concerns(inner) for inner in inner_programs(equation)):
+                    one.hidden(equation)
+
+        return Rewriting({**self.replace, **other.replace}, hidden)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], one: Run) -> list[Any]:
+        """Runs one program, each equation as `one` does it."""
+        return interpret(jaxpr, consts, values, one)
+
+    def replaces(self, equation: Any) -> bool:
+        """Whether an equation may be replaced."""
+        return equation.primitive.name in self.replace
+
+    def concerns(self, jaxpr: Any) -> bool:
+        """Whether a program holds an equation that may be replaced, at any depth."""
+        return any(
+            self.replaces(equation)
+            or any(self.concerns(inner) for inner in inner_programs(equation))
+            for equation in jaxpr.eqns
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """One pass over one program.
+
+    Args:
+        rewriting: what is replaced.
+        done: inner programs by identity, each with its new form: equal calls stay equal.
+    """
+
+    rewriting: Rewriting
+    done: dict[int, tuple[Any, Any]]
+
+    def program(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        return self.rewriting.run(jaxpr, consts, values, self.equation)
+
+    def equation(self, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        if name in self.rewriting.replace:
+            with in_place_of(equation):
+                results = self.rewriting.replace[name](equation, operands)
+            if results is not None:
+                return results
+        elif any(self.rewriting.concerns(inner) for inner in inner_programs(equation)):
+            if name in OPENED:
+                equation = equation.replace(params=self._opened(equation.params))
+            else:
+                self.rewriting.hidden(equation)
+        return eval_equation(equation, operands)
+
+    def _opened(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        new = dict(params)
+        for name, value in params.items():
+            if isinstance(value, (tuple, list)):
+                new[name] = type(value)(map(self._inner, value)) if value else value
+            else:
+                new[name] = self._inner(value)
+        return new
+
+    def _inner(self, value: Any) -> Any:
+        jaxpr = getattr(value, "jaxpr", value)
+        if not hasattr(jaxpr, "eqns") or not self.rewriting.concerns(jaxpr):
+            return value
+        if id(value) not in self.done:
+            consts = value.consts if isinstance(value, ClosedJaxpr) else ()
+            shapes = [
+                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+                if hasattr(v.aval, "weak_type")
+                else v.aval
+                for v in jaxpr.invars
+            ]
+            closed = jax.make_jaxpr(lambda *xs: self.program(jaxpr, consts, xs))(*shapes)
+            # The old one is held beside the new, for an id is of one object while that lives.
+            is_open = not isinstance(value, ClosedJaxpr)
+            self.done[id(value)] = value, closed.jaxpr if is_open else closed
+        return self.done[id(value)][1]
+
+
+CONVOLUTION = "conv_general_dilated"
+"""The primitive that every convolution is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRank:
+    """Computes convolutions of a traced program on each rank's samples alone.
+
+    Args:
+        mesh: names and sizes of its axes, over all devices.
+        batch: the axes that split samples.
+    """
+
+    mesh: Mesh
+    batch: tuple[str, ...]
+
+    @classmethod
+    def rewriting(cls, mesh: Mesh, batch: tuple[str, ...]) -> Rewriting | None:
+        """The rewriting of a program on a mesh, or None where the compiler is right."""
+        if sum(size > 1 for size in mesh.shape.values()) < 2:
+            return None
+        return Rewriting({CONVOLUTION: cls(mesh, batch)}, refuse)
+
+    def __call__(self, equation: Any, operands: Sequence[Array]) -> list[Array] | None:
+        """Computes one convolution; None where nothing is left to the compiler."""
+        here = jax.sharding.get_abstract_mesh()
+        manual = () if here.empty else tuple(here.manual_axes)
+        left = tuple(axis for axis in self.mesh.axis_names if axis not in manual)
+        if all(self.mesh.shape[axis] == 1 for axis in left):
+            return None
+        dims = equation.params["dimension_numbers"]
+        batch = self._splitting(equation, operands[0].shape[dims.lhs_spec[0]], manual)
+        samples, results = _at(dims.lhs_spec[0], batch), _at(dims.out_spec[0], batch)
+        mesh = here if manual else self.mesh
+        mapped = lambda function, ins, outs: jax.shard_map(
+            function, mesh=mesh, axis_names={*left}, in_specs=ins, out_specs=outs, check_vma=False
+        )
+        whole, run = PartitionSpec(), lambda x, k: equation.primitive.bind(x, k, **equation.params)
+
+        def backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+            def local(x: Array, k: Array, cotangent: Array) -> tuple[Array, Array]:
+                _, pull = jax.vjp(run, x, k)
+                of_samples, of_kernel = pull(cotangent)
+                return of_samples, of_kernel[None]
+
+            ins, addends = (samples, whole, results), _at(0, batch)
+            pull = mapped(local, ins, (samples, addends))
+            of_samples, of_kernel = pull(*saved, cotangent)
+            # Added up by the compiler, which gives every owner its shard at once.
+            return of_samples, jax.lax.reduce_sum(of_kernel, (0,))
+
+        forward = mapped(run, (samples, whole), results)
+        convolve = jax.custom_vjp(forward)
+        convolve.defvjp(lambda x, k: (forward(x, k), (x, k)), backward)
+        return [convolve(*operands)]
+
+    def _splitting(self, equation: Any, samples: int, manual: Sequence[str]) -> tuple[str, ...]:
+        """The axes that split the samples of a convolution."""
+        batch = tuple(axis for axis in self.batch if axis not in manual)
+        ways = math.prod(self.mesh.shape[axis] for axis in batch)
+        divides = samples % ways == 0 and equation.params["batch_group_count"] == 1
+        return batch if divides else ()
+
+
+def refuse(equation: Any) -> None:
+    """Raises for a convolution that stands where it cannot be rewritten.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"the model convolves inside {equation.primitive.name!r}, whose derivative is its own, on "
+        "a mesh with two or more axes, where the compiler can get the gradients of convolutions "
+        "wrong and cannot be told better in there. Call the convolution outside of such a "
+        "function, or use a mesh with one axis, such as dp=8"
+    )
+
+
+def _at(dim: int, axes: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*(None,) * dim, axes or None)
+
+
+SHIFTS = frozenset(
+    {"slice", "dynamic_slice", "dynamic_update_slice", "pad", "concatenate", "split", "rev"}
+)
+"""The primitives that move elements along a dim."""
+
+
+def whole_slices() -> Rewriting:
+    """The rewriting that keeps dims whole where they are cut, padded or joined."""
+    return Rewriting(dict.fromkeys(SHIFTS, _shift), lambda equation: None)
+
+
+def _shift(equation: Any, operands: Sequence[Array]) -> list[Array] | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
+        return None
+    dims = _moved(equation)
+    if not dims:
+        return None
+
+    def pinned(x: Array) -> Array:
+        if x.ndim <= max(dims):
+            return x
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(None if dim in dims else free for dim in range(x.ndim)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return [pinned(x) for x in eval_equation(equation, [pinned(x) for x in operands])]
+
+
+def _moved(equation: Any) -> set[int]:
+    """The dims along which elements move."""
+    if equation.primitive.name == "rev":
+        return set(equation.params["dimensions"])
+    shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]
+    first = shapes[0]
+    return {
+        dim
+        for dim, size in enumerate(first)
+        if any(len(shape) == len(first) and shape[dim] != size for shape in shapes)
+    }

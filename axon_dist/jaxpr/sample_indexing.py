@@ -1,0 +1,339 @@
+"""Operations that pick, write, cut out and join, and what they do to the dependence on samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.compat import eval_equation, source_line
+from ..core.tree import is_key
+from .sample_values import (
+    NUMBERS,
+    Coupling,
+    Kind,
+    Operation,
+    Rule,
+    Shapes,
+    Value,
+    aligned,
+    all_constant,
+    as_rows,
+    grown,
+    nonlinear,
+    not_numbered,
+    plus,
+    rows,
+    total,
+)
+
+_SCATTERS = tuple(
+    f"scatter{dash}{kind}" for kind in ("add", "sub", "mul", "min", "max") for dash in "-_"
+)
+
+
+def _gather(op: Operation, values: list[Value]) -> Value:
+    table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    numbers = op.params["dimension_numbers"]
+    rank = len(op.outputs[0][0])
+    lead = [dim for dim in range(rank) if dim not in numbers.offset_dims]
+    at = lambda dim: lead[dim]
+    if not table.is_rows:
+        if indices.is_rows and indices.dim is not None:
+            _check_index(indices)
+            if not table.is_constant:
+                raise Coupling("looks up a total over the samples for each of them")
+            return rows(at(indices.dim), indices.outer, table.degree)
+        if not indices.is_constant and not indices.is_rows:
+            raise Coupling("is an index that depends on several samples")
+        return aligned([indices], table.degree) if indices.is_rows else table
+    if table.numbers:
+        raise Coupling(NUMBERS)
+    if table.dim is None:
+        return _one_sample(table, indices)
+    return _gather_rows(op, table, indices, at)
+
+
+def _one_sample(table: Value, indices: Value) -> Value:
+    return aligned([table, indices], table.degree)
+
+
+def _check_index(indices: Value) -> None:
+    if indices.numbers:
+        raise Coupling(NUMBERS)
+
+
+def _gather_rows(op: Operation, table: Value, indices: Value, at: Callable[[int], int]) -> Value:
+    numbers, dim = op.params["dimension_numbers"], table.dim
+    assert dim is not None
+    if dim in numbers.operand_batching_dims:
+        own = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+        _check_index(indices)
+        if (indices.dim, indices.outer) == (own, table.outer) and indices.is_rows:
+            return table.at(at(own), table.outer)
+    elif dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims:
+        # x[arange(B), labels]: every sample takes its own row.
+        column = tuple(numbers.start_index_map).index(dim)
+        whole = indices.numbers * len(numbers.start_index_map)
+        flags = whole if len(indices.numbers) == 1 else indices.numbers
+        others = [flag for number, flag in enumerate(flags) if number != column]
+        if flags and flags[column] and not any(others) and table.outer == indices.outer == 1:
+            return table.at(at(indices.dim or 0), 1)
+    elif dim not in (*numbers.start_index_map, *numbers.collapsed_slice_dims):
+        kept = [
+            d
+            for d in range(len(op.inputs[0][0]))
+            if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        ]
+        if indices.is_constant and not grown(op.inputs[1]):
+            return table.at(numbers.offset_dims[kept.index(dim)], table.outer)
+    raise Coupling("picks samples by an index")
+
+
+def _scatter(op: Operation, values: list[Value]) -> Value:
+    table, indices, updates = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    numbers = op.params["dimension_numbers"]
+    rank = len(op.inputs[2][0])
+    lead = [d for d in range(rank) if d not in numbers.update_window_dims]
+    if all_constant((table, indices, updates)):
+        return nonlinear(op.name, [table, indices, updates])
+    if not table.is_rows or table.dim is None:
+        return _scatter_total(op, table, indices, updates, lead)
+    dim = table.dim
+    inserted, batching = numbers.inserted_window_dims, numbers.operand_batching_dims
+    kept = [d for d in range(len(op.inputs[0][0])) if d not in (*inserted, *batching)]
+    want: int | None = None
+    if dim in batching:
+        own = numbers.scatter_indices_batching_dims[batching.index(dim)]
+        _check_index(indices)
+        if indices.is_rows and (indices.dim, indices.outer) == (own, table.outer):
+            want = lead[own]
+    elif dim in numbers.scatter_dims_to_operand_dims and dim in inserted:
+        column = tuple(numbers.scatter_dims_to_operand_dims).index(dim)
+        flags = indices.numbers
+        if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
+            want = lead[indices.dim or 0]
+    elif dim not in numbers.scatter_dims_to_operand_dims:
+        if not indices.is_constant or grown(op.inputs[1]):
+            raise Coupling("writes to samples by an index")
+        want = numbers.update_window_dims[kept.index(dim)]
+    if want is None:
+        raise Coupling("writes to samples by an index")
+    if updates.is_rows:
+        return plus(table, updates.at(dim, updates.outer)) if updates.dim == want else _stray()
+    return plus(table, updates)
+
+
+def _stray() -> Value:
+    raise Coupling("puts samples together with other samples")
+
+
+def _scatter_total(
+    op: Operation, table: Value, indices: Value, updates: Value, lead: list[int]
+) -> Value:
+    """Counts and sums by segment: every sample adds to places of its own choice."""
+    _check_index(indices)
+    ok = op.name in ("scatter-add", "scatter_add")
+    at: set[int | None] = {updates.dim} if updates.is_rows else set()
+    if indices.is_rows:
+        at.add(None if indices.dim is None else lead[indices.dim])
+    known = {indices.kind, updates.kind} <= {Kind.CONSTANT, Kind.ROWS}
+    if ok and known and len(at) == 1 and None not in at:
+        return plus(table, total(updates.degree))
+    if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
+        return plus(table, updates)
+    raise Coupling("is written where several samples can write")
+
+
+def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
+    if not all_constant(values[1:]):
+        return _moving(op, values)
+    dims = grown(op.inputs[0])
+    if any(op.inputs[0][0][dim] != op.outputs[0][0][dim] for dim in dims):
+        raise Coupling("takes some of the samples")
+    return not_numbered(values[0])
+
+
+def _moving(op: Operation, values: list[Value]) -> Value:
+    """Slices at places that depend on the one sample of a loop."""
+    if any(v.is_rows and v.dim is not None for v in values):
+        raise Coupling("takes slices at places that differ from sample to sample")
+    return nonlinear(op.name, values)
+
+
+def _dynamic_update(op: Operation, values: list[Value]) -> Value:
+    if not all_constant(values[2:]):
+        return _moving(op, values)
+    table, new = (as_rows(v, s) for v, s in zip(values[:2], op.inputs[:2], strict=True))
+    for dim in {*grown(op.inputs[0]), *grown(op.inputs[1])}:
+        if op.inputs[0][0][dim] != op.inputs[1][0][dim]:
+            raise Coupling("writes over some of the samples")
+    return plus(table, new)
+
+
+def _slice(op: Operation, values: list[Value]) -> Value:
+    found = []
+    for params in (op.params, op.others):
+        strides = params["strides"] or (1,) * len(params["start_indices"])
+        found.append(
+            list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+        )
+    return _sliced(values[0], op.inputs[0], op.outputs[0], found)
+
+
+def _sliced(value: Value, shapes: Shapes, new: Shapes, found: list[Any]) -> Value:
+    dim = value.dim
+    if not value.is_rows or dim is None:
+        return not_numbered(value)
+    spans = [cut[dim] for cut in found]
+    sizes = [shape[dim] for shape in shapes]
+    if all(span == (0, size, 1) for span, size in zip(spans, sizes, strict=True)):
+        return value
+    not_numbered(value)
+    blocks = [size // value.outer for size in sizes]
+    ends = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
+    if ends[0] == ends[1] and all(x.is_integer() for x in ends[0]) and spans[0][2] == 1:
+        return value.at(dim, int(ends[0][1] - ends[0][0]))
+    start, _, stride = spans[0]
+    even = [shape[dim] * stride == size for shape, size in zip(new, sizes, strict=True)]
+    if value.outer == 1 and all(even) and start < stride and spans[1][::2] == (start, stride):
+        return value
+    raise Coupling("takes some of the samples")
+
+
+def _split(op: Operation, values: list[Value]) -> list[Value]:
+    value, axis = values[0], op.params["axis"]
+    if value.dim != axis or not value.is_rows:
+        return [value if not value.numbers else not_numbered(value)] * len(op.outputs)
+    found, starts = [], [0, 0]
+    for one, two, new in zip(op.params["sizes"], op.others["sizes"], op.outputs, strict=True):
+        spans = [
+            [(a, a + n, 1) if d == axis else () for d in range(axis + 1)]
+            for a, n in zip(starts, (one, two), strict=True)
+        ]
+        found.append(_sliced(value, op.inputs[0], new, spans))
+        starts = [starts[0] + one, starts[1] + two]
+    return found
+
+
+def _pad(op: Operation, values: list[Value]) -> Value:
+    value, filling = values
+    for dim in grown(op.inputs[0]):
+        if tuple(op.params["padding_config"][dim]) != (0, 0, 0):
+            raise Coupling("is padded along the samples")
+    if filling.is_zero:
+        return not_numbered(value)
+    return plus(value, filling) if value.is_rows else nonlinear(op.name, values)
+
+
+def _reverse(op: Operation, values: list[Value]) -> Value:
+    if any(dim in op.params["dimensions"] for dim in grown(op.inputs[0])):
+        raise Coupling("reverses the order of the samples")
+    return not_numbered(values[0])
+
+
+INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
+    {
+        "gather": _gather,
+        **dict.fromkeys(("scatter", *_SCATTERS), _scatter),
+        "dynamic_slice": _dynamic_slice,
+        "dynamic_update_slice": _dynamic_update,
+        "slice": _slice,
+        "split": _split,
+        "pad": _pad,
+        "rev": _reverse,
+    }
+)
+"""By the name of the primitive."""
+
+
+def operation(pair: tuple[Any, Any]) -> Operation:
+    """What a rule gets to see of an equation."""
+    one, two = pair
+    shapes = lambda left, right: tuple(
+        (_shape(a), _shape(b)) for a, b in zip(left, right, strict=True)
+    )
+    dtype = lambda atoms: _dtype(atoms[0].aval) if atoms else np.dtype("float32")
+    return Operation(
+        one.primitive.name,
+        one.params,
+        two.params,
+        shapes(one.invars, two.invars),
+        shapes(one.outvars, two.outvars),
+        (dtype(one.invars), dtype(one.outvars)),
+        next((str(v.aval.dtype) for v in one.invars[:1] if is_key(v.aval)), ""),
+    )
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _dtype(aval: Any) -> Any:
+    found = getattr(aval, "dtype", np.float32)
+    # Extended floats are of kind V for NumPy.
+    floats = not is_key(aval) and jnp.issubdtype(found, jnp.floating)
+    return np.dtype("float32") if floats or is_key(aval) else np.dtype(found)
+
+
+CALLS = frozenset(
+    {
+        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map",
+        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite",
+    }
+)  # fmt: skip
+"""What runs an inner program once, on its operands in order."""
+
+
+def inner(pair: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """The programs that an equation calls once."""
+    if pair[0].primitive.name not in CALLS:
+        return None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in pair[0].params and key in pair[1].params:
+            return pair[0].params[key], pair[1].params[key]
+    return None
+
+
+def is_of_jax(name: str) -> bool:
+    """Whether a jitted function is one of JAX's own."""
+    rooms = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
+    return name.startswith("_") or any(hasattr(room, name) for room in rooms)
+
+
+def is_float(aval: Any) -> bool:
+    """Whether there are gradients of such an array."""
+    return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
+
+
+def pullback(equation: Any, floats: list[int]) -> Any:
+    """The program (operands, cotangents of the results) -> cotangents of some operands."""
+
+    def pull(*values: Any) -> Any:
+        operands = list(values[: len(equation.invars)])
+
+        def run(*changed: Any) -> list[Any]:
+            for index, value in zip(floats, changed, strict=True):
+                operands[index] = value
+            made = zip(eval_equation(equation, operands), equation.outvars, strict=True)
+            return [value for value, v in made if is_float(v.aval)]
+
+        _, back = jax.vjp(run, *(operands[index] for index in floats))
+        return back(list(values[len(operands) :]))
+
+    seeds = [v.aval for v in equation.outvars if is_float(v.aval)]
+    avals = [*(v.aval for v in equation.invars), *seeds]
+    return jax.make_jaxpr(pull)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+
+
+def parting(jaxprs: tuple[Any, Any]) -> str:
+    """The line where two programs part."""
+    for one, two in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
+        if one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
+            return source_line(one)
+    longer = max(jaxprs, key=lambda jaxpr: len(jaxpr.eqns))
+    return source_line(longer.eqns[-1])

@@ -1,0 +1,288 @@
+"""Gathering a sharded weight for use, and what that does to its gradient on the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..collectives import plan_buckets, reduce_buckets
+from ..core.reduction import all_sum, on_wire, sum_scatter
+from ..core.typing import Array, PyTree, Shape
+from ..jaxpr.walk import COMPARES, EACH, MOVES
+from ..ops.fp8 import WEIGHT
+from ..ops.int8 import WIDEN, Int8, Int8Form
+from ..parallel.strategy import Reduction
+from ..sharding import axes_of, spec_axes, spread
+
+GATHERED = (
+    *("sharding_constraint", "all_gather", "all_gather_invariant"),
+    *("optimization_barrier", WIDEN, WEIGHT),
+)
+"""The primitives whose results are weights that are made again rather than kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalGather:
+    """Gathers a weight in global view: a constraint forward, the constraint of shards backward.
+
+    A plain `with_sharding_constraint(w, whole)` lets the compiler gather before the cast, and
+    keeps the gradient whole. Pinning both layouts on both ways makes the forward an all-gather of
+    the compute dtype and the backward a reduce-scatter.
+
+    Args:
+        mesh: names and sizes of its axes, over all devices.
+        own: where the weight lies between uses.
+        grad: where its gradient lies after the reduction; None for a weight without one.
+        full: where it lies in use; what tensor parallelism splits stays split.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+        in_loop: whether a loop reads it in every turn. The compiler would lay out what a loop
+            carries as those lie who read it behind, so that every turn would gather the weight, or
+            what is multiplied with it, and scatter its part of the gradient: the weight is then
+            whole in front of the loop, and the gradient is added up before it is scattered.
+    """
+
+    mesh: Mesh
+    own: PartitionSpec
+    grad: PartitionSpec | None
+    full: PartitionSpec
+    ndim: int
+    in_loop: bool = False
+
+    def __call__(self, weight: Array) -> Array:
+        """Returns the gathered weight."""
+        if self.grad is None:
+            # Without a rule of its own: in one that is never differentiated, a rematerialisation
+            # policy would see an opaque call, and keep the whole weight.
+            return self.forward(weight)
+        # The rule repeats the forward rather than calling it, so that a rematerialisation policy
+        # sees the constraint itself and not an opaque call.
+        gather = jax.custom_vjp(self.forward)
+        gather.defvjp(lambda w: (self.forward(w), None), lambda _, ct: (self.backward(ct),))
+        return gather(weight)
+
+    def forward(self, weight: Array) -> Array:
+        """Returns the gathered weight, its gradient left to the compiler."""
+        lies, full = self._place(self.own, weight), self._place(self.full, weight)
+        found = _constrain(_constrain(weight, lies), full)
+        return jax.lax.optimization_barrier(found) if self.in_loop else found
+
+    def backward(self, gradient: Array) -> Array:
+        """Returns the gradient of the whole weight as it lies after the reduction."""
+        if self.grad is None:
+            return gradient
+        if self.in_loop:
+            gradient = _constrain(gradient, self._place(self.full, gradient))
+        return _constrain(gradient, self._place(self.grad, gradient))
+
+    def _place(self, spec: PartitionSpec, weight: Array) -> NamedSharding:
+        return NamedSharding(self.mesh, _tail(spec, self.ndim - weight.ndim))
+
+    def beside(self, shape: Shape) -> GlobalGather:
+        """Gathers what is broadcast to the weight, and has no gradient either."""
+        own, full = spread(self.own, shape), spread(self.full, shape)
+        return dataclasses.replace(self, own=own, full=full)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalGather:
+    """Gathers a weight inside `shard_map`, and reduces its gradient to its owner on the way back.
+
+    Forward an all-gather of the dim that the ranks split, backward a reduce-scatter of it, and a
+    sum over the ranks that hold copies; the gradient crosses the wire in a dtype of its own.
+
+    Args:
+        spec: where the weight lies, batch axes alone.
+        axes: all the batch axes, whose ranks have different samples.
+        wire: the dtype of the reduction.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+        has_grad: whether it is trained.
+    """
+
+    spec: PartitionSpec
+    axes: tuple[str, ...]
+    wire: Any
+    ndim: int
+    has_grad: bool = True
+
+    def __call__(self, weight: Array) -> Array:
+        """Returns the gathered weight."""
+        spec = _tail(self.spec, self.ndim - weight.ndim)
+        if not self.has_grad:
+            return all_gather_by(weight, spec)
+        gather = jax.custom_vjp(lambda w: all_gather_by(w, spec))
+        gather.defvjp(
+            lambda w: (all_gather_by(w, spec), None),
+            lambda _, ct: (reduce_by(ct, spec, self.axes, self.wire),),
+        )
+        return gather(weight)
+
+    def beside(self, shape: Shape) -> LocalGather:
+        """Gathers what is broadcast to the weight, and has no gradient either."""
+        return dataclasses.replace(self, spec=spread(self.spec, shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Gather:
+    """Gathers a weight in eight bits, and widens it where it is used.
+
+    Args:
+        gather: how a weight of its shape without a gradient is gathered; None where it is whole.
+        form: how it is kept.
+        dtype: in which it is used; None is its own.
+    """
+
+    gather: GlobalGather | LocalGather | None
+    form: Int8Form
+    dtype: Any
+
+    def __call__(self, weight: Int8) -> Array:
+        """Returns the gathered weight."""
+        numbers, scale = weight.numbers, weight.scale
+        if self.gather is not None:
+            numbers, scale = self.gather(numbers), self.gather.beside(self.form.scale)(scale)
+        return self.form.widen(numbers, scale, self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A whole weight with the gradients that microbatches before have left on this rank.
+
+    Args:
+        weight: the weight, or its rows in a stack of layers.
+        sums: the sum of those gradients, of the same shape.
+        slot: zeros in the shape of the owner's shard: what the reduced sum is the gradient of.
+    """
+
+    weight: Array
+    sums: Array
+    slot: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight, for which it stands in a model."""
+        return self.weight.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceHeld:
+    """Reduces the gradients of all microbatches where the last one's gradient is made.
+
+    Forward it gives the weight; on the way back the gradient of the weight is added to the sums
+    held, and the total, reduced to its owner, becomes the gradient of the slot. So the reduction
+    of one unit runs beside the backward pass of the unit before.
+
+    Args:
+        spec: where the total shall lie, batch axes alone.
+        axes: all the batch axes, whose ranks have different samples.
+        wire: the dtype of the reduction.
+        ndim: dims of the parameter; a weight with fewer is a row of stacked layers.
+    """
+
+    spec: PartitionSpec
+    axes: tuple[str, ...]
+    wire: Any
+    ndim: int
+
+    def __call__(self, held: Held) -> Array:
+        """Returns the weight; to be called once for each, or sums would count more than once."""
+        spec = _tail(self.spec, self.ndim - held.weight.ndim)
+
+        def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
+            total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
+            return None, None, total.astype(held.slot.dtype)
+
+        weight = jax.custom_vjp(lambda weight, sums, slot: weight)
+        weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
+        return weight(held.weight, held.sums, held.slot)
+
+
+def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:
+    """Makes one rank's shard whole, inside `shard_map`."""
+    for dim in range(len(spec)):
+        if axes := axes_of(spec, dim):
+            shard = jax.lax.all_gather(shard, axes, axis=dim, tiled=True)
+    return shard
+
+
+def reduce_by(value: Array, spec: PartitionSpec, axes: tuple[str, ...], wire: Any = None) -> Array:
+    """Sums over ranks and leaves each its shard, inside `shard_map`.
+
+    Args:
+        value: this rank's addend, whole.
+        spec: where the sum shall lie.
+        axes: the axes to sum over; those that the spec does not name keep copies.
+        wire: the dtype of the sum on the wire; None is that of the value.
+
+    Returns:
+        This rank's shard of the sum, in the dtype of the value.
+    """
+    total = on_wire(value, wire)
+    for dim in range(len(spec)):
+        if split := axes_of(spec, dim):
+            total = sum_scatter(total, split, dim)
+    rest = tuple(axis for axis in axes if axis not in spec_axes(spec))
+    return all_sum(total, rest).astype(value.dtype)
+
+
+def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """The spec with every other axis left out.
+
+    Example:
+        >>> only_axes(PartitionSpec("fsdp", "tp"), ("tp",))
+        P(None, 'tp')
+    """
+    kept = [tuple(a for a in axes_of(spec, dim) if a in axes) for dim in range(len(spec))]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else (entry or None) for entry in kept))
+
+
+def regather_in_backward(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: keep every intermediate result but gathered weights."""
+    return primitive.name not in GATHERED
+
+
+def remake_in_backward(primitive: Any, *operands: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: keep what the device works for.
+
+    That is products, reductions, kernels and draws. Weights are gathered again, and what comes of
+    the results kept element by element is made again, which costs less than to write it to a stack
+    of layers and to read it back; of comparisons, such as dropout's, a byte per element is kept.
+    """
+    if primitive.name in COMPARES:
+        return any(jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
+    return primitive.name not in GATHERED and primitive.name not in EACH | MOVES
+
+
+def _tail(spec: PartitionSpec, leading: int) -> PartitionSpec:
+    return PartitionSpec(*tuple(spec)[leading:])
+
+
+def _constrain(value: Array, place: Any) -> Array:
+    return jax.lax.with_sharding_constraint(value, place)
+
+
+def reduce_tree(
+    grads: PyTree, specs: PyTree, axes: tuple[str, ...], reduction: Reduction
+) -> PyTree:
+    """Sums gradients over ranks and leaves each rank its shards.
+
+    Args:
+        grads: this rank's addends, whole.
+        specs: where the sums shall lie; buckets are for sums that every rank holds whole.
+        axes: the axes to sum over.
+        reduction: in what dtype, and in which groups.
+    """
+    if reduction.bucket_capacity is None:
+        return jax.tree.map(lambda g, spec: reduce_by(g, spec, axes, reduction.dtype), grads, specs)
+    # Buckets hold one dtype each, so what is sent is cast before it is packed.
+    wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
+    buckets = plan_buckets(wire, reduction.bucket_capacity)
+    total = lambda x: all_sum(x, axes)
+    reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
+    return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)
