@@ -18,7 +18,6 @@ from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
 from .expert import keep_samples_apart as keep_samples_apart
-from .expert import lists_of as lists_of
 from .expert import map_experts as map_experts
 from .expert import sum_over_ranks as sum_over_ranks
 from .expert import sums_samples as sums_samples
@@ -28,9 +27,6 @@ from .fsdp import ShardingStrategy as ShardingStrategy
 from .fsdp import fsdp as fsdp
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
-from .listed import ExpertList as ExpertList
-from .listed import ListedExperts as ListedExperts
-from .listed import mixed as mixed
 from .memory import FSDPMemoryStats as FSDPMemoryStats
 from .memory import estimate as estimate
 from .memory import format_bytes as format_bytes

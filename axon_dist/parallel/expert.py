@@ -24,7 +24,6 @@ from ..nn import Axes, Layout, manual_axes
 from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
-from .listed import ExpertList, check_lists, lists_in
 from .strategy import Strategy
 
 EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
@@ -52,7 +51,7 @@ def expert_parallel(
     form: ExpertForm | str = ExpertForm.AUTO,
     capacity: float | None = None,
     axis: str = "ep",
-    experts: Iterable[tuple[str, int | None]] = EXPERTS,
+    experts: Iterable[tuple[str, int]] = EXPERTS,
 ) -> Strategy:
     """Splits the experts of a model over a mesh axis that splits the batch, too.
 
@@ -64,10 +63,8 @@ def expert_parallel(
         all_to_all   4 (c - 1)/c k f A       k experts per token, f the capacity factor
 
     Modules with the methods of `models.Experts`, `mix_experts` and `feed`, run in `shard_map`, as
-    above. Experts that a model keeps in a list, each called on every token, are a ring: rank r has
-    those from r E/c on, gets the tokens of all, and what the ranks' experts make of them, gates
-    included, is summed back. What stacked experts of other models cost is left to the compiler,
-    which is told where they lie.
+    above. For the stacked experts of other models the compiler sends the tokens; it is told the
+    sharding of the experts.
 
     Args:
         form: how tokens travel; `"auto"` takes the ring where k f >= c.
@@ -77,8 +74,7 @@ def expert_parallel(
             equals one device; all_to_all then has slots for all tokens at each expert.
         axis: the mesh axis, of size c.
         experts: patterns of the paths of stacked kernels, and the dim of their experts from the
-            end; or of the paths of lists of modules, and None. Those of a model of yours are
-            `suggest_plan(model).experts`.
+            end. Those of your own model are `suggest_plan(model).experts`.
 
     Returns:
         The strategy; it splits the batch over the axis. Compose it with `ddp` or `fsdp` over other
@@ -103,15 +99,13 @@ def expert_parallel(
         raise ConfigError(f"unknown form {form!r}.{did_you_mean(str(form), list(ExpertForm))}")
     if capacity is not None and not 0 < capacity < math.inf:
         raise ConfigError(f"capacity={capacity} must be above 0, such as 1.25; or None")
-    found = tuple((pattern, dim) for pattern, dim in experts)
-    policy = ByExperts(tuple((pattern, dim) for pattern, dim in found if dim is not None), axis)
-    lists = tuple(checked_pattern(pattern) for pattern, dim in found if dim is None)
+    policy = ByExperts(tuple(experts), axis)
     return Strategy(
         "expert",
         batch_axes=(axis,),
         params=policy,
         opt_state=policy,
-        layers=(ExpertLayers(ExpertForm(form), capacity, policy, lists),),
+        layers=(ExpertLayers(ExpertForm(form), capacity, policy),),
         resident=(axis,),
     )
 
@@ -188,13 +182,11 @@ class ExpertLayers:
         form: how.
         capacity: the factor of slots; None for as many as there are tokens.
         policy: which parameters are experts, and the axis.
-        lists: patterns of the paths of lists of experts.
     """
 
     form: ExpertForm
     capacity: float | None
     policy: ByExperts
-    lists: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -215,10 +207,6 @@ class ExpertLayers:
         """Activations lie as the batch does."""
         return layout
 
-    def lists_of(self, model: nnx.Module) -> tuple[ExpertList, ...]:
-        """The lists of experts of a model."""
-        return lists_in(model, self.lists) if self.lists else ()
-
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises unless the model has experts, to which tokens can be sent as was said.
 
@@ -226,44 +214,27 @@ class ExpertLayers:
             UnsupportedError: when it has none, or only the compiler can send tokens to them.
         """
         leaves = leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-        lists, axis = self.lists_of(model), self.policy.axis
-        check_lists(lists, model, axis, layout.mesh.shape[axis])
         stacked = any(self.policy.dim_of(path, leaf.shape) is not None for path, leaf in leaves)
-        if not stacked and not lists:
-            names = (*(pattern for pattern, _ in self.policy.experts), *self.lists)
-            patterns = ", ".join(map(repr, names))
+        if not stacked:
+            patterns = ", ".join(repr(pattern) for pattern, _ in self.policy.experts)
             raise UnsupportedError(
-                "expert parallelism found no stacked experts and no list of them: patterns "
-                f"{patterns or 'none'}; the parameters are "
-                f"{', '.join(path for path, _ in leaves)}. Give patterns and the dim of the "
-                "experts, as suggest_plan(model).experts does, or leave it out"
+                f"expert parallelism found no stacked experts: patterns {patterns or 'none'}; the "
+                f"parameters are {', '.join(path for path, _ in leaves)}. Stack the experts of a "
+                "layer in one module, self.experts = nnx.vmap(Expert)(rngs.split(count)), and give "
+                "the patterns and dims of suggest_plan(model).experts; or leave it out"
             )
         said = self.form is not ExpertForm.AUTO or self.capacity is not None
-        is_ring = self.form is ExpertForm.RING and self.capacity is None
-        if (
-            said
-            and not (lists and is_ring)
-            and not any(has_experts(module) for _, module in nnx.iter_modules(model))
-        ):
+        if said and not any(has_experts(module) for _, module in nnx.iter_modules(model)):
             raise UnsupportedError(
                 f"form={self.form.value!r} and capacity={self.capacity} are for modules with the "
-                "methods mix_experts and feed, as models.Experts has; the model has none: to "
-                "experts in a list tokens go as a ring, and to others the compiler sends them. "
-                "Leave both out"
+                "methods mix_experts and feed, as models.Experts has; the model has none: the "
+                "compiler sends the tokens to its experts. Leave both out"
             )
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
         """Changes the calls of a merged model's layers, in place."""
         split = SplitExperts(layout, self.policy.axis, self.form, self.capacity)
         _wrap(model, split)
-
-
-def lists_of(strategy: Strategy, model: nnx.Module) -> tuple[str, tuple[ExpertList, ...]] | None:
-    """The axis over which a strategy splits experts in lists, and the lists; None without any."""
-    for layers in strategy.layers:
-        if isinstance(layers, ExpertLayers) and (found := layers.lists_of(model)):
-            return layers.policy.axis, found
-    return None
 
 
 def map_experts(model: nnx.Module, layout: Layout) -> None:

@@ -22,7 +22,6 @@ from ..core.typing import Path
 from ..jaxpr.dataflow import Cut, Flow, Product, Value, follow
 from ..nn import ParallelMode, mixes, softmax_attention
 from .expert import MIX, has_experts
-from .listed import ExpertList, lists_in, mixed
 from .plan import BIAS, TABLES, Plan, Rule
 
 SAMPLES, POSITIONS = 2, 12
@@ -58,7 +57,7 @@ class Suggestion(Plan):
     """
 
     unplaced: tuple[Unplaced, ...] = ()
-    experts: tuple[tuple[str, int | None], ...] = ()
+    experts: tuple[tuple[str, int], ...] = ()
 
     @property
     def why_whole(self) -> tuple[str, ...]:
@@ -75,9 +74,7 @@ class Suggestion(Plan):
         for left in self.unplaced:
             table.add_row(left.path, "(whole)", left.reason)
         for pattern, dim in self.experts:
-            stacked = f"a matrix for each expert, in dim {dim}"
-            listed = "a list of experts, all called on the same, and their results added up"
-            table.add_row(pattern, "expert", listed if dim is None else stacked)
+            table.add_row(pattern, "expert", f"a matrix for each expert, in dim {dim}")
         return table
 
     def __str__(self) -> str:
@@ -117,10 +114,7 @@ def suggest_plan(
         >>> [(rule.pattern, rule.mode.value) for rule in plan.rules]
         [('^down$', 'row'), ('^up$', 'column')]
     """
-    flow, nodes, lists = _trace(model, inputs, keywords)
-    found = _Placement(flow, nodes).suggestion()
-    patterns = tuple((f"^{re.escape(one.path)}$", None) for one in lists)
-    return dataclasses.replace(found, experts=(*found.experts, *patterns))
+    return _Placement(*_trace(model, inputs, keywords)).suggestion()
 
 
 def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]:
@@ -142,15 +136,14 @@ def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]
 
 def _trace(
     model: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[Flow, dict[Path, list[int]], list[ExpertList]]:
-    """Follows the program of a model: the flow, the nodes of its parameters, lists of experts."""
+) -> tuple[Flow, dict[Path, list[int]]]:
+    """Follows the program of a model: the flow, and the nodes of its parameters."""
     graphdef, params, rest = _split(model)
     leaves, form = jax.tree.flatten((inputs, keywords))
     arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
-    def call(params: Any, rest: Any, arrays: Any, mark: Any = lambda model: None) -> Any:
+    def call(params: Any, rest: Any, arrays: Any) -> Any:
         merged = nnx.merge(graphdef, params, rest, copy=True)
-        mark(merged)
         # Flags stay what they are.
         found = iter(arrays)
         given = [next(found) if hasattr(leaf, "shape") else leaf for leaf in leaves]
@@ -179,23 +172,7 @@ def _trace(
         flow.outputs.add(node)
         flow.spoil(node, "is the model's output")
 
-    def program(mark: Any) -> Any:
-        run = lambda params, rest, arrays: call(params, rest, arrays, mark)
-        return jax.make_jaxpr(run)(params, rest, arrays).jaxpr
-
-    return flow, nodes, _lists(program, nnx.merge(graphdef, params, rest), list(nodes))
-
-
-def _lists(program: Any, model: nnx.Module, paths: list[Path]) -> list[ExpertList]:
-    """The lists of experts of a model."""
-    lists = lists_in(model)
-    try:
-        found = list(mixed(program, lists, paths)) if lists else []
-    except Exception:  # what others keep in lists may be called in any way
-        return []
-    experts = [one for one, why in found if why is None]
-    is_within = lambda one: any(one.path.startswith(f"{other.path}/") for other in experts)
-    return [one for one in experts if not is_within(one)]
+    return flow, nodes
 
 
 def _plain_attention(attend: Any, module: Any, query: Any, key: Any, value: Any) -> Any:

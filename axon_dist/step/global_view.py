@@ -6,20 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
 
-from ..core.errors import UnsupportedError
-from ..core.tree import joined, leaves_with_paths, map_with_path
+from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.pieces import read_in_loops
-from ..parallel import ListedExperts, mixed
-from ..parallel.listed import STACK
 from .gather import GlobalGather, only_axes
 from .objective import (
     Forward,
     GradientFn,
     GradientResult,
-    Outcome,
     Prepare,
     accumulate,
     beside,
@@ -111,46 +106,8 @@ def global_forward(
         A function (params, buffers, batch) -> `Outcome`.
     """
     make_gather = gather_of(spec, gathered, looped) if _splits(spec) else None
-    storage = spec.storage
-    if not storage.lists:
-        forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(make_gather, also))
-        return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
-    listed = ListedExperts(spec.layout, storage.axis, storage.lists)
-
-    def adapt(model: nnx.Module) -> None:
-        also(model)
-        listed.mark(model)
-
-    run = listed.of(forward_of(spec.parts, spec.loss_fn, spec.view.prepare(make_gather, adapt)))
-    forward = spec.view.with_layer_scan(spelled(run, spec.strategy, spec.mesh))
-
-    def checked(weights: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
-        _check_lists(spec, batch)
-        return forward(storage.complete(weights), buffers, batch)
-
-    return checked
-
-
-def _check_lists(spec: StepSpec, batch: Batch) -> None:
-    """Raises unless the program of the model uses its lists of experts as such.
-
-    Raises:
-        UnsupportedError: naming the list, and what the model does with it.
-    """
-    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-
-    def program(mark: Prepare) -> Any:
-        run = forward_of(spec.parts, spec.loss_fn, mark)
-        return jax.make_jaxpr(run)(*spec.parts.arguments, few).jaxpr
-
-    paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
-    for one, why in mixed(program, spec.storage.lists, paths):
-        if why is not None:
-            raise UnsupportedError(
-                f"the experts {one.path!r}, {one.count} in a list, cannot be split over "
-                f"{spec.storage.axis!r}: {why}. Each must be called once, with the same arguments, "
-                f"for an array that is multiplied by gates and added up. {STACK}"
-            )
+    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(make_gather, also))
+    return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
 
 def gather_of(
@@ -167,17 +124,8 @@ def gather_of(
     gathered_over = set(strategy.data_axes) - set(strategy.resident)
     others = tuple(axis for axis in mesh.axis_names if axis not in gathered_over)
 
-    storage = spec.storage
-    stored = dict(leaves_with_paths(joined(spec.stored_shapes, spec.stored_frozen)))
-
     def make(path: Path) -> GlobalGather | None:
         shape = spec.parts.shape_of(path)
-        if storage.lists:
-            if path not in stored:  # an expert whose row has the name of another
-                return None
-            strategy, shape = storage.strategy, stored[path].shape
-        else:
-            strategy = spec.strategy
         own = strategy.params(path, shape, mesh)
         is_frozen = path in spec.parts.frozen_paths
         owner = None if is_frozen else strategy.opt_state(path, shape, mesh)

@@ -84,7 +84,7 @@ def _statistics(spec: StepSpec) -> Found:
 
 def _stage_classes(spec: StepSpec) -> Found:
     remat, rows = spec.strategy.remat, spec.storage.rows
-    if rows is None or spec.storage.lists or remat is None or not remat.classes:
+    if rows is None or remat is None or not remat.classes:
         return None
     modules = {spec.storage.stacks.in_model(block) for block in rows.stages.called}
     model = spec.parts.abstract

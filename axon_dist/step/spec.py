@@ -313,7 +313,7 @@ class StepSpec:
 
     @cached_property
     def _stored(self) -> tuple[Any, Storage]:
-        storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch, self.mesh)
+        storage = storage_of(self.parts, self.strategy, self.loss_fn, self.batch)
         return optimizer_for(self.optimizer, self.parts, storage, self.mesh)
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import UnsupportedError
@@ -18,7 +17,7 @@ from ..core.typing import Batch, LossFn, Path, PyTree
 from ..jaxpr.linen import linen_blocks, linen_named
 from ..jaxpr.units import names_of
 from ..ops.int8 import narrowed, widened
-from ..parallel import ExpertList, PipelinePlan, Strategy, lists_of
+from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     Calls,
     FlatStorage,
@@ -30,11 +29,10 @@ from ..pipeline import (
     Stages,
     storage_for,
 )
-from ..pipeline.layout import flatten, nest
-from ..pipeline.storage import RowStorage
+from ..pipeline.layout import flatten
 from ..pipeline.switch import BATCH, stages_by_calls
 from ..schedule import partition, stage_ranges
-from ..sharding import HasShape, InPlaceOf
+from ..sharding import InPlaceOf
 from .parts import ModelParts
 from .staged_loss import calls_in
 
@@ -53,9 +51,6 @@ class Storage:
         rows: the rows of a pipeline; None without one.
         stacks: the modules of the model that a pipeline takes apart first.
         frozen: the paths of the stored leaves that the optimizer leaves alone.
-        lists: the lists of experts whose rows these are; without any they are a pipeline's.
-        empty: nested dict of `ShapeDtypeStruct`: what a forward pass is given for the experts after
-            those of the first rank, whose rows are of all ranks.
     """
 
     strategy: Strategy
@@ -64,8 +59,6 @@ class Storage:
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
-    lists: tuple[ExpertList, ...] = ()
-    empty: PyTree = dataclasses.field(default_factory=dict)
 
     @property
     def axis(self) -> str:
@@ -96,13 +89,7 @@ class Storage:
     def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
         """All parameters as a forward pass takes them: what is in eight bits may stay so."""
         together = joined(params, frozen)
-        return together if self.rows is None or self.lists else self.to_model(together)
-
-    def complete(self, weights: PyTree) -> PyTree:
-        """Parameters as a forward pass takes them, with something for every leaf of the model."""
-        if not self.lists:
-            return weights
-        return joined(weights, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.empty))
+        return together if self.rows is None else self.to_model(together)
 
     def with_state_rows(self, paths: frozenset[Path]) -> Storage:
         """The same, knowing which leaves of the optimizer's state are rows."""
@@ -118,7 +105,6 @@ def storage_of(
     strategy: Strategy,
     loss_fn: LossFn | None = None,
     batch: Batch | None = None,
-    mesh: HasShape | None = None,
 ) -> Storage:
     """The storage that a strategy needs.
 
@@ -127,7 +113,6 @@ def storage_of(
         strategy: its pipeline cuts the model; without one the state holds the model's own dict.
         loss_fn: the user's loss, in which a pipeline finds the calls of blocks.
         batch: for it, as the loss sees it, arrays or shapes; None where no batch is known.
-        mesh: names and sizes of its axes, over which experts in lists are split.
 
     Returns:
         The storage.
@@ -136,8 +121,6 @@ def storage_of(
         UnsupportedError: when the model has no blocks to cut between, or they differ.
         ScheduleError: when there are fewer blocks than stages, or the boundaries do not fit.
     """
-    if mesh is not None and (found := lists_of(strategy, parts.abstract)):
-        return _of_lists(parts, strategy, *found, mesh)
     if strategy.pipeline is None:
         return _of_model(parts, strategy)
     if parts.int8:
@@ -168,48 +151,6 @@ def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
         lambda weights: narrowed(weights, parts.int8),
         lambda stored: widened(stored, parts.int8),
         frozen=frozenset(path for path, _ in leaves_with_paths(parts.kept)),
-    )
-
-
-def _of_lists(
-    parts: ModelParts,
-    strategy: Strategy,
-    axis: str,
-    lists: tuple[ExpertList, ...],
-    mesh: HasShape,
-) -> Storage:
-    """Rows of experts: row r of a list stacks expert r of those of every rank."""
-    if (other := strategy.pipeline or strategy.slow) is not None or parts.int8:
-        what = "frozen_dtype='int8'" if other is None else f"axis {other.axis!r}"
-        raise UnsupportedError(
-            f"the experts in the list {lists[0].path!r} lie in rows along {axis!r}, and {what} "
-            "would keep these otherwise. Leave it out, or stack the experts in arrays: "
-            "https://flax.readthedocs.io/en/latest/guides/transforms.html, nnx.vmap"
-        )
-    size = mesh.shape[axis]
-    own = lambda rank, one: range(rank * (one.count // size), (rank + 1) * (one.count // size))
-    ranks = range(size)
-    experts = [[(*one.keys, n) for one in lists for n in own(rank, one)] for rank in ranks]
-    blocks, each = tuple(keys for rank in experts for keys in rank), len(experts[0])
-    stages = Stages(blocks, tuple(each * rank for rank in range(size + 1)), tuple(ranks), size)
-    rows = RowStorage(stages, parts.weights)
-    names = frozenset("/".join(map(str, keys)) for keys in rows.row_keys)
-    wrap = lambda policy: Staged(policy, axis, names, label="expert", spreads=False)
-    later = {
-        keys: jax.ShapeDtypeStruct((0, *leaf.shape), leaf.dtype)
-        for keys, leaf in flatten(parts.weights).items()
-        if (rows.block_of(keys) or 0) >= each
-    }
-    return Storage(
-        dataclasses.replace(
-            strategy, params=wrap(strategy.params), opt_state=wrap(strategy.opt_state)
-        ),
-        rows.from_model,
-        rows.to_model,
-        rows,
-        frozen=_frozen_rows(parts, rows, Stacks()),
-        lists=lists,
-        empty=nest(later),
     )
 
 

@@ -25,7 +25,6 @@ from ..parallel import (
     LossOverMesh,
     Strategy,
     TransformerAutoWrapPolicy,
-    lists_of,
     map_experts,
     map_kernels,
     ring_products,
@@ -263,22 +262,17 @@ def fp8_of(strategy: Strategy, parts: ModelParts) -> Fp8Layers | None:
     precision = strategy.precision
     if precision is None or precision.products is None:
         return None
-    # Experts of a list, each its rank's own, have the tokens of all ranks.
-    apart, _ = lists_of(strategy, parts.abstract) or ("", ())
-    dot = Fp8Dot(tuple(axis for axis in strategy.batch_axes if axis != apart))
+    dot = Fp8Dot(strategy.batch_axes)
     paths = fp8_layers(parts.abstract, precision.skip)
     return Fp8Layers(dot, paths, gathers=precision.gather is not None)
 
 
 def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
     model = parts.abstract
-    _, lists = lists_of(strategy, model) or ("", ())
-    is_expert = lambda path: any(path.startswith(f"{one.path}/") for one in lists)
     named = strategy.remat.classes if strategy.remat is not None else None
     wrap = strategy.wrap or TransformerAutoWrapPolicy()
     policy = TransformerAutoWrapPolicy(*named) if named else wrap
-    # Experts of a list are computed together, none of them by itself.
-    units = frozenset(path for path in policy.units(model) if not is_expert(path))
+    units = frozenset(policy.units(model))
     if wrap not in (policy, TransformerAutoWrapPolicy()):
         raise StrategyConflictError(
             f"{wrap} says which modules are gathered as one, and activation checkpointing of "

@@ -42,12 +42,10 @@ from axon_dist.parallel import (
     fsdp,
     local_sgd,
     pipelined,
-    suggest_plan,
     tensor_parallel,
 )
 from axon_dist.schedule import SCHEDULES
 from axon_dist.step import TrainStep
-from tests.contracts.listed import listed
 from tests.contracts.mixtures import EXPERTS, SIZES
 from tests.contracts.models import (
     CASES,
@@ -142,7 +140,6 @@ MODELS: Mapping[str, Case] = {
     "chunked": decoder(num_layers=4, tied_head=False, logits="chunked"),
     "experts": experts(),
     "experts scanned": experts(scan_layers=True),
-    "listed": listed("loop"),
 }
 OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.05, momentum=0.9),
@@ -257,11 +254,6 @@ def tp(**options: Any) -> Strategy:
     return tensor_parallel("transformer", **options)
 
 
-def in_lists() -> Strategy:
-    """Experts in lists."""
-    return expert_parallel(experts=suggest_plan(MODELS["listed"].make()).experts)
-
-
 DATA: Mapping[str, Cell] = {
     "ddp": Cell("dp=8", ddp, "mlp", options={"metrics": METRICS}, quick=True),
     "ddp k4 weighted": Cell("dp=4", ddp, "weighted", 4),
@@ -346,7 +338,6 @@ OTHERS: Mapping[str, Cell] = {
         options={"remat": REMAT},
     ),
     "expert x tensor": Cell("ep=2,tp=2", lambda: compose(expert_parallel(), tp()), "experts"),
-    "expert in lists": Cell("ep=4", in_lists, "listed"),
     "diloco x full_shard": Cell(
         "nodes=2,fsdp=2", lambda: compose(diloco(every=4), shard()), "blocks", quick=True
     ),
