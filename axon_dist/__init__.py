@@ -163,10 +163,7 @@ _NAMES = {
         "sync_gradients world_size"
     ),
     "core.errors": "AxonDistError",
-    "core.linear_loss": "linear_cross_entropy linear_scores",
-    "core.per_sample": "per_sample",
-    "core.shared": "Shared",
-    "core.weighted": "Weighted",
+    "core.weighted": "Shared Weighted per_sample",
     "loop": "LoopOptions Trainer",
     "mesh": "Backend MeshSpec ProcessGroup World",
     "models": "generate",
@@ -174,6 +171,7 @@ _NAMES = {
         "ActivationCheckpointing ColumnParallelLinear ParallelMLP ParallelMode "
         "RowParallelLinear TensorParallelAttention VocabParallelEmbedding lora merge_lora"
     ),
+    "ops.linear_loss": "linear_cross_entropy linear_scores",
     "optim": "hidden_matrices muon",
     "parallel": (
         "CPUOffload DDP DistributedDataParallel FSDP FSDPMemoryStats FullyShardedDataParallel "

@@ -25,6 +25,17 @@ from .fsdp import FSDP as FSDP
 from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy
 from .fsdp import fsdp as fsdp
+from .gather import GlobalGather as GlobalGather
+from .gather import Held as Held
+from .gather import Int8Gather as Int8Gather
+from .gather import LocalGather as LocalGather
+from .gather import ReduceHeld as ReduceHeld
+from .gather import all_gather_by as all_gather_by
+from .gather import only_axes as only_axes
+from .gather import reduce_by as reduce_by
+from .gather import reduce_tree as reduce_tree
+from .gather import regather_in_backward as regather_in_backward
+from .gather import remake_in_backward as remake_in_backward
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
 from .memory import FSDPMemoryStats as FSDPMemoryStats

@@ -10,7 +10,7 @@ import jax
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.pieces import read_in_loops
-from .gather import GlobalGather, only_axes
+from ..parallel.gather import GlobalGather, only_axes
 from .objective import (
     Forward,
     GradientFn,

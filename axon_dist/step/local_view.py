@@ -26,6 +26,7 @@ from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import Rows, find_rows, with_rank, without_rank
 from ..jaxpr.units import is_inside
+from ..parallel.gather import Held, LocalGather, ReduceHeld, all_gather_by, only_axes, reduce_tree
 from ..sharding import Policy, spec_axes, specs
 from .buffers import (
     buffer_partition,
@@ -34,7 +35,6 @@ from .buffers import (
     stack_buffers,
     synchronise_statistics,
 )
-from .gather import Held, LocalGather, ReduceHeld, all_gather_by, only_axes, reduce_tree
 from .objective import (
     Forward,
     GradientFn,

@@ -17,6 +17,7 @@ from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import Rows, with_rank, without_rank
 from ..parallel import PipelinePlan, Reduction, Strategy
+from ..parallel.gather import only_axes, reduce_by
 from ..pipeline import (
     Data,
     Executor,
@@ -40,7 +41,6 @@ from ..pipeline import Sums as PipelineSums
 from ..pipeline.layout import flatten, nest
 from ..sharding import axes_of, spec_axes, specs
 from .buffers import synchronise_statistics
-from .gather import only_axes, reduce_by
 from .local_view import sample_rows
 from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec

@@ -30,7 +30,7 @@ from ..parallel import (
     ring_products,
     sends_pieces,
 )
-from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
+from ..parallel.gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
 from .parts import ModelParts
 

@@ -7,8 +7,8 @@ from axon_dist.app import tiny
 from axon_dist.cli.main import main
 from axon_dist.config import load_config
 from axon_dist.config.schema import RunConfig
-from axon_dist.step import gather
-from axon_dist.step import gather as reduce
+from axon_dist.parallel import gather
+from axon_dist.parallel import gather as reduce
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from ..core.typing import Array, PyTree, Shape
 from ..jaxpr.walk import COMPARES, EACH, MOVES
 from ..ops.fp8 import WEIGHT
 from ..ops.int8 import WIDEN, Int8, Int8Form
-from ..parallel.strategy import Reduction
 from ..sharding import axes_of, spec_axes, spread
+from .strategy import Reduction
 
 GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
