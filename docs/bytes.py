@@ -2,7 +2,7 @@
 
 import sys
 
-from axon_dist.app.program import read_program
+from axon_dist.app.examine import read_program
 from axon_dist.config import RunConfig, build_run
 from axon_dist.core.words import byte_size
 

@@ -3,22 +3,18 @@
 Imports every room below `cli`. Start reading in `run.py`.
 """
 
-from .attention import attention_line as attention_line
-from .attention import attention_rows as attention_rows
 from .data import DataCheck as DataCheck
 from .data import check_data as check_data
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory
-from .dry_run import DryRun as DryRun
-from .dry_run import dry_run as dry_run
+from .evaluate import Completion as Completion
 from .evaluate import Evaluation as Evaluation
 from .evaluate import evaluate as evaluate
+from .evaluate import generate_text as generate_text
 from .examine import Examination as Examination
 from .examine import examine as examine
-from .export import export_run as export_run
-from .generate import Completion as Completion
-from .generate import generate_text as generate_text
+from .load import export_run as export_run
 from .load import load_model as load_model
 from .numerics import Finding as Finding
 from .numerics import check_numerics as check_numerics
@@ -26,7 +22,11 @@ from .page import report_page as report_page
 from .planned import ConfigPlans as ConfigPlans
 from .planned import ReadPlan as ReadPlan
 from .planned import plan_config as plan_config
+from .report import attention_line as attention_line
+from .report import attention_rows as attention_rows
+from .run import DryRun as DryRun
 from .run import RunResult as RunResult
+from .run import dry_run as dry_run
 from .run import train as train
 from .tune import Timed as Timed
 from .tune import Tuning as Tuning

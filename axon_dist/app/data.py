@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -140,7 +141,7 @@ def _time_steps(step: TrainStep, batch: LocalBatch, config: RunConfig) -> float:
     return config.train.global_batch * TIMED_STEPS / (time.perf_counter() - start)
 
 
-def _shown(batches: list[LocalBatch], samples: Any) -> Any:
+def _shown(batches: list[LocalBatch], samples: Any) -> Iterator[str]:
     """Samples as text, one by one."""
     for batch in batches:
         for row in range(len(next(iter(batch.values())))):
@@ -148,7 +149,7 @@ def _shown(batches: list[LocalBatch], samples: Any) -> Any:
             yield _text(sample, samples.show) if "tokens" in sample else _numbers(sample)
 
 
-def _text(sample: dict[str, np.ndarray], show: Any) -> str:
+def _text(sample: dict[str, np.ndarray], show: Callable[..., str]) -> str:
     """The documents of a row, a line each; what is no target stands in brackets."""
     tokens = sample["tokens"]
     segments = sample.get("segments", np.ones_like(tokens))

@@ -1,9 +1,15 @@
-"""What the step of a config costs, read from its compiled program, here or for another machine."""
+"""What the step of a config costs, and what it is made of, read from its compiled program."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import jax
 
 from axon_dist.core.errors import MeshError
 from axon_dist.core.told import told
@@ -11,12 +17,12 @@ from axon_dist.core.words import byte_size
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.mesh.targets import Target, parse_target, prepare_environment
+from axon_dist.sharding import Explanation
 
-from ..config.build import abstract_batch, build_step, build_world
+from ..config.build import Run, abstract_batch, build_step, build_world
 from ..config.load import CONFIG
 from ..config.schema import RunConfig
-from .attention import attention_line
-from .report import parameters_of
+from .report import attention_line, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,3 +116,109 @@ def _target_world(config: RunConfig, target: Target) -> World:
         return World.init(config.mesh, target_devices(target))
     except MeshError as error:
         raise MeshError(f"{target.name}: {error}") from None
+
+
+def read_program(run: Run) -> dict[str, Any]:
+    """Compiles the step of a run, if that is not done yet, and reads what it costs.
+
+    Args:
+        run: its parts; nothing of it is changed.
+
+    Returns:
+        What JSON can hold: `memory`, bytes per device by category; `collectives`, equal ones
+        joined; `flops`; `leaves`, where every parameter lies and why; `mesh`; `schedule`, the
+        table of a pipeline as CSV, or None.
+    """
+    compiled = run.step.lower(abstract_batch(run.config)).compile()
+    found = report(compiled, run.world.mesh)
+    plan = run.step.strategy.pipeline
+    return {
+        "strategy": run.step.strategy.name,
+        "mesh": dict(run.world.mesh.shape),
+        "devices": [_device(rank, d) for rank, d in enumerate(run.world.mesh.devices.flat)],
+        "chip": None if found.machine is None else found.machine.name,
+        "chip_bytes": None if found.machine is None else found.machine.memory_bytes,
+        "memory": memory_by_category(run, found),
+        "peak_bytes": found.memory.peak,
+        "flops": dataclasses.asdict(found.flops),
+        "collectives": _joined(found.collectives.to_rows()),
+        "wire_bytes_by_axis": found.collectives.by_axis(),
+        "is_cpu": run.world.is_cpu,
+        "leaves": _leaves(run.step.claims.params, run.step.claims.frozen),
+        "batch": {
+            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+            for name, leaf in abstract_batch(run.config).items()
+        },
+        "schedule": None if plan is None else _schedule(plan.schedule),
+    }
+
+
+def memory_by_category(run: Run, found: Report) -> dict[str, int]:
+    """Bytes on the fullest device while a step runs, by what they are; the sum is the peak.
+
+    Args:
+        run: its parts.
+        found: the report of its compiled step.
+    """
+    state, places = run.step.abstract_state, run.step.state_shardings
+    memory, kinds = found.memory, {}
+    for name, label in _KINDS.items():
+        kinds[label] = _bytes(getattr(state, name), getattr(places, name))
+    rest = memory.arguments + memory.host_arguments - sum(kinds.values())
+    return {
+        **{label: size for label, size in kinds.items() if size},
+        "batch and padding": max(rest, 0),
+        "gradients, activations and other temporaries": memory.temporaries,
+        "outputs beside the state": max(memory.outputs - memory.aliased, 0),
+    }
+
+
+_KINDS: Mapping[str, str] = {
+    "params": "parameters",
+    "frozen": "frozen parameters",
+    "opt_state": "optimizer state",
+    "buffers": "buffers",
+    "ema": "moving average",
+    "outer": "outer parameters",
+    "meeting": "outer optimizer state",
+}
+
+
+def _bytes(shapes: object, places: object) -> int:
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
+    return sum(math.prod(p.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, p in pairs)
+
+
+def _device(rank: int, device: Any) -> dict[str, Any]:
+    return {"rank": rank, "id": device.id, "process": device.process_index}
+
+
+def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Collectives that differ in nothing but their name, as one row with a count."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        names = ("kind", "axis", "dtypes", "wire_bytes", "exposure", "source")
+        total[json.dumps({name: row[name] for name in names})] += row["count"]
+    joined = [{**json.loads(text), "count": count} for text, count in total.items()]
+    return sorted(joined, key=lambda row: -row["wire_bytes"] * row["count"])
+
+
+def _leaves(*explanations: Explanation | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": row.path,
+            "shape": list(row.shape),
+            "dtype": row.dtype,
+            "bytes": row.bytes,
+            "bytes_per_device": row.bytes_per_device,
+            "spec": str(row.spec),
+            "why": row.decision.reason,
+        }
+        for found in explanations
+        if found is not None
+        for row in found.rows
+    ]
+
+
+def _schedule(table: Any) -> dict[str, str]:
+    return {"name": table.name, "csv": table.to_csv()}

@@ -1,4 +1,4 @@
-"""What a run has learned: its checkpoints, found and read without the optimizer."""
+"""The trained model of a run: its checkpoints, read without the optimizer, loaded or exported."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path
 from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
+from axon_dist.nn import merge_lora
 from axon_dist.ops import int8
 from axon_dist.ops.int8 import Int8Form, narrowed, widened
 from axon_dist.ops.precision import without_gathers
 from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
 from axon_dist.step.replicas import mean_rows
+from axon_dist.weights import MAX_FILE, find_tensors, save_weights
+from axon_dist.weights.formats import NATIVE_NAME, format_of
 
 from ..config.build import build_world, model_of
 from ..config.load import load_config
@@ -273,3 +276,50 @@ def _is_float(leaf: Any) -> bool:
 def _met(path: LeafPath) -> LeafPath:
     """Where that of a replica's parameter is kept on which all agreed; "" of other leaves."""
     return f"outer/{path.removeprefix('params/')}" if path.startswith("params/") else ""
+
+
+def export_run(
+    run: str | Path,
+    path: str | Path,
+    format: str = NATIVE_NAME,
+    *,
+    step: int | str | None = None,
+    dtype: str | None = None,
+    max_file: int = MAX_FILE,
+    tell: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Writes the weights that a run has learned, without its optimizer; adapters are added in.
+
+    Args:
+        run: the folder of a run.
+        path: a file that ends in `.safetensors`, or a folder.
+        format: `"native"`, where tensors have the paths of the model's arrays; or the layout of a
+            hub, a key of `axon_dist.weights.FORMATS`, with a `config.json` beside it.
+        step: which checkpoint: the number of its step, `"best"`, or None for the newest.
+        dtype: of floats, such as `"bfloat16"`; None keeps those that were saved.
+        max_file: bytes above which weights are cut into several files.
+        tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+
+    Returns:
+        How many tensors were written.
+
+    Raises:
+        ConfigError: when there is no run in the folder, no such format, or other files are in the
+            way.
+        CheckpointError: when the run has no such checkpoint, or that is damaged.
+        UnsupportedError: when the model of the run is not of the family of the format.
+    """
+    if format != NATIVE_NAME:
+        format_of(format)
+    model, config = load_model(run, step, tell)
+    if config.lora is not None:
+        model = merge_lora(model)
+    save_weights(model, path, format, dtype=dtype, max_file=max_file)
+    return len(find_tensors(written_to(path)))
+
+
+def written_to(path: str | Path) -> Path:
+    """What to name to `load_weights` after `save_weights` wrote to a path."""
+    file = as_path(path, "the weights")
+    index = file.with_name(file.name + ".index.json")
+    return index if index.exists() else file

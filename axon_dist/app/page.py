@@ -12,8 +12,7 @@ from typing import Any
 from axon_dist.core.words import byte_size, clock_time, duration, plural
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
-from .charts import bars, lines
-from .recorded import Recorded, read_recorded
+from .recorded import Recorded, bars, lines, read_recorded
 
 MOST_DEVICES = 256
 """The largest mesh that is drawn device by device."""
@@ -329,7 +328,7 @@ def _config(run: Recorded, other: Recorded | None) -> str | None:
     return "".join(shown) or None
 
 
-def _table(rows: Sequence[Sequence[Any]], head: Sequence[str] = ()) -> str:
+def _table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:
     if not rows:
         return ""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)

@@ -1,4 +1,4 @@
-"""`train`: a whole run, from a config to a folder with what it came to."""
+"""`train`: a whole run, from a config to a folder with its results; `dry_run`: what it would do."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import yaml
 from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
-from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
+from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError, NonfiniteError
 from axon_dist.core.files import kind_at
 from axon_dist.core.told import told
+from axon_dist.core.tree import num_bytes
+from axon_dist.core.words import byte_size, plural, si
+from axon_dist.launch import ELASTIC
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -29,16 +35,25 @@ from axon_dist.loop import (
     make_progress,
     plot_losses,
 )
+from axon_dist.mesh import World, build_mesh
 from axon_dist.step import PortableForm, TrainState
 
-from ..config import CONFIG, Run, RunConfig, build_run
-from .ahead import compiling_ahead
-from .copies import check_copies, open_copies
-from .directory import RunDirectory, create_directory, take_folders
+from ..config.build import Run, abstract_batch, build_run, step_for
+from ..config.load import CONFIG
+from ..config.schema import RunConfig
+from .directory import RunDirectory, check_directory, create_directory, take_folders
+from .examine import read_program
 from .out_of_memory import explained
-from .program import read_program
 from .report import opening_lines, summarize, summary_table
-from .resume import check_resume, find_start, newest_state, open_checkpoints, save_state
+from .resume import (
+    check_copies,
+    check_resume,
+    find_start,
+    newest_state,
+    open_checkpoints,
+    open_copies,
+    save_state,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +271,173 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def _print_closing(
-    console: Console, summary: dict[str, Any], directory: RunDirectory, seconds: float
+    console: Console, summary: dict[str, object], directory: RunDirectory, seconds: float
 ) -> None:
     console.print(summary_table(summary, seconds))
     plot = directory.plot if directory.plot.exists() else "none (pip install 'axon_dist[plots]')"
     _print_line(console, f"run directory: {directory.path}")
     _print_line(console, f"loss curves: {plot}")
+
+
+_CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+@contextlib.contextmanager
+def compiling_ahead(
+    run: Run, env: Mapping[str, str], tell: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Lets process 0 compile the step of a run that has lost a process into the cache of JAX.
+
+    Which process is lost does not matter: those that are left count from 0 again, so that they run
+    the program of the first ones. JAX looks into the cache when they start.
+
+    Args:
+        run: of all processes.
+        env: the environment, in which an elastic launcher says so; nothing is compiled elsewhere,
+            nor without a cache that outlives the processes.
+        tell: takes a sentence when fewer processes could not go on.
+
+    Yields:
+        Starts the compilation, once the step of the run is compiled; the context waits for it.
+    """
+    begun: list[threading.Thread] = []
+
+    def begin() -> None:
+        if _can_shrink(run, env):
+            begun.append(threading.Thread(target=_compile, args=(run, tell), name="axon-ahead"))
+            begun[0].start()
+
+    try:
+        yield begin
+    finally:
+        for thread in begun:
+            thread.join()
+
+
+def _can_shrink(run: Run, env: Mapping[str, str]) -> bool:
+    """Whether a run on fewer processes would have another mesh, whose program can be kept."""
+    shrinks = -1 in run.config.mesh.shape.values() and run.config.devices.emulate is None
+    has_cache = all(getattr(jax.config, name) for name in _CACHE)
+    return shrinks and has_cache and bool(env.get(ELASTIC)) and run.world.num_processes > 1
+
+
+def _compile(run: Run, tell: Callable[[str], None]) -> None:
+    fewer = run.world.num_processes - 1
+    try:
+        step, _ = step_for(run.config, world_of_first(run, fewer))
+        step.lower(abstract_batch(run.config)).compile()
+    except AxonDistError as error:
+        tell(f"{fewer} processes could not go on if one were lost: {error}")
+
+
+def world_of_first(run: Run, count: int) -> World:
+    """The world that the first processes of a run would make up without the others.
+
+    Args:
+        run: of all processes.
+        count: how many of them.
+    """
+    devices = [d for d in run.world.mesh.devices.flat if d.process_index < count]
+    devices.sort(key=lambda device: device.id)
+    return World(build_mesh(run.config.mesh.resolve(len(devices)), devices), run.world.backend)
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What `dry_run` finds.
+
+    Args:
+        config: every value of the config, defaults spelled out.
+        opening: what the run says of itself at its start.
+        program: what `read_program` reads from its compiled step.
+        items: what a sample is counted in, and how many the whole run takes.
+        ranks: of each process the ranks and the rows of a global batch that it brings.
+        files: what would be written, and how large it gets where that is known.
+    """
+
+    config: dict[str, Any]
+    opening: tuple[str, ...]
+    program: dict[str, Any]
+    items: tuple[str, int]
+    ranks: tuple[str, ...]
+    files: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        memory = self.program["memory"]
+        width = max(map(len, memory))
+        item, count = self.items
+        chip = self.program["chip"]
+        fits = f" of {byte_size(self.program['chip_bytes'])} of {chip}" if chip else ""
+        return [
+            yaml.safe_dump(self.config, sort_keys=False).rstrip(),
+            "---",
+            *self.opening,
+            f"{si(count)} {item} in all",
+            *self.ranks,
+            "memory per device, read from the compiled step:",
+            *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
+            f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            "would write:",
+            *(f"  {file}" for file in self.files),
+            "dry run: nothing was trained and nothing was written",
+        ]
+
+
+@told(config=CONFIG)
+def dry_run(config: RunConfig) -> DryRun:
+    """Builds and compiles all that a run needs, and says what it would do; writes nothing.
+
+    Args:
+        config: a run as YAML describes it, checked.
+
+    Returns:
+        What was found.
+
+    Raises:
+        AxonDistError: whatever a run would be refused for before its first step.
+    """
+    check_directory(config)
+    run = build_run(config)
+    if config.weights is not None:
+        config.weights.check(run.step)
+    train = config.train
+    return DryRun(
+        config=config.to_dict(),
+        opening=tuple(opening_lines(run)),
+        program=read_program(run),
+        items=(run.item, train.steps * run.items_per_step),
+        ranks=tuple(_shares(run)),
+        files=tuple(_files(config, run.step.abstract_state)),
+    )
+
+
+def _shares(run: Any) -> list[str]:
+    """How a global batch is divided."""
+    axes, mesh = run.step.strategy.batch_axes, run.world.mesh
+    rows, accumulate = run.config.train.global_batch, run.config.train.accumulate
+    index, count = run.world.share_of_batch(axes)
+    ranks = 1
+    for axis in axes:
+        ranks *= mesh.shape[axis]
+    each = rows // ranks
+    cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}" * (accumulate > 1)
+    return [
+        f"each of {plural(ranks, 'batch rank')} ({', '.join(axes) or 'no axis'}) takes "
+        f"{each} of {plural(rows, 'sample')} a step{cut}",
+        f"this process brings share {index + 1} of {count}: {rows // count} samples a step",
+    ]
+
+
+def _files(config: RunConfig, state: object) -> list[str]:
+    path = Path(config.run_dir or f"runs/{config.name}-<time>").expanduser()
+    kept = config.checkpoint
+    folder = Path(kept.dir).expanduser() if kept.dir else path / "checkpoints"
+    size = num_bytes(state)
+    when = f"every {kept.every} steps and at the end" if kept.every else "at the end"
+    named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
+    return [
+        *(os.fspath(path / name) for name in named),
+        f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which "
+        f"{plural(kept.keep + kept.best, 'stays', 'stay')}",
+    ]

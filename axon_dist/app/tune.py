@@ -218,7 +218,7 @@ def _alternate(
 ) -> dict[str, list[float]]:
     """The seconds of a step in each round, of every variant that runs."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    state: Any = None
+    state: object = None
     for number in range(rounds + 1):
         names = list(times) if number % 2 == 0 else list(reversed(times))
         for name in names:

@@ -28,7 +28,6 @@ from .describe import to_markdown as to_markdown
 from .describe import to_text as to_text
 from .load import CONFIG as CONFIG
 from .load import load_config as load_config
-from .loggers import LOGGERS as LOGGERS
 from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
@@ -37,10 +36,11 @@ from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .own import Own as Own
 from .schema import RunConfig as RunConfig
+from .schema import build_strategy as build_strategy
+from .sections import LOGGERS as LOGGERS
 from .sections import CheckpointConfig as CheckpointConfig
 from .sections import DevicesConfig as DevicesConfig
 from .sections import TrainConfig as TrainConfig
-from .strategies import build_strategy as build_strategy
 
 VERBS = frozenset(
     {

@@ -19,17 +19,15 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn, OptionValue
 from axon_dist.data import Loader
-from axon_dist.launch import Timeouts
+from axon_dist.launch import PLANNED, Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.mesh.chips import machine_of
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
-from .fewer import for_fewer, missing_share
 from .models import make_model
-from .schema import RunConfig
-from .strategies import build_strategy
+from .schema import RunConfig, build_strategy
 
 PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 """Keys whose values are paths."""
@@ -69,7 +67,7 @@ def config_facts(config: RunConfig) -> dict[str, object]:
     return {key: {} if value is empty_node else value for key, value in flat.items()}
 
 
-def _without_places(plain: Any) -> Any:
+def _without_places(plain: object) -> Any:
     if isinstance(plain, dict):
         return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
     return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
@@ -230,7 +228,7 @@ class Run:
         writers: Sequence[MetricWriter],
         save: Callable[[TrainState, int, float | None], None],
         go_back: Callable[[], TrainState | None] | None = None,
-        history: Sequence[Mapping[str, Any]] = (),
+        history: Sequence[Mapping[str, object]] = (),
         on_compiled: Callable[[], None] = lambda: None,
         profile_dir: str | None = None,
         copy: Callable[[TrainState, int], None] | None = None,
@@ -415,3 +413,76 @@ def _check_batch(config: RunConfig, step: TrainStep) -> None:
             f"{step.world.spec} and train.accumulate={config.train.accumulate} microbatches; "
             f"make it a multiple of {divisor}, such as {-(-batch // divisor) * divisor}"
         )
+
+
+def missing_share(env: Mapping[str, str], num_processes: int) -> tuple[int, int]:
+    """How many processes a run was planned with, and how many it has.
+
+    Args:
+        env: the environment, in which the launcher says how many it began with.
+        num_processes: how many there are.
+
+    Returns:
+        Both; the same number twice where none is missing, or nobody said.
+
+    Example:
+        >>> missing_share({"AXON_PLANNED_WORLD_SIZE": "4"}, 3)
+        (4, 3)
+    """
+    planned = int(env.get(PLANNED) or num_processes)
+    return max(planned, num_processes), num_processes
+
+
+def microbatches_for_fewer(
+    global_batch: int, accumulate: int, planned_ranks: int, ranks: int
+) -> int:
+    """How many microbatches keep both the global batch and what a device holds of one at a time.
+
+    Args:
+        global_batch: samples of a step.
+        accumulate: microbatches of a step as planned.
+        planned_ranks: how many devices were to share a microbatch.
+        ranks: how many do.
+
+    Returns:
+        The fewest, at least as many as planned, that divide the batch and give a device no more
+        samples at a time than was planned; as many as planned where none do.
+
+    Example:
+        >>> microbatches_for_fewer(24, 1, 4, 3), microbatches_for_fewer(24, 1, 4, 2)
+        (2, 2)
+    """
+    at_a_time = global_batch // (accumulate * planned_ranks)
+    for count in range(accumulate, global_batch // ranks + 1):
+        if global_batch % (count * ranks) == 0 and global_batch // (count * ranks) <= at_a_time:
+            return count
+    return accumulate
+
+
+def for_fewer(
+    config: RunConfig, world: World, step: TrainStep, planned: int, present: int
+) -> RunConfig:
+    """The config with so many microbatches as keep the global batch on the devices that are left.
+
+    Args:
+        config: a run as YAML describes it.
+        world: the devices that are left.
+        step: of the config as it is.
+        planned: how many processes there were to be.
+        present: how many there are.
+
+    Returns:
+        The config; as it is where none is missing, or the mesh does not shrink with them, or a
+        pipeline has microbatches of its own.
+    """
+    if -1 not in config.mesh.shape.values() or config.devices.emulate is not None:
+        return config
+    axes = step.strategy.batch_axes
+    was = config.mesh.resolve(world.size * planned // present)
+    planned_ranks = math.prod(size for name, size in was.shape.items() if name in axes)
+    ranks = math.prod(world.mesh.shape[name] for name in axes)
+    if ranks >= planned_ranks or step.strategy.pipeline is not None:
+        return config
+    train = config.train
+    count = microbatches_for_fewer(train.global_batch, train.accumulate, planned_ranks, ranks)
+    return dataclasses.replace(config, train=dataclasses.replace(train, accumulate=count))

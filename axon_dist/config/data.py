@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.data import (
@@ -20,8 +20,8 @@ from axon_dist.data import (
     TokenSource,
 )
 
-from .kinds import Ahead, Count, OneOf, Positive
 from .own import Own
+from .read import Ahead, Count, OneOf, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,5 +189,8 @@ DATA: MappingProxyType[str, type] = MappingProxyType(
 )
 """What `data.kind` can name, each by the dataclass of the section."""
 
-TOKENS: tuple[type, ...] = (TextData, TokenData, JsonlData, ParquetData, MixtureData)
-"""Those of them that are sequences of tokens."""
+TokensData: TypeAlias = TextData | TokenData | JsonlData | ParquetData | MixtureData
+"""A section whose samples are sequences of tokens."""
+
+TOKENS: tuple[type[TokensData], ...] = (TextData, TokenData, JsonlData, ParquetData, MixtureData)
+"""Those of `DATA` whose samples are sequences of tokens."""

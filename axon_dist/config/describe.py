@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
 import yaml
@@ -16,9 +16,8 @@ import yaml
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.parallel import STRATEGIES
 
-from .kinds import Bound, OneOf, Parsed
 from .own import Own
-from .read import write
+from .read import Bound, OneOf, Parsed, write
 from .schema import RunConfig
 
 _WORDS = {
@@ -100,7 +99,9 @@ def describe(section: str | None = None, parts: bool = True) -> list[Section]:
     raise ConfigError(f"there is no section or key {section!r}.{hint} axon config lists them")
 
 
-def _sections(cls: Any, path: str, variant: str = "", presets: Any = ()) -> Iterator[Section]:
+def _sections(
+    cls: Any, path: str, variant: str = "", presets: Iterable[str] = ()
+) -> Iterator[Section]:
     """A dataclass as a section, and behind it those of its fields that are sections."""
     hints = typing.get_type_hints(cls, include_extras=True)
     meanings = field_meanings(cls)
@@ -113,7 +114,7 @@ def _sections(cls: Any, path: str, variant: str = "", presets: Any = ()) -> Iter
     yield from inner
 
 
-def _inside(hint: Any, path: str) -> Iterator[Section]:
+def _inside(hint: object, path: str) -> Iterator[Section]:
     """The sections that a type brings along."""
     choice = next((x for x in typing.get_args(hint)[1:] if isinstance(x, OneOf)), None)
     if typing.get_origin(hint) is Annotated and choice is not None:
@@ -172,7 +173,7 @@ def field_meanings(cls: type) -> dict[str, str]:
     return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
 
 
-def documented_arguments(thing: Any) -> dict[str, str]:
+def documented_arguments(thing: object) -> dict[str, str]:
     """The entries of the `Args` of a docstring: name and text."""
     text = inspect.cleandoc(thing.__doc__ or "")
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
@@ -184,12 +185,12 @@ def documented_arguments(thing: Any) -> dict[str, str]:
     return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
 
 
-def first_sentence(thing: Any) -> str:
+def first_sentence(thing: object) -> str:
     """The first paragraph of a docstring, on one line."""
     return " ".join(inspect.cleandoc(thing.__doc__ or "").split("\n\n")[0].split())
 
 
-def type_in_words(hint: Any) -> str:
+def type_in_words(hint: object) -> str:
     """What a value of a type looks like in a config.
 
     Example:
@@ -213,7 +214,7 @@ def type_in_words(hint: Any) -> str:
     return _WORDS.get(hint, "any value")
 
 
-def _annotated(inner: Any, extras: tuple[Any, ...]) -> str:
+def _annotated(inner: object, extras: tuple[Any, ...]) -> str:
     for extra in extras:
         if isinstance(extra, Bound):
             # The largest numbers that are taken at all say nothing about a key.
@@ -227,15 +228,15 @@ def _annotated(inner: Any, extras: tuple[Any, ...]) -> str:
     return type_in_words(inner)
 
 
-def _one_of(names: Any) -> str:
+def _one_of(names: Iterable[object]) -> str:
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _default(field: dataclasses.Field, hint: Any) -> str:
+def _default(field: dataclasses.Field, hint: object) -> str:
     """The default as YAML writes it; of a section, what it is."""
     if field.default_factory is not dataclasses.MISSING:
-        value: Any = field.default_factory()
+        value: object = field.default_factory()
     elif field.default is dataclasses.MISSING:
         return ""
     else:
@@ -248,7 +249,7 @@ def _default(field: dataclasses.Field, hint: Any) -> str:
     return _yaml(write(value, hint) if value is not None else None)
 
 
-def _yaml(plain: Any) -> str:
+def _yaml(plain: object) -> str:
     text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -58,12 +58,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return {key: value for key, value in (data or {}).items() if not _holds_anchors(key)}
 
 
-def _holds_anchors(key: Any) -> bool:
+def _holds_anchors(key: object) -> bool:
     """Whether a section at the top is there to be merged into others by `<<`."""
     return isinstance(key, str) and key.startswith("x-")
 
 
-def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
+def apply_override(data: Mapping[str, object], override: str) -> dict[str, Any]:
     """Returns the data with one value replaced or added.
 
     Args:
@@ -85,7 +85,7 @@ def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     return _replaced(data, key.split("."), _parse(text, f"{override!r:.80}"), override)
 
 
-def _replaced(data: Any, keys: Sequence[str], value: Any, override: str) -> dict[str, Any]:
+def _replaced(data: object, keys: Sequence[str], value: object, override: str) -> dict[str, Any]:
     if not isinstance(data, Mapping | None):
         raise ConfigError(
             f"cannot apply {override!r:.80}: the key before {keys[0]!r:.80} holds {data!r:.80} and "
@@ -204,7 +204,7 @@ def _inside(node: yaml.Node) -> list[yaml.Node]:
     return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
-def _check_plain(data: Any, where: str) -> None:
+def _check_plain(data: object, where: str) -> None:
     """Raises `ConfigError` unless data are what JSON holds too, in numbers of 64 bits."""
     if isinstance(data, dict):
         for key, value in data.items():

@@ -16,8 +16,8 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.optim import hidden_matrices, muon
 
-from .kinds import Fraction, Natural, NonNegative, OneOf, Positive
 from .own import Own
+from .read import Fraction, Natural, NonNegative, OneOf, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

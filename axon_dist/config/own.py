@@ -44,10 +44,10 @@ class Own:
     """What it is called with in front, in words."""
 
     path: str
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def from_plain(cls, path: Any, data: Mapping[str, Any]) -> Self:
+    def from_plain(cls, path: Any, data: Mapping[str, object]) -> Self:
         """Makes it from a path and the keys beside it; those that are fields of its own are no
         options.
 
@@ -88,7 +88,7 @@ class Own:
         """
         return find(self.path, f"{self.section}.{self.key}".lstrip("."))
 
-    def call(self, **given: Any) -> Any:
+    def call(self, **given: object) -> Any:
         """Calls it with the options and what is given."""
         function = self.find()
         taken = parameters_of(function)

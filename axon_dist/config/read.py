@@ -1,4 +1,7 @@
-"""Reads plain data into typed dataclasses and writes it back, naming the key of every mistake."""
+"""Reads plain data into typed dataclasses and writes it back, naming the key of every mistake.
+
+A type is one of Python, or one with a bound, a choice or a parser beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,133 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
 
 import numpy as np
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
-from .kinds import Bound, OneOf, Parsed
 from .own import Own
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A condition on a number, put beside its type with `Annotated`.
+
+    Args:
+        text: the condition in words, to follow "must be".
+        holds: tells whether a value meets it.
+
+    Example:
+        >>> Bound("at least 1", lambda value: value >= 1).holds(0)
+        False
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+# Python 3.11 takes the hash of what stands in an optional annotation, and tables have none.
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneOf:
+    """A section that is one of several dataclasses; a tag in it says which.
+
+    `{name: sgd, momentum: 0.9}` is read as `table["sgd"](momentum=0.9)`, and a lone `sgd` as
+    `{name: sgd}`. Each variant owns its options, so one that means nothing to it is an unknown key.
+
+    Args:
+        table: the dataclasses by name; the first is meant when the tag is missing.
+        tag: the key that holds the name.
+        presets: for each name, sets of values by preset name; other keys override them.
+        own: what may stand there of the user's own, by the key that holds its dotted path.
+
+    Example:
+        >>> OneOf({"sgd": dict, "adam": dict}).default
+        'sgd'
+    """
+
+    table: Mapping[str, type]
+    tag: str = "name"
+    presets: Mapping[str, Mapping[str, Mapping[str, object]]] = dataclasses.field(
+        default_factory=dict
+    )
+    own: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def default(self) -> str:
+        """The name that is meant when the tag is missing."""
+        return next(iter(self.table))
+
+    def name_of(self, value: object) -> str:
+        """The name under which the type of a value stands in the table."""
+        return next(name for name, cls in self.table.items() if type(value) is cls)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """A value that another part of the library reads from several spellings.
+
+    Args:
+        read: takes plain data; raises `ValueError` or `TypeError` for what it cannot read.
+        write: the inverse, into plain data.
+        form: what is read, in words.
+
+    Example:
+        >>> Parsed(complex, str, "a complex number").read("1j")
+        1j
+    """
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    form: str
+
+
+MOST = 2**31 - 1
+"""Steps and samples are counted in 32 bits on the devices."""
+
+Count: TypeAlias = Annotated[
+    int, Bound(f"at least 1 and at most {MOST}", lambda value: 1 <= value <= MOST)
+]
+"""A number of things of which there must be one."""
+
+Natural: TypeAlias = Annotated[
+    int, Bound(f"at least 0 and at most {MOST}", lambda value: 0 <= value <= MOST)
+]
+"""A number of things that may be missing."""
+
+Ahead: TypeAlias = Annotated[
+    int, Bound("at least 0 and at most 1024", lambda value: 0 <= value <= 1024)
+]
+"""Batches that wait in memory."""
+
+Devices: TypeAlias = Annotated[
+    int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
+]
+"""CPU devices that are made up, each with threads of its own."""
+
+Positive: TypeAlias = Annotated[
+    float, Bound("above 0 and at most 3e38", lambda value: 0 < value <= 3e38)
+]
+"""A rate or a size."""
+
+NonNegative: TypeAlias = Annotated[
+    float, Bound("at least 0 and at most 3e38", lambda value: 0 <= value <= 3e38)
+]
+"""A rate that 0 turns off."""
+
+Fraction: TypeAlias = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
+"""A part of a whole."""
+
+Seed: TypeAlias = Annotated[int, Bound("in [0, 2^32)", lambda value: 0 <= value < 2**32)]
+"""Where random numbers start."""
+
 
 _T = TypeVar("_T")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
-def read(hint: Any, value: Any, path: str = "") -> Any:
+def read(hint: object, value: object, path: str = "") -> Any:
     """Turns what a YAML file holds into a value of a type.
 
     Args:
@@ -61,7 +176,7 @@ def read(hint: Any, value: Any, path: str = "") -> Any:
     return _read_scalar(hint, value, path)
 
 
-def write(value: Any, hint: Any = None) -> Any:
+def write(value: object, hint: object = None) -> Any:
     """Turns a typed value into plain data from which `read` makes it again.
 
     Args:
@@ -94,7 +209,7 @@ def write(value: Any, hint: Any = None) -> Any:
     return str(value) if isinstance(value, np.dtype) else value
 
 
-def _extra(hint: Any, kind: type[_T]) -> _T | None:
+def _extra(hint: object, kind: type[_T]) -> _T | None:
     """The first thing of a kind that `Annotated` puts beside a type."""
     extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, kind)), None)
@@ -104,7 +219,7 @@ def _fields(cls: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
-def _read_dataclass(cls: Any, data: Any, path: str) -> Any:
+def _read_dataclass(cls: Any, data: object, path: str) -> Any:
     data = _section(data, path)
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = _fields(cls)
@@ -141,7 +256,7 @@ def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _section(data: Any, path: str) -> Mapping[str, Any]:
+def _section(data: object, path: str) -> Mapping[str, object]:
     """A section of keys; one with nothing under it, as YAML gives it, is empty."""
     if data is None:
         return {}
@@ -150,11 +265,11 @@ def _section(data: Any, path: str) -> Mapping[str, Any]:
     return data
 
 
-def _join(path: str, key: Any) -> str:
+def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _read_annotated(hint: Any, value: Any, path: str) -> Any:
+def _read_annotated(hint: object, value: object, path: str) -> Any:
     if (choice := _extra(hint, OneOf)) is not None:
         return _read_choice(choice, value, path)
     if (parsed := _extra(hint, Parsed)) is not None:
@@ -166,14 +281,14 @@ def _read_annotated(hint: Any, value: Any, path: str) -> Any:
     return result
 
 
-def _read_parsed(parsed: Parsed, value: Any, path: str) -> Any:
+def _read_parsed(parsed: Parsed, value: object, path: str) -> Any:
     try:
         return parsed.read(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _read_choice(choice: OneOf, value: Any, path: str) -> Any:
+def _read_choice(choice: OneOf, value: object, path: str) -> Any:
     if choice.own and isinstance(value, str) and ":" in value:
         value = {next(iter(choice.own)): value}
     for key in choice.own:
@@ -182,8 +297,9 @@ def _read_choice(choice: OneOf, value: Any, path: str) -> Any:
     if not choice.table:
         keys = " or ".join(f"{{{key}: package.module:name}}" for key in choice.own)
         raise ConfigError(f"{path}: got {value!r}, which must be {keys}")
-    data = {choice.tag: value} if isinstance(value, str) else dict(_section(value, path))
-    name = data.pop(choice.tag, choice.default)
+    given = {choice.tag: value} if isinstance(value, str) else _section(value, path)
+    data = dict(given)
+    name: Any = data.pop(choice.tag, choice.default)
     variant = _pick(choice.table, name, _join(path, choice.tag))
     preset = data.pop("preset", None) if name in choice.presets else None
     if preset is not None:
@@ -191,7 +307,7 @@ def _read_choice(choice: OneOf, value: Any, path: str) -> Any:
     return _read_dataclass(variant, data, path)
 
 
-def _read_own(choice: OneOf, key: str, value: Mapping[str, Any], path: str) -> Own:
+def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -> Own:
     """Reads a thing of the user's own, whose options are read by nothing but itself."""
     others = [other for other in (choice.tag, *choice.own) if other in value and other != key]
     if others:
@@ -206,14 +322,14 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, Any], path: str) -> O
     return _checked(lambda: cls.from_plain(value[key], data), path)
 
 
-def _pick(table: Mapping[Any, Any], name: Any, path: str) -> Any:
+def _pick(table: Mapping[Any, Any], name: object, path: str) -> Any:
     # Only a text can be a name; a list is not even looked up.
     if not isinstance(name, (str, int)) or name not in table:
         raise ConfigError(f"{path}: there is no {name!r:.80}.{did_you_mean(str(name), table)}")
     return table[name]
 
 
-def _read_union(hint: Any, value: Any, path: str) -> Any:
+def _read_union(hint: object, value: object, path: str) -> Any:
     """Takes the first option that fits; a section can only be one that has keys."""
     options = typing.get_args(hint)
     if value is None and types.NoneType in options:
@@ -232,15 +348,15 @@ def _read_union(hint: Any, value: Any, path: str) -> Any:
     raise errors[0]
 
 
-def _knows(hint: Any, section: Mapping[str, Any]) -> bool:
+def _knows(hint: object, section: Mapping[str, object]) -> bool:
     return dataclasses.is_dataclass(hint) and set(section) <= set(_fields(typing.cast(type, hint)))
 
 
-def _has_keys(hint: Any) -> bool:
+def _has_keys(hint: object) -> bool:
     return dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping
 
 
-def _read_tuple(hint: Any, value: Any, path: str) -> tuple:
+def _read_tuple(hint: object, value: object, path: str) -> tuple:
     items = [value] if isinstance(value, (str, Mapping)) else value
     if not isinstance(items, Sequence):
         raise ConfigError(f"{path}: got {value!r}, which must be a list")
@@ -248,7 +364,7 @@ def _read_tuple(hint: Any, value: Any, path: str) -> tuple:
     return tuple(read(inner, item, f"{path}[{index}]") for index, item in enumerate(items))
 
 
-def _read_mapping(hint: Any, value: Any, path: str) -> Mapping:
+def _read_mapping(hint: object, value: object, path: str) -> Mapping:
     inner = typing.get_args(hint)[1]
     items = _section(value, path).items()
     return types.MappingProxyType(
@@ -256,11 +372,11 @@ def _read_mapping(hint: Any, value: Any, path: str) -> Mapping:
     )
 
 
-def _read_literal(hint: Any, value: Any, path: str) -> Any:
+def _read_literal(hint: object, value: object, path: str) -> Any:
     return _pick({option: option for option in typing.get_args(hint)}, value, path)
 
 
-def _read_scalar(hint: Any, value: Any, path: str) -> Any:
+def _read_scalar(hint: Any, value: object, path: str) -> Any:
     if hint not in _WORDS:
         raise ConfigError(f"{path}: got {value!r}, but only Python code can set this; leave it out")
     if hint is float:
@@ -270,7 +386,7 @@ def _read_scalar(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _as_float(value: Any) -> Any:
+def _as_float(value: object) -> Any:
     """Takes integers, and the spelling `1e-3`, which YAML 1.1 does not count as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         return value

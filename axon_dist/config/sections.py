@@ -1,13 +1,35 @@
-"""Sections of a config that say how a run goes: its devices, length, cadence and checkpoints."""
+"""Sections of a config that say how a run goes: devices, length, checkpoints, loggers, weights."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+import jax
+from flax import nnx
 
 from axon_dist.checkpoint import Retention, StateDictType
-from axon_dist.step import Nonfinite
+from axon_dist.core.errors import ConfigError
+from axon_dist.loop import (
+    MetricWriter,
+    MlflowWriter,
+    TensorBoardWriter,
+    TrackioWriter,
+    WandbWriter,
+    require,
+)
+from axon_dist.nn import lora
+from axon_dist.step import Nonfinite, TrainState, TrainStep
+from axon_dist.weights import load_weights
+from axon_dist.weights.formats import NATIVE_NAME, format_of
+from axon_dist.weights.load import check_weights
 
-from .kinds import Count, Devices, Fraction, Natural, Positive
+from .read import Count, Devices, Fraction, Natural, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,3 +123,177 @@ class CheckpointConfig:
     def retention(self) -> Retention:
         """Which checkpoints stay."""
         return Retention(last=self.keep, best=self.best, every=self.keep_every)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logger(abc.ABC):
+    """A place that metrics go to; `module` is what writes there, of the extra `loggers`."""
+
+    module: ClassVar[str]
+
+    def check(self) -> None:
+        """Raises `ConfigError`, with the command that helps, unless the module is installed."""
+        require(self.module, "loggers", f"the logger {type(self).__name__}")
+
+    @abc.abstractmethod
+    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
+        """Opens the writer of a run.
+
+        Args:
+            directory: the folder of the run.
+            name: its name.
+            config: what it was made from, as plain data.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorBoard(Logger):
+    """Event files in the folder of the run."""
+
+    module: ClassVar[str] = "tensorboardX"
+
+    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
+        """Opens a `TensorBoardWriter` in `tensorboard/`."""
+        return TensorBoardWriter(directory / "tensorboard")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wandb(Logger):
+    """Weights & Biases.
+
+    Args:
+        project: the project the run belongs to.
+        mode: `offline` keeps the run in its folder, `online` uploads it as it goes.
+    """
+
+    module: ClassVar[str] = "wandb"
+
+    project: str = "axon_dist"
+    mode: Literal["offline", "online"] = "offline"
+
+    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
+        """Opens a `WandbWriter`."""
+        return WandbWriter(
+            directory, project=self.project, name=name, mode=self.mode, config=config
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trackio(Logger):
+    """Trackio, on this machine.
+
+    Args:
+        project: the project the run belongs to.
+    """
+
+    module: ClassVar[str] = "trackio"
+
+    project: str = "axon_dist"
+
+    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
+        """Opens a `TrackioWriter`."""
+        return TrackioWriter(project=self.project, name=name, config=config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mlflow(Logger):
+    """MLflow.
+
+    Args:
+        experiment: the experiment the run belongs to.
+        uri: the server; None keeps the run in its folder, in a file `mlflow.db`.
+    """
+
+    module: ClassVar[str] = "mlflow"
+
+    experiment: str = "axon_dist"
+    uri: str | None = None
+
+    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
+        """Opens a `MlflowWriter`."""
+        uri = self.uri or f"sqlite:///{(directory / 'mlflow.db').resolve()}"
+        return MlflowWriter(uri, experiment=self.experiment, name=name, config=config)
+
+
+LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
+    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+)
+
+
+ADAPTER = r"(?:.*/)?lora/lora_[ab]"
+"""The paths of what `lora` adds to a model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters, which are then what is trained; see `axon_dist.lora`.
+
+    Their scale, which papers call alpha / rank, is one of the learning rate.
+
+    Args:
+        rank: columns of the one matrix of an adapter, and rows of the other.
+        paths: regular expressions, searched for in the paths of linear layers; empty takes all.
+    """
+
+    rank: Count = 8
+    paths: tuple[str, ...] = ()
+
+    def beside(self, model: nnx.Module, seed: int) -> nnx.Module:
+        """The model with adapters.
+
+        Raises:
+            ConfigError: when a path finds no layer.
+        """
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"lora"))
+        return lora(model, self.rank, self.paths or "", rngs=nnx.Rngs(key))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Files that a run takes its first weights from; see `axon_dist.load_weights`.
+
+    Args:
+        files: safetensors files, or one folder with them, such as the snapshot of a hub's
+            repository.
+        format: how tensors are named, `native` or the layout of a hub, such as `hf-llama`.
+        cast: convert between dtypes of floats, to nearest.
+        keep: regular expressions of paths that keep the first values of the model where the files
+            have none; adapters do anyway.
+    """
+
+    files: tuple[str, ...]
+    format: str = NATIVE_NAME
+    cast: bool = False
+    keep: tuple[str, ...] = ()
+
+    def validate(self) -> None:
+        """Checks the values without looking at any file.
+
+        Raises:
+            ConfigError: when no file is named, or the format is none.
+        """
+        if not self.files:
+            raise ConfigError("weights.files names no file: name safetensors files, or a folder")
+        if self.format != NATIVE_NAME:
+            format_of(self.format)
+
+    def check(self, step: TrainStep) -> None:
+        """Compares the names and shapes of the files with a step, and reads no array.
+
+        Raises:
+            CheckpointError: as `load` does.
+        """
+        check_weights(step, *self._files, cast=self.cast, keep=(*self.keep, ADAPTER))
+
+    @property
+    def _files(self) -> tuple[str | list[str], str]:
+        return self.files[0] if len(self.files) == 1 else list(self.files), self.format
+
+    def load(self, step: TrainStep) -> TrainState:
+        """The first state of a step.
+
+        Raises:
+            CheckpointError: naming what is missing in the files, left over, or of another shape or
+                dtype.
+        """
+        return load_weights(step, *self._files, cast=self.cast, keep=(*self.keep, ADAPTER))

@@ -9,11 +9,7 @@ from axon_dist.core.words import duration as duration
 from axon_dist.core.words import plural as plural
 from axon_dist.core.words import si as si
 
-from .cadence import LoopOptions as LoopOptions
-from .extras import has_module as has_module
-from .extras import require as require
-from .live import LiveProgress as LiveProgress
-from .live import make_progress as make_progress
+from .arguments import LoopOptions as LoopOptions
 from .meters import StepTime as StepTime
 from .meters import bytes_per_device as bytes_per_device
 from .meters import model_flops_utilization as model_flops_utilization
@@ -25,13 +21,17 @@ from .metrics import MlflowWriter as MlflowWriter
 from .metrics import TensorBoardWriter as TensorBoardWriter
 from .metrics import TrackioWriter as TrackioWriter
 from .metrics import WandbWriter as WandbWriter
-from .plots import plot_losses as plot_losses
+from .metrics import has_module as has_module
+from .metrics import plot_losses as plot_losses
+from .metrics import require as require
+from .progress import LiveProgress as LiveProgress
 from .progress import PlainProgress as PlainProgress
 from .progress import Progress as Progress
 from .progress import SilentProgress as SilentProgress
 from .progress import Status as Status
-from .result import FINISHED as FINISHED
-from .result import TrainResult as TrainResult
+from .progress import make_progress as make_progress
+from .record import FINISHED as FINISHED
+from .record import TrainResult as TrainResult
 from .stop import StopConsensus as StopConsensus
 from .stop import StopRequest as StopRequest
 from .stop import stop_on_signals as stop_on_signals

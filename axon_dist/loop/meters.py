@@ -1,4 +1,4 @@
-"""How long a step takes, how many tokens go through, and how much of the hardware that uses."""
+"""How long a step takes, what it processes, how much of the hardware it uses, and its trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepTime:
         return min(self.seconds)
 
 
-def time_step(function: Callable[[], Any], num_calls: int = 10, warmup: int = 1) -> StepTime:
+def time_step(function: Callable[[], object], num_calls: int = 10, warmup: int = 1) -> StepTime:
     """Times calls of a function, waiting each time until its result is there.
 
     JAX returns from a call before the devices are done: without waiting, one would time the
@@ -70,7 +70,7 @@ def time_step(function: Callable[[], Any], num_calls: int = 10, warmup: int = 1)
     return StepTime(tuple(_seconds(function) for _ in range(num_calls)))
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _seconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(function())
     return time.perf_counter() - start
@@ -158,3 +158,48 @@ def bytes_per_device(tree: PyTree) -> int:
             for shard in leaf.addressable_shards:
                 totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
     return max(totals.values(), default=0)
+
+
+class StepProfile:
+    """Records steps `at`, `at + 1`, ... as a trace that ui.perfetto.dev and XProf read.
+
+    The trace shows the scopes of a step: `microbatch`, `optimizer`, and in a pipeline its phases
+    and transfers. The first step of a process compiles, and is left out.
+
+    Args:
+        at: the first step that is traced, counted from 1; 0 traces none.
+        steps: how many.
+        directory: the folder to write into.
+    """
+
+    def __init__(self, at: int, steps: int, directory: str | Path | None):
+        self._steps = range(at, at + steps) if at and directory is not None else range(0)
+        self._directory = str(directory)
+        self._is_on = False
+
+    @contextmanager
+    def around(self, number: int, settle: Callable[[], None]) -> Iterator[None]:
+        """Traces a step, if it is one of those.
+
+        Args:
+            number: of the step, counted from 1.
+            settle: waits for every step taken.
+        """
+        if number not in self._steps:
+            yield
+            return
+        if not self._is_on:
+            settle()
+            jax.profiler.start_trace(self._directory)
+            self._is_on = True
+        with jax.profiler.StepTraceAnnotation("train_step", step_num=number):
+            yield
+        if number == self._steps[-1]:
+            settle()
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is still recorded, because the run ends before it."""
+        if self._is_on:
+            self._is_on, self._steps = False, range(0)
+            jax.profiler.stop_trace()

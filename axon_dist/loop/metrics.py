@@ -1,15 +1,47 @@
-"""Where metrics go: a JSON line per record, TensorBoard, Weights & Biases, trackio, MLflow."""
+"""Where metrics go: a JSON line per record, the loggers of the extras, a plot of the losses."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
 
-from .extras import require
+from axon_dist.core.errors import ConfigError
+
+
+def has_module(name: str) -> bool:
+    """Tells whether a module is installed, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def require(name: str, extra: str, purpose: str) -> ModuleType:
+    """Imports an optional module.
+
+    Args:
+        name: of the module.
+        extra: the extra of this package that brings it.
+        purpose: what it is needed for, to open the message.
+
+    Raises:
+        ConfigError: when it is not installed, with the command that installs it.
+
+    Example:
+        >>> require("json", "plots", "a plot").__name__
+        'json'
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{purpose} needs the module {error.name!r}, which is not installed; "
+            f"run: pip install 'axon_dist[{extra}]'"
+        ) from error
 
 
 class MetricWriter(Protocol):
@@ -112,7 +144,7 @@ class WandbWriter:
         project: str,
         name: str,
         mode: str = "offline",
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ):
         wandb = require("wandb", "loggers", "the logger 'wandb'")
         self._run = wandb.init(
@@ -140,7 +172,7 @@ class TrackioWriter:
         ConfigError: when trackio is not installed.
     """
 
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Any] | None = None):
+    def __init__(self, *, project: str, name: str, config: Mapping[str, object] | None = None):
         trackio = require("trackio", "loggers", "the logger 'trackio'")
         self._run = trackio.init(project=project, name=name, config=dict(config or {}))
 
@@ -167,7 +199,7 @@ class MlflowWriter:
     """
 
     def __init__(
-        self, uri: str, *, experiment: str, name: str, config: Mapping[str, Any] | None = None
+        self, uri: str, *, experiment: str, name: str, config: Mapping[str, object] | None = None
     ):
         mlflow = require("mlflow", "loggers", "the logger 'mlflow'")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
@@ -187,7 +219,7 @@ class MlflowWriter:
         self._client.set_terminated(self._run)
 
 
-def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in config.items():
         inner = f"{path}.{key}" if path else str(key)
         if isinstance(value, Mapping):
@@ -198,3 +230,70 @@ def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 def _as_json(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+Curve: TypeAlias = Sequence[tuple[int, float]]
+"""Pairs of step and value."""
+
+_TRAIN, _VALIDATION, _INK, _GRID = "#9ab6d6", "#c1440e", "#333333", "#e6e6e6"
+
+
+def plot_losses(
+    path: str | Path,
+    train: Curve,
+    validation: Curve,
+    unit: str,
+    title: str,
+    metrics: Mapping[str, tuple[Curve, Curve]] | None = None,
+) -> None:
+    """Draws training and validation loss over the steps into a PNG file, and metrics below them.
+
+    Args:
+        path: of the PNG file, replaced if it is there.
+        train: training loss by step.
+        validation: validation loss by step, few points.
+        unit: of the loss, such as `nats/byte`.
+        title: stands above the axes.
+        metrics: of each further metric its training and validation curve, a panel for each.
+
+    Raises:
+        ConfigError: when matplotlib is not installed.
+    """
+    # Figure instead of pyplot: no window, no global state, and the user's backend is left alone.
+    figure = require("matplotlib.figure", "plots", "the loss plot").Figure(
+        figsize=(8, 4.5 + 2.5 * len(metrics or {})), dpi=150, layout="constrained"
+    )
+    panels = {f"loss ({unit})": (train, validation), **(metrics or {})}
+    heights = [1.8] + [1.0] * len(metrics or {})
+    rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (label, curves) in zip(rows, panels.items(), strict=True):
+        _draw(axes, label, *curves)
+    rows[0].set_title(title, loc="left", color=_INK, fontweight="bold")
+    rows[0].legend(frameon=False)
+    rows[-1].set_xlabel("step", color=_INK)
+    figure.savefig(path)
+
+
+def _draw(axes: Any, label: str, train: Curve, validation: Curve) -> None:
+    axes.plot(*_columns(train), color=_TRAIN, linewidth=1.4, label="training")
+    if validation:
+        steps, losses = _columns(validation)
+        axes.plot(steps, losses, "o-", color=_VALIDATION, markersize=4, label="validation")
+        axes.annotate(
+            f"{losses[-1]:.3f}",
+            (steps[-1], losses[-1]),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="right",
+            color=_VALIDATION,
+            fontweight="bold",
+        )
+    axes.set_ylabel(label, color=_INK)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+
+
+def _columns(curve: Curve) -> tuple[list[int], list[float]]:
+    return [step for step, _ in curve], [value for _, value in curve]

@@ -1,9 +1,10 @@
-"""What is known of a run so far: metrics as they come back from the devices, and their history."""
+"""What is known of a run so far: metrics, their history, where the seconds go, and the result."""
 
 from __future__ import annotations
 
 import array
 import collections
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,67 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ..step.state import FLAG, Loss, is_lost
-from .clock import DATA, DEVICES, LOST, STEP, TimeSheet
+from ..step.state import FLAG, Loss, TrainState, is_lost
 from .metrics import MetricWriter
 from .progress import Progress, Status
+from .stop import INTERRUPTIONS
+
+INITIALIZE, COMPILE, DATA, DEVICES = "initialize", "compile", "data", "devices"
+VALIDATE, SAVE, STEP, LOST, OTHER = "validation", "save", "step", "lost", "other"
+
+
+class TimeSheet:
+    """Adds up seconds by what they were spent on.
+
+    Args:
+        clock: tells the seconds; a test may put its own.
+
+    Example:
+        >>> ticks = iter([0.0, 1.0, 4.0, 10.0])
+        >>> sheet = TimeSheet(lambda: next(ticks))
+        >>> with sheet.on(SAVE):
+        ...     pass
+        >>> sheet[SAVE], sheet.elapsed
+        (3.0, 10.0)
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._start = clock()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+
+    def __getitem__(self, kind: str) -> float:
+        return self._seconds[kind]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the sheet was begun."""
+        return self._clock() - self._start
+
+    @contextmanager
+    def on(self, kind: str) -> Iterator[None]:
+        """Counts what happens in the context as of a kind."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(kind, self._clock() - start)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Counts seconds measured elsewhere."""
+        self._seconds[kind] += seconds
+
+    def by_kind(self, train_seconds: float) -> dict[str, float]:
+        """Every second since the beginning, each in one kind.
+
+        Args:
+            train_seconds: from step to step, all told; what is not data or lost in it is `step`.
+        """
+        named = (INITIALIZE, COMPILE, DATA, VALIDATE, SAVE, LOST)
+        found = {kind: self[kind] for kind in named}
+        found[STEP] = max(train_seconds - self[DATA] - self[LOST], 0.0)
+        return {**found, OTHER: max(self.elapsed - sum(found.values()), 0.0)}
+
 
 TRAIN, VALIDATION = "train", "validation"
 """What the names of metrics begin with."""
@@ -307,3 +365,61 @@ def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]
         means.pop("skipped_steps", None)
         if means:
             yield kind, row["step"], means
+
+
+FINISHED = "finished"
+"""The reason of a run that got to its last step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run came to.
+
+    Args:
+        state: after the last step.
+        num_steps: steps that the state has taken.
+        first_step: those of them that it had taken before this call; the seconds and the throughput
+            are about the others.
+        reason: why the run ended, such as `finished` or `SIGINT`.
+        train_curve: pairs of step and mean training loss.
+        validation_curve: pairs of step and validation loss.
+        metric_curves: of every other metric of the loss function that is validated, its training
+            curve and its validation curve.
+        compile_seconds: until the first step was done.
+        train_seconds: of all later steps, validations and saves not counted.
+        items_per_second: over the train seconds; None if unknown.
+        device_bytes: of the train state, on the fullest device.
+        skipped_steps: steps whose batch changed nothing, because they were not finite.
+        rollbacks: how often the run went back to a checkpoint.
+        seconds: of this call, by what they were spent on: `initialize`, `compile`, `data` (waiting
+            for a batch), `step`, `validation`, `save`, `lost` (steps that a rollback undid) and
+            `other`.
+        step_percentiles: seconds per step that so many percent of the steps stay within, by
+            percent; empty where no step was timed.
+    """
+
+    state: TrainState
+    num_steps: int
+    reason: str
+    train_curve: tuple[tuple[int, float], ...]
+    validation_curve: tuple[tuple[int, float], ...]
+    compile_seconds: float
+    train_seconds: float
+    items_per_second: float | None
+    device_bytes: int
+    first_step: int = 0
+    skipped_steps: int = 0
+    rollbacks: int = 0
+    metric_curves: Mapping[str, tuple[Curve, Curve]] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    step_percentiles: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run got to its last step."""
+        return self.reason == FINISHED
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ended the run, to this process or another one, before its last step."""
+        return self.reason in INTERRUPTIONS

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 
@@ -17,15 +17,21 @@ from axon_dist.mesh import agree, watch_steps
 
 from ..step import Nonfinite, TrainState, TrainStep
 from ..step import state as nonfinite
-from .arguments import BATCHES, KINDS, STATE
-from .cadence import LoopOptions
-from .clock import COMPILE, DATA, INITIALIZE, SAVE, VALIDATE, TimeSheet
-from .meters import bytes_per_device, percentiles, utilization_of
+from .arguments import BATCHES, KINDS, STATE, LoopOptions
+from .meters import StepProfile, bytes_per_device, percentiles, utilization_of
 from .metrics import MetricWriter
-from .profiling import StepProfile
 from .progress import Progress, SilentProgress
-from .record import Record
-from .result import FINISHED, TrainResult
+from .record import (
+    COMPILE,
+    DATA,
+    FINISHED,
+    INITIALIZE,
+    SAVE,
+    VALIDATE,
+    Record,
+    TimeSheet,
+    TrainResult,
+)
 from .stop import StopConsensus, Stops, stop_on_signals
 
 _LAG = 2
@@ -132,7 +138,7 @@ class Trainer:
     copy: Callable[[TrainState, int], None] | None = None
     give_back: Callable[[int], None] | None = None
     go_back: Callable[[], TrainState | None] | None = None
-    history: Sequence[Mapping[str, Any]] = ()
+    history: Sequence[Mapping[str, object]] = ()
     facts: Callable[[int, int], Mapping[str, float]] = lambda step, updates: {}
     on_compiled: Callable[[], None] = lambda: None
     profile_dir: str | None = None

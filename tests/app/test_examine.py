@@ -49,6 +49,8 @@ def test_what_trains_is_what_is_examined(tiny, chip, ran, read, monkeypatch):
     config = RunConfig.from_dict(tiny)
     train(config, Console(file=io.StringIO()))
     (trained,) = (text for text in ran if "train_step" in text.splitlines()[0])
+    # A run reports on its step, too.
+    read.clear()
     assert examine(config).report.machine is chip
     bare = {chip.name: dataclasses.replace(chip, options=())}
     monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", bare)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axon_dist.config import RunConfig
-from axon_dist.config.build import build_run
-from axon_dist.config.fewer import for_fewer, microbatches_for_fewer
+from axon_dist.config.build import build_run, for_fewer, microbatches_for_fewer
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp
 from axon_dist.train import build_train_step

@@ -10,7 +10,7 @@ import pytest
 from axon_dist.app import train
 from axon_dist.checkpoint import read_manifest
 from axon_dist.config import MODELS, RunConfig, build_loader
-from axon_dist.config.tasks import NextToken
+from axon_dist.config.models import NextToken
 from axon_dist.core.errors import NonfiniteError
 from axon_dist.mesh import World
 from axon_dist.models import next_token_loss

@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axon_dist.config.kinds import Bound, Count, Fraction, NonNegative, OneOf, Parsed, Positive
-from axon_dist.config.read import read, write
+from axon_dist.config.read import (
+    Bound,
+    Count,
+    Fraction,
+    NonNegative,
+    OneOf,
+    Parsed,
+    Positive,
+    read,
+    write,
+)
 from axon_dist.core.errors import ConfigError
 
 

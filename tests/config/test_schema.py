@@ -6,8 +6,8 @@ import pytest
 
 from axon_dist.config import DATA, MODELS, OPTIMIZERS, RunConfig
 from axon_dist.config.build import config_facts
-from axon_dist.config.loggers import LOGGERS, Wandb
-from axon_dist.config.strategies import read_strategies
+from axon_dist.config.schema import read_strategies
+from axon_dist.config.sections import LOGGERS, Wandb
 from axon_dist.core.errors import ConfigError
 from axon_dist.models import TransformerConfig
 from axon_dist.parallel import STRATEGIES

@@ -4,8 +4,8 @@ import pytest
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.loop import LoopOptions, Trainer
-from axon_dist.loop.clock import COMPILE, DATA, LOST, SAVE, TimeSheet
-from axon_dist.loop.profiling import StepProfile
+from axon_dist.loop.meters import StepProfile
+from axon_dist.loop.record import COMPILE, DATA, LOST, SAVE, TimeSheet
 
 from .test_trainer import FakeStep, ListWriter
 

@@ -4,8 +4,7 @@ import jax
 import pytest
 
 from axon_dist.app import Finding, check_numerics
-from axon_dist.app.numerics import LAYOUTS
-from axon_dist.app.sentinels import SENTINELS
+from axon_dist.app.numerics import LAYOUTS, SENTINELS
 from axon_dist.cli.main import main
 from axon_dist.core.errors import ConfigError, MeshError
 from axon_dist.jaxpr.rewrite import ByRank
