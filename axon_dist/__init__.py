@@ -64,9 +64,6 @@ if TYPE_CHECKING:
     from .nn import merge_lora as merge_lora
     from .ops.linear_loss import linear_cross_entropy as linear_cross_entropy
     from .ops.linear_loss import linear_scores as linear_scores
-    from .ops.precision import GradScaler as GradScaler
-    from .ops.precision import MixedPrecision as MixedPrecision
-    from .ops.precision import autocast as autocast
     from .optim import hidden_matrices as hidden_matrices
     from .optim import muon as muon
     from .parallel import DDP as DDP
@@ -95,6 +92,9 @@ if TYPE_CHECKING:
     from .parallel import suggest_plan as suggest_plan
     from .parallel import tensor_parallel as tensor_parallel
     from .parallel import zero as zero
+    from .precision import GradScaler as GradScaler
+    from .precision import MixedPrecision as MixedPrecision
+    from .precision import autocast as autocast
     from .schedule import PipelineMemoryStats as PipelineMemoryStats
     from .schedule import PipelineSchedule as PipelineSchedule
     from .step import TrainState as TrainState

@@ -211,7 +211,7 @@ MUTATIONS = (
     row(
         "jaxpr/randomness.py", "jnp.int32) * shape[found.dim]\n        if",
         "jnp.int32)\n        if",
-        "program/test_randomness.py::test_rows_of_the_global_draw",
+        "jaxpr/test_randomness.py::test_rows_of_the_global_draw",
     ),
     row(
         "data/samples.py", ".seed(seed)", ".seed(0)",
@@ -267,15 +267,15 @@ MUTATIONS = (
     # Blocks of bridged models: one program for equal ones, their own weights, their names.
     row(
         "jaxpr/linen.py", "if program.is_like(other):", "if not program.is_like(other):",
-        "program/test_linen.py",
+        "jaxpr/test_linen.py",
     ),
     row(
         "jaxpr/linen.py", "kept.append(equation)", "kept.append(equation), known.clear()",
-        "program/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
+        "jaxpr/test_linen.py::test_equal_blocks_have_one_program_and_are_a_chain",
     ),
     row(
         "jaxpr/linen.py", 'self.gathers.get("/".join(filter(None, (path, *names))))', "None",
-        "program/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
+        "jaxpr/test_linen.py::test_a_unit_gathers_its_own_parameters_and_no_other",
     ),
     row(
         "step/storage.py", 're.sub("(?i)decoder", "encoder~", str(key))', "str(key)",

@@ -139,6 +139,11 @@ def shape_of(atom: Var | Literal) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)  # type: ignore[attr-defined]
 
 
+def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of what a program is given."""
+    return [shape_of(variable) for variable in program.jaxpr.invars]
+
+
 def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> Call:
     function, lead = equation.params["function"], equation.params["lead"]
     operand = equation.invars[0]

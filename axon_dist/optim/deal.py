@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array, Shape
-from ..jaxpr.rows import Call, run_with_calls, shape_of
+from ..jaxpr.rows import Call, input_shapes, run_with_calls
 from ..sharding import axes_of, spec_axes
 
 
@@ -112,8 +112,9 @@ class Distributor:
             found.extend(plan for plan, _ in self._stacks(calls))
             return [call.x for call in calls]
 
-        shapes = [shape_of(v) for v in program.jaxpr.invars]
-        jax.eval_shape(lambda *values: run_with_calls(program, values, note), *shapes)
+        jax.eval_shape(
+            lambda *values: run_with_calls(program, values, note), *input_shapes(program)
+        )
         return tuple(found)
 
     def _run(self, calls: Sequence[Call]) -> list[Array]:

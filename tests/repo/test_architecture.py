@@ -32,6 +32,8 @@ ONLY = {
     "data": {"core", "mesh", "sharding"},
     "checkpoint": {"core", "mesh", "sharding"},
 }
+# Old names of a room that a room above it defines now, found there when they are asked for.
+FACES = {("config/__init__.py", "app")}
 MAX_FILE = 500
 MAX_FUNCTION = 60
 
@@ -53,7 +55,7 @@ def test_imports_point_down():
         assert module.room in LEVEL, f"{module.room} is a room that the picture does not show"
         for use in module.uses:
             target = house.modules()[use].room
-            if target in ("", module.room):
+            if target in ("", module.room) or (str(module.path), target) in FACES:
                 continue
             allowed = ONLY.get(module.room)
             is_below = LEVEL[target] < LEVEL[module.room]
