@@ -58,7 +58,7 @@ class Quantized:
         block: numbers that share a scale.
 
     Example:
-        >>> Rounded("int8", block=64).wire_bytes([1024], ranks=2)
+        >>> Quantized("int8", block=64).wire_bytes([1024], ranks=2)
         1088
     """
 
@@ -195,7 +195,7 @@ def compression_of(what: Compression | str | None) -> Compression | None:
 
     Example:
         >>> compression_of("fp8")
-        Rounded(kind='fp8', block=256)
+        Quantized(kind='fp8', block=256)
     """
     if what is None or isinstance(what, (Quantized, TopK)):
         return what
@@ -205,6 +205,6 @@ def compression_of(what: Compression | str | None) -> Compression | None:
         return Quantized(what)
     names = (*_LARGEST, "top_k")
     raise ConfigError(
-        f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give a Rounded "
+        f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give a Quantized "
         "or a TopK"
     )

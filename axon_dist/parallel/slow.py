@@ -33,7 +33,7 @@ def diloco(
         every: H, the steps between two meetings.
         outer: the outer optimizer; None takes that of the paper,
             `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        compress: `"int8"`, `"fp8"` or `"top_k"`, or a `Rounded` or `TopK` with other settings;
+        compress: `"int8"`, `"fp8"` or `"top_k"`, or a `Quantized` or `TopK` with other settings;
             what a replica leaves unsaid it adds the next time (error feedback).
         fragments: parts of the parameters that meet at steps of their own, as in streaming DiLoCo.
 
