@@ -10,14 +10,14 @@ reason.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from ..core.compat import scan_counts
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from ..core.typing import Path
-from .walk import called, interpret
+from ..program.factors import SCATTERS, Factors, Role, factors, guessed
+from .walk import Inner, inners, interpret, shape_of
 
 Dims: TypeAlias = list[int]
 """The nodes of an array's dims."""
@@ -135,7 +135,7 @@ class Value:
     from_input: bool = False
 
 
-def follow(flow: Flow, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
     """Follows a jaxpr equation by equation.
 
     Args:
@@ -146,40 +146,51 @@ def follow(flow: Flow, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
     Returns:
         What is known about its outputs.
     """
-    unknown = lambda atom: Value(flow.new(getattr(atom.aval, "shape", ())))
+    unknown = lambda atom: Value(flow.new(shape_of(atom)))
 
-    def run(equation: Any, operands: Sequence[Value]) -> list[Value]:
+    def run(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         flow.order += 1
-        return _follow_equation(flow, equation, list(operands))
+        programs = [] if equation.primitive.name == "while" else inners(equation)
+        if programs:
+            return _follow_inner(flow, equation, programs[-1], operands)
+        return _follow_equation(flow, equation, operands)
 
     consts = [unknown(variable) for variable in jaxpr.constvars]
     return interpret(jaxpr, consts, values, run, literal=unknown)
 
 
-def _follow_equation(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
-    name = equation.primitive.name
-    results = [Value(flow.new(variable.aval.shape)) for variable in equation.outvars]
-    for result in results:
-        result.from_input = any(operand.from_input for operand in operands)
-    handler = _HANDLERS.get(name)
-    if handler is not None:
-        handler(flow, equation, operands, results)
-    elif (inner := called(equation)) is not None:
-        # Of a function with its own derivative the first operands may be for that alone.
-        found = follow(flow, inner.jaxpr, operands[len(operands) - len(inner.jaxpr.invars) :])
-        return found[: len(results)]
-    elif _is_elementwise(equation):
-        _elementwise(flow, equation, operands, results)
-    else:
-        for value in (*operands, *results):
-            for node in value.dims:
-                flow.spoil(node, f"goes through {name}")
+def _results(flow: Flow, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    is_fed = any(operand.from_input for operand in operands)
+    return [Value(flow.new(shape_of(v)), from_input=is_fed) for v in equation.outvars]
+
+
+def _follow_inner(
+    flow: Flow, equation: JaxprEqn, inner: Inner, operands: Sequence[Value]
+) -> list[Value]:
+    """Follows a call, a loop, or of branches the last: it is the one of any platform."""
+    shared, carry, stacked = inner.parts(operands)
+    rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]
+    outputs = follow(flow, inner.program.jaxpr, [*shared, *carry, *rows])
+    if equation.primitive.name not in ("scan", "cond"):
+        return outputs[: len(equation.outvars)]
+    results = _results(flow, equation, operands)
+    is_loop = equation.primitive.name == "scan"
+    for number, (value, result) in enumerate(zip(outputs, results, strict=True)):
+        is_row = is_loop and number >= inner.num_carried
+        _join_all(flow, value.dims, result.dims[1:] if is_row else result.dims)
+    for value, start in zip(outputs, carry, strict=False):
+        _join_all(flow, value.dims, start.dims)
     return results
 
 
-def _is_elementwise(equation: Any) -> bool:
+def _join_all(flow: Flow, mine: Dims, theirs: Dims) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        flow.join(one, other)
+
+
+def _is_elementwise(equation: JaxprEqn) -> bool:
     """Whether all arrays have the shape of the results, or size 1 where they are repeated."""
-    results = {variable.aval.shape for variable in equation.outvars}
+    results = {shape_of(variable) for variable in equation.outvars}
     if len(results) != 1:
         return False
     (shape,) = results
@@ -187,218 +198,204 @@ def _is_elementwise(equation: Any) -> bool:
         len(given) == len(shape)
         and all(size in (full, 1) for size, full in zip(given, shape, strict=True))
     )
-    return all(not v.aval.shape or repeats(v.aval.shape) for v in equation.invars)
+    return all(not shape_of(v) or repeats(shape_of(v)) for v in equation.invars)
 
 
-def _elementwise(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    arrays = [operand for operand in operands if operand.dims]
+def _follow_equation(flow: Flow, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    name, results = equation.primitive.name, _results(flow, equation, operands)
+    known = factors(equation)
+    if known is None and _is_elementwise(equation):
+        known = guessed(equation)
+    if known is None or name in SCATTERS or Role.WINDOW in known.roles:
+        for value in (*operands, *results):
+            for node in value.dims:
+                flow.spoil(node, f"goes through {name}")
+        return results
+    # What is looked up is no batch of what says where.
+    given = operands[:1] if name == "gather" else operands
+    step = _Step(flow, equation, known, list(given), results)
+    step.repeat()
+    for factor, role in enumerate(known.roles):
+        step.follow_factor(factor, role)
+    if name == "dot_general":
+        step.multiply()
+    is_lookup = name == "gather" and step.look_up(operands[1])
     for result in results:
-        for operand in arrays:
-            for mine, theirs in zip(result.dims, operand.dims, strict=True):
-                flow.join(mine, theirs)
-        # A kernel times a scalar, cast or negated is that kernel; a sum of two is neither.
-        result.origin = arrays[0].origin if len(arrays) == 1 else None
+        result.origin = None if is_lookup else step.origin_of(result)
+    return results
 
 
-def _transpose(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    for out, source in enumerate(equation.params["permutation"]):
-        flow.join(results[0].dims[out], operands[0].dims[source])
-    results[0].origin = operands[0].origin
+REARRANGED = frozenset({"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+"""Operations after which a parameter is still that parameter."""
 
 
-def _broadcast(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    kept = set(equation.params["broadcast_dimensions"])
-    flow.repeated.update(node for dim, node in enumerate(results[0].dims) if dim not in kept)
-    for source, out in enumerate(equation.params["broadcast_dimensions"]):
-        flow.join(results[0].dims[out], operands[0].dims[source])
-    results[0].origin = operands[0].origin
+@dataclasses.dataclass
+class _Step:
+    """One equation that runs no program of its own."""
 
+    flow: Flow
+    equation: JaxprEqn
+    factors: Factors
+    operands: list[Value]
+    results: list[Value]
 
-def _reshape(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    results[0].origin = operands[0].origin
-    before = [node for node in operands[0].dims if flow.sizes[node] != 1]
-    after = [node for node in results[0].dims if flow.sizes[node] != 1]
-    while before and after:
-        left, right = [before.pop(0)], [after.pop(0)]
-        product = lambda nodes: math.prod(flow.sizes[node] for node in nodes)
-        while product(left) != product(right):
-            smaller, rest = (left, before) if product(left) < product(right) else (right, after)
-            smaller.append(rest.pop(0))
-        _regroup(flow, left, right)
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
 
+    def follow_factor(self, factor: int, role: Role) -> None:
+        """Joins what lies alike, notes what is cut, and spoils what cannot be split."""
+        ins = self._nodes(factor, self.factors.operands, self.operands)
+        outs = self._nodes(factor, self.factors.results, self.results)
+        if role is Role.PASSES and not self._cut(factor, ins, outs):
+            self._join(ins + outs)
+        elif role is Role.SUMMED and self.name == "dot_general":
+            self._join(ins)
+            # Between activations a sum over ranks is not what a row layer's is: scores need all.
+            if all(operand.origin is None for operand in self.operands):
+                self.flow.spoil(ins[0], "is summed over between activations")
+        elif role in (Role.SUMMED, Role.REDUCED):
+            self._spoil(ins, f"is normalised or reduced by {self.name}")
+        elif role is Role.ALONG:
+            is_reshape = self.name == "reshape"
+            why = "is reshaped across its neighbours" if is_reshape else f"goes through {self.name}"
+            self._spoil(ins + outs, why)
+        elif role is Role.PART:
+            self._take_part(ins[0], outs)
+        elif role is Role.JOINED:
+            self._lie_beside(ins, outs[0])
 
-def _regroup(flow: Flow, left: Dims, right: Dims) -> None:
-    """Dims `left` become dims `right` of the same product."""
-    if len(left) == len(right) == 1:
-        flow.join(left[0], right[0])
-    elif len(left) == 1 or len(right) == 1:
-        # Of three and more factors the last ones cannot be split, and need no cut of their own.
-        whole, factors = (left[0], right) if len(left) == 1 else (right[0], left)
-        flow.cuts.append(Cut(whole, factors[0], 1, True, factors[1] in flow.repeated))
-        flow.cuts.append(Cut(whole, factors[1], flow.sizes[factors[0]], True))
-    else:
-        for node in (*left, *right):
-            flow.spoil(node, "is reshaped across its neighbours")
+    def repeat(self) -> None:
+        """Notes the dims that a broadcast makes."""
+        kept = self.equation.params.get("broadcast_dimensions", ())
+        if self.name == "broadcast_in_dim":
+            new = [node for dim, node in enumerate(self.results[0].dims) if dim not in kept]
+            self.flow.repeated.update(new)
 
+    def multiply(self) -> None:
+        """Notes the product of a parameter."""
+        for number, operand in enumerate(self.operands):
+            if operand.origin is None:
+                continue
+            kinds: dict[str, list[int]] = {"summed": [], "free": [], "shared": []}
+            for factor, role in enumerate(self.factors.roles):
+                places = self.factors.dims(factor, self.factors.operands)
+                nodes = [operand.dims[dim] for which, dim in places if which == number]
+                is_shared = "shared" if len(places) > 1 else "free"
+                kinds["summed" if role is Role.SUMMED else is_shared] += nodes
+            summed, free, shared = map(tuple, kinds.values())
+            product = Product(operand.origin, summed, free, self.flow.order, shared)
+            self.flow.products.append(product)
 
-def _dot(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    (contract, batch), out = equation.params["dimension_numbers"], list(results[0].dims)
-    left, right = operands
-    for mine, theirs in zip(*contract, strict=True):
-        flow.join(left.dims[mine], right.dims[theirs])
-        # Between activations a sum over ranks is not what a row layer's is: scores need all of it.
-        if left.origin is None and right.origin is None:
-            flow.spoil(left.dims[mine], "is summed over between activations")
-    for mine, theirs in zip(*batch, strict=True):
-        node = out.pop(0)
-        flow.join(node, left.dims[mine])
-        flow.join(node, right.dims[theirs])
-    for operand, summed, shared in zip(operands, contract, batch, strict=True):
-        free = [dim for dim in range(len(operand.dims)) if dim not in (*summed, *shared)]
-        for dim in free:
-            flow.join(out.pop(0), operand.dims[dim])
-        if operand.origin is not None:
-            pick = lambda dims, operand=operand: tuple(operand.dims[dim] for dim in dims)
-            kinds = (pick(summed), pick(free), flow.order, pick(shared))
-            flow.products.append(Product(operand.origin, *kinds))
-
-
-def _reduce(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    axes = equation.params["axes"]
-    for operand in operands:
-        kept = [node for dim, node in enumerate(operand.dims) if dim not in axes]
-        for dim in axes:
-            flow.spoil(operand.dims[dim], f"is normalised or reduced by {equation.primitive.name}")
-        for result in results:
-            for mine, theirs in zip(result.dims, kept, strict=True):
-                flow.join(mine, theirs)
-
-
-def _keep_equal_dims(
-    flow: Flow, equation: Any, operands: list[Value], results: list[Value]
-) -> None:
-    """Slices and the like: dims of unchanged size are the same, the others are cut."""
-    source = operands[0]
-    for result in results:
-        result.origin = source.origin if _is_row(flow, source, result) else None
-        for mine, theirs in zip(result.dims, source.dims, strict=True):
-            if flow.sizes[mine] == flow.sizes[theirs]:
-                flow.join(mine, theirs)
-            elif flow.sizes[mine] > 1 and flow.sizes[theirs] % flow.sizes[mine] == 0:
-                flow.cuts.append(Cut(theirs, mine, flow.sizes[theirs] // flow.sizes[mine], False))
+    def look_up(self, indices: Value) -> bool:
+        """Notes a parameter whose rows are looked up by the model's input."""
+        table, rows = self.operands[0], self.equation.params["dimension_numbers"].start_index_map
+        is_lookup = table.origin is not None and indices.from_input and len(rows) == 1
+        for dim in rows:
+            if is_lookup:
+                self.flow.lookups[table.origin or ""] = table.dims[dim]
             else:
-                flow.spoil(theirs, f"is indexed by {equation.primitive.name}")
+                self.flow.spoil(table.dims[dim], "is indexed")
+        return is_lookup
+
+    def origin_of(self, result: Value) -> Path | None:
+        """The parameter that a result is."""
+        first = self.operands[0] if self.operands else result
+        if self.name in REARRANGED or self.name == "unstack":
+            return first.origin
+        if self.name in ("slice", "split", "dynamic_slice"):
+            return first.origin if _is_row(self.flow, first, result) else None
+        if self.name == "gather":
+            return first.origin if self._takes_rows() else None
+        arrays = [operand for operand in self.operands if operand.dims]
+        # A kernel times a scalar, cast or negated is that kernel; a sum of two is neither.
+        shape = lambda value: [self.flow.sizes[node] for node in value.dims]
+        is_same = len(arrays) == 1 and shape(arrays[0]) == shape(result)
+        return arrays[0].origin if is_same else None
+
+    def _takes_rows(self) -> bool:
+        numbers, sizes = (
+            self.equation.params["dimension_numbers"],
+            self.equation.params["slice_sizes"],
+        )
+        rows, table = numbers.collapsed_slice_dims, self.operands[0].dims
+        taken = [sizes[d] == self.flow.sizes[node] for d, node in enumerate(table) if d not in rows]
+        return all(taken) and rows == numbers.start_index_map
+
+    def _nodes(
+        self, factor: int, side: Sequence[Sequence[tuple[int, ...]]], values: Sequence[Value]
+    ) -> Dims:
+        places = self.factors.dims(factor, side)
+        return [values[number].dims[dim] for number, dim in places if number < len(values)]
+
+    def _join(self, nodes: Dims) -> None:
+        for node in nodes[1:]:
+            self.flow.join(nodes[0], node)
+
+    def _spoil(self, nodes: Dims, why: str) -> None:
+        for node in nodes:
+            self.flow.spoil(node, why)
+
+    def _cut(self, factor: int, ins: Dims, outs: Dims) -> bool:
+        """Notes that a dim is one of the factors of another; False where it is the same dim."""
+        for side, wholes, pieces in (
+            (self.factors.operands, ins, outs),
+            (self.factors.results, outs, ins),
+        ):
+            numbers = next((n for array in side for n in array if factor in n and len(n) > 1), ())
+            at = numbers.index(factor) if numbers else 0
+            if not numbers:
+                continue
+            # Of three and more factors the last ones cannot be split, and need no cut of their own.
+            if at < _CUT:
+                parts = 1 if at == 0 else self._size(numbers[0])
+                repeats = at == 0 and self._is_repeated(numbers[1])
+                self.flow.cuts.append(Cut(wholes[0], pieces[0], parts, True, repeats))
+            return True
+        return False
+
+    def _piece(self, factor: int) -> int:
+        """The dim that is one factor of another."""
+        sides = (self.factors.operands, self.operands), (self.factors.results, self.results)
+        return next(
+            values[number].dims[dim]
+            for side, values in sides
+            for number, array in enumerate(side)
+            for dim, numbers in enumerate(array)
+            if numbers == (factor,)
+        )
+
+    def _size(self, factor: int) -> int:
+        return self.flow.sizes[self._piece(factor)]
+
+    def _is_repeated(self, factor: int) -> bool:
+        return self._piece(factor) in self.flow.repeated
+
+    def _take_part(self, source: int, outs: Dims) -> None:
+        sizes = self.flow.sizes
+        for node in outs:
+            if self.name == "pad":
+                self._spoil([source, node], "goes through pad")
+            elif sizes[node] > 1 and sizes[source] % sizes[node] == 0:
+                parts = sizes[source] // sizes[node]
+                self.flow.cuts.append(Cut(source, node, parts, False))
+            else:
+                self.flow.spoil(source, f"is indexed by {self.name}")
+        if not outs:
+            self.flow.spoil(source, f"is indexed by {self.name}")
+
+    def _lie_beside(self, ins: Dims, out: int) -> None:
+        for node in ins:
+            if self.flow.sizes[node] == self.flow.sizes[out]:
+                self.flow.join(out, node)
+            else:
+                self._spoil([out, node], f"goes through {self.name}")
+
+
+_CUT = 2
 
 
 def _is_row(flow: Flow, source: Value, result: Value) -> bool:
     """Whether an array is one of the matrices that another stacks, such as those of experts."""
     pairs = zip(result.dims, source.dims, strict=True)
     return all(flow.sizes[mine] in (1, flow.sizes[theirs]) for mine, theirs in pairs)
-
-
-def _unstack(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    """All rows of a dim, each by itself."""
-    source, axis = operands[0], equation.params["axis"]
-    flow.spoil(source.dims[axis], "is indexed by unstack")
-    for result in results:
-        result.origin = source.origin
-        for mine, theirs in zip(result.dims, _without(source.dims, axis), strict=True):
-            flow.join(mine, theirs)
-
-
-def _without(dims: Dims, axis: int) -> Dims:
-    return [node for dim, node in enumerate(dims) if dim != axis]
-
-
-def _join_whole(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    """Concatenations: dims of unchanged size are the same, the others spoil."""
-    for operand in (operand for operand in operands if operand.dims):
-        for mine, theirs in zip(results[0].dims, operand.dims, strict=True):
-            if flow.sizes[mine] == flow.sizes[theirs]:
-                flow.join(mine, theirs)
-            else:
-                flow.spoil(mine, f"goes through {equation.primitive.name}")
-                flow.spoil(theirs, f"goes through {equation.primitive.name}")
-
-
-def _gather(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    table, indices = operands[:2]
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    kept = [dim for dim in range(len(table.dims)) if dim not in numbers.collapsed_slice_dims]
-    for out, dim in zip(numbers.offset_dims, kept, strict=False):
-        if sizes[dim] == flow.sizes[table.dims[dim]]:
-            flow.join(results[0].dims[out], table.dims[dim])
-    rows = numbers.start_index_map
-    is_lookup = table.origin is not None and indices.from_input and len(rows) == 1
-    for dim in rows:
-        if is_lookup:
-            flow.lookups[table.origin or ""] = table.dims[dim]
-        else:
-            flow.spoil(table.dims[dim], "is indexed")
-    taken = [sizes[dim] == flow.sizes[table.dims[dim]] for dim in kept]
-    if not is_lookup and all(taken) and numbers.collapsed_slice_dims == rows:
-        results[0].origin = table.origin
-
-
-def _scan(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    body = equation.params["jaxpr"].jaxpr
-    num_consts, num_carry = scan_counts(equation)
-    inputs = list(operands[: num_consts + num_carry])
-    for operand in operands[num_consts + num_carry :]:
-        inputs.append(Value(operand.dims[1:], operand.origin, operand.from_input))
-    outputs = follow(flow, body, inputs)
-    carried = inputs[num_consts:][:num_carry]
-    # The carried values are the first of both outputs and results, which go on with the stacked.
-    for value, start, end in zip(outputs, carried, results, strict=False):
-        for a, b, c in zip(value.dims, start.dims, end.dims, strict=True):
-            flow.join(a, b)
-            flow.join(a, c)
-    for value, stacked in zip(outputs[num_carry:], results[num_carry:], strict=True):
-        for a, b in zip(value.dims, stacked.dims[1:], strict=True):
-            flow.join(a, b)
-
-
-def _cond(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    """The last branch stands for all: it is the one of any platform."""
-    branch = equation.params["branches"][-1].jaxpr
-    for value, result in zip(follow(flow, branch, operands[1:]), results, strict=True):
-        for a, b in zip(value.dims, result.dims, strict=True):
-            flow.join(a, b)
-
-
-def _nothing(flow: Flow, equation: Any, operands: list[Value], results: list[Value]) -> None:
-    """Results that have no dims in common with the operands."""
-
-
-Handler: TypeAlias = Callable[[Flow, Any, list[Value], list[Value]], None]
-
-_HANDLERS: MappingProxyType[str, Handler] = MappingProxyType(
-    {
-        "transpose": _transpose,
-        "broadcast_in_dim": _broadcast,
-        "reshape": _reshape,
-        "squeeze": _reshape,
-        "expand_dims": _reshape,
-        "dot_general": _dot,
-        **{f"reduce_{kind}": _reduce for kind in ("sum", "max", "min", "prod", "and", "or")},
-        "argmax": _reduce,
-        "argmin": _reduce,
-        "slice": _keep_equal_dims,
-        "split": _keep_equal_dims,
-        "dynamic_slice": _keep_equal_dims,
-        "unstack": _unstack,
-        "concatenate": _join_whole,
-        "pad": _join_whole,
-        "gather": _gather,
-        "scan": _scan,
-        "cond": _cond,
-        "iota": _nothing,
-        "random_bits": _nothing,
-        "random_wrap": _nothing,
-        "random_unwrap": _nothing,
-        "random_fold_in": _nothing,
-        "random_split": _nothing,
-        "random_seed": _nothing,
-        "threefry2x32": _nothing,
-    }
-)

@@ -23,18 +23,20 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..core.compat import eval_equation, eval_jaxpr, inner_programs, scan_counts
+from ..core.compat import eval_equation, eval_jaxpr, inner_programs
 from .units import UNIT_NAME, RealOnly, RematPolicy
 from .walk import (
     CALLS,
     LOOPS,
     REMATS,
+    Atom,
     Known,
     called,
     depends_on,
     equations,
+    inners,
     interpret,
     made_by,
     variables,
@@ -87,7 +89,7 @@ class LayerScan:
     prefetch: bool
     unroll: int | None = 1
 
-    def loops(self, jaxpr: Any, chain: Chain) -> bool:
+    def loops(self, jaxpr: Jaxpr, chain: Chain) -> bool:
         """Whether a chain runs as a loop; groups are iterations, so that they always do."""
         length, unit = len(chain.calls), jaxpr.eqns[chain.calls[0]].params["jaxpr"]
         if length > (self.unroll or UNROLLED) or self.group(length) > 1:
@@ -146,12 +148,12 @@ def scan_over_layers(
     return scanned
 
 
-def is_unit(equation: Any) -> bool:
+def is_unit(equation: JaxprEqn) -> bool:
     """Whether an equation of a jaxpr is the call of a marked unit."""
     return equation.params.get("name") == UNIT_NAME and "jaxpr" in equation.params
 
 
-def handed_on(jaxpr: Any) -> list[Any]:
+def handed_on(jaxpr: Jaxpr) -> list[Any]:
     """The shapes of what the units of chains hand on to the next."""
     return [
         jaxpr.eqns[chain.calls[0]].outvars[place].aval
@@ -160,7 +162,7 @@ def handed_on(jaxpr: Any) -> list[Any]:
     ]
 
 
-def find_chains(jaxpr: Any) -> list[Chain]:
+def find_chains(jaxpr: Jaxpr) -> list[Chain]:
     """Finds the chains of at least two units in a jaxpr, each as long as it can be."""
     calls = [index for index, equation in enumerate(jaxpr.eqns) if is_unit(equation)]
     chains: list[Chain] = []
@@ -181,7 +183,7 @@ def find_chains(jaxpr: Any) -> list[Chain]:
     return chains + ([Chain(tuple(current), roles)] if roles else [])
 
 
-def _link(jaxpr: Any, last: int, call: int, tainted: set[Any]) -> tuple[str | int, ...] | None:
+def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | int, ...] | None:
     """The roles of the operands of `call` as the next of a chain, or None where it is not."""
     before, after = jaxpr.eqns[last], jaxpr.eqns[call]
     # Equal calls of one trace share their program: JAX has traced it once. To compare two programs
@@ -205,7 +207,7 @@ def _link(jaxpr: Any, last: int, call: int, tainted: set[Any]) -> tuple[str | in
     return tuple(roles) if any(isinstance(role, int) for role in roles) else None
 
 
-def _tainted(jaxpr: Any, calls: Sequence[int], stop: int) -> set[Any]:
+def _tainted(jaxpr: Jaxpr, calls: Sequence[int], stop: int) -> set[Var]:
     """The variables before equation `stop` that depend on results of the calls."""
     return depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in calls), stop)
 
@@ -215,13 +217,13 @@ def _kind(aval: Any) -> tuple[Any, ...]:
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
-def _same(old: Any, new: Any) -> bool:
+def _same(old: Atom, new: Atom) -> bool:
     if isinstance(old, Literal) or isinstance(new, Literal):
         return isinstance(old, Literal) and isinstance(new, Literal) and bool(old.val == new.val)
     return old is new
 
 
-def _evaluate(closed: Any, values: Sequence[Any], how: LayerScan) -> list[Any]:
+def _evaluate(closed: ClosedJaxpr, values: Sequence[Any], how: LayerScan) -> list[Any]:
     jaxpr = closed.jaxpr
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(jaxpr, chain)}
     inside = {call for chain in chains.values() for call in chain.calls}
@@ -249,7 +251,7 @@ def _evaluate(closed: Any, values: Sequence[Any], how: LayerScan) -> list[Any]:
     return env.read(jaxpr.outvars)
 
 
-def _run(equation: Any, operands: Sequence[Any], how: LayerScan) -> Sequence[Any]:
+def _run(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) -> Sequence[Any]:
     """Runs an equation; units are protected wherever in it they are called."""
     evaluate = functools.partial(eval_equation, equation)
     if is_unit(equation):
@@ -269,12 +271,11 @@ def _run(equation: Any, operands: Sequence[Any], how: LayerScan) -> Sequence[Any
     return how.protect(evaluate, 1)(operands)
 
 
-def _scan_of_model(equation: Any, operands: Sequence[Any], how: LayerScan) -> list[Any]:
+def _scan_of_model(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) -> list[Any]:
     """A loop that the model itself has: what one iteration runs is protected."""
-    params, closed = equation.params, equation.params["jaxpr"]
-    num_consts, num_carry = scan_counts(equation)
+    (loop,), params, closed = inners(equation), equation.params, equation.params["jaxpr"]
     values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
-    consts, carry = values[:num_consts], values[num_consts:][:num_carry]
+    consts, carry, stacked = loop.parts(values)
     is_one = _runs_one_unit(closed.jaxpr)
     # The protection stands around the iteration: a checkpoint of the model's own within would have
     # it recomputed twice.
@@ -283,14 +284,13 @@ def _scan_of_model(equation: Any, operands: Sequence[Any], how: LayerScan) -> li
         compute = functools.partial(_evaluate, closed, how=how)
 
     def body(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results = compute(values=[*consts, *carry, *rows])
-        return results[:num_carry], results[num_carry:]
+        return loop.outputs(compute(values=[*consts, *carry, *rows]))
 
     both = dataclasses.replace(how, remat=_both(how.remat, *_policies(closed.jaxpr)))
     carry, rows = grouped_scan(
         body,
         carry,
-        values[num_consts + num_carry :],
+        stacked,
         params["length"],
         how.group(params["length"]) if is_one else 1,
         both.protect if is_one else lambda body, _: body,
@@ -301,7 +301,7 @@ def _scan_of_model(equation: Any, operands: Sequence[Any], how: LayerScan) -> li
 
 
 def _remat_of_model(
-    equation: Any, jaxpr: Any, operands: Sequence[Any], how: LayerScan
+    equation: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[Any], how: LayerScan
 ) -> Sequence[Any]:
     """A checkpoint that the model itself has: it keeps what both it and ours would keep."""
     policy = equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
@@ -314,19 +314,19 @@ def _remat_of_model(
     return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
 
 
-def has_units(equation: Any, is_unit: Callable[[Any], bool] = is_unit) -> bool:
+def has_units(equation: JaxprEqn, is_unit: Callable[[JaxprEqn], bool] = is_unit) -> bool:
     """Whether units are called in the programs that an equation runs."""
     return any(is_unit(e) for inner in inner_programs(equation) for e in equations(inner))
 
 
-def _runs_one_unit(jaxpr: Any) -> bool:
+def _runs_one_unit(jaxpr: Jaxpr) -> bool:
     """Whether a program calls one unit, once."""
     found = list(equations(jaxpr))
     loops = [e for e in found if e.primitive.name in LOOPS and has_units(e)]
     return sum(map(is_unit, found)) == 1 and not loops
 
 
-def _without_remat(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _without_remat(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Runs an equation; checkpoints around units are left out."""
     inner = called(equation) if equation.primitive.name in CALLS | REMATS else None
     if inner is None or is_unit(equation) or not has_units(equation):
@@ -334,7 +334,7 @@ def _without_remat(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return interpret(inner.jaxpr, inner.consts, operands, _without_remat)
 
 
-def _policies(jaxpr: Any) -> list[RematPolicy]:
+def _policies(jaxpr: Jaxpr) -> list[RematPolicy]:
     """The policies of a model's own checkpoints around units."""
     found = [e for e in equations(jaxpr) if e.primitive.name in REMATS and has_units(e)]
     return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in found]
@@ -359,7 +359,7 @@ def _as_array(value: Any, aval: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
 
 
-def _scan(jaxpr: Any, chain: Chain, env: Known, how: LayerScan) -> dict[Any, Any]:
+def _scan(jaxpr: Jaxpr, chain: Chain, env: Known, how: LayerScan) -> dict[Var, Any]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
@@ -385,7 +385,7 @@ def _scan(jaxpr: Any, chain: Chain, env: Known, how: LayerScan) -> dict[Any, Any
     length = len(calls)
     carry, between = grouped_scan(unit, start, stacked, length, how.group(length), how.protect)
     last = [calls[-1].outvars[i] for i in chain.carried]
-    found: dict[Any, Any] = dict(zip(last, carry, strict=True))
+    found: dict[Var, Any] = dict(zip(last, carry, strict=True))
     for position, results in zip(kept, between, strict=True):
         for row, call in enumerate(calls):
             found[call.outvars[position]] = results[row]
@@ -441,7 +441,7 @@ def grouped_scan(
     return carry, [jnp.concatenate(pieces) for pieces in zip(*parts, strict=True)]
 
 
-def _read_elsewhere(jaxpr: Any, chain: Chain) -> list[int]:
+def _read_elsewhere(jaxpr: Jaxpr, chain: Chain) -> list[int]:
     """Which results of the calls something reads besides the next call of the chain."""
     last = chain.calls[-1]
     readers = [e for i, e in enumerate(jaxpr.eqns) if i not in chain.calls]

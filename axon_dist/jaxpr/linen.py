@@ -22,11 +22,11 @@ import numpy as np
 from flax import nnx
 from flax.core import lift
 from jax.core import Tracer
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import eval_equation
 from ..core.typing import Path
-from .walk import interpret, same_program, same_value
+from .walk import Atom, interpret, same_program, same_value
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -190,18 +190,18 @@ class Program:
         eqns: its equations but for those that make keys.
     """
 
-    jaxpr: Any
-    consts: Mapping[Any, Any]
-    invars: tuple[Any, ...]
-    eqns: tuple[Any, ...]
+    jaxpr: Jaxpr
+    consts: Mapping[Var, Any]
+    invars: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
 
     @property
-    def constvars(self) -> tuple[Any, ...]:
+    def constvars(self) -> tuple[Var, ...]:
         """Its variables with constant values."""
         return tuple(self.consts)
 
     @property
-    def outvars(self) -> Sequence[Any]:
+    def outvars(self) -> Sequence[Atom]:
         """What it returns."""
         return self.jaxpr.outvars
 
@@ -217,7 +217,9 @@ class Program:
         )
 
 
-def program_of(closed: Any, operands: Sequence[Any], keys: Container[int]) -> tuple[Program, Any]:
+def program_of(
+    closed: ClosedJaxpr, operands: Sequence[Any], keys: Container[int]
+) -> tuple[Program, Any]:
     """Takes what makes keys of given keys and numbers out of a traced program.
 
     Args:
@@ -232,7 +234,7 @@ def program_of(closed: Any, operands: Sequence[Any], keys: Container[int]) -> tu
     traced = {v: x for v, x in zip(jaxpr.constvars, closed.consts, strict=True) if _is_traced(x)}
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     pairs = enumerate(zip(jaxpr.invars, operands, strict=True))
-    known: dict[Any, Any] = {v: x for number, (v, x) in pairs if number in keys}
+    known: dict[Var, Any] = {v: x for number, (v, x) in pairs if number in keys}
     kept = []
     for equation in jaxpr.eqns:
         numbers = {v: consts[v] for v in _variables(equation.invars) if v in consts}
@@ -250,7 +252,7 @@ def program_of(closed: Any, operands: Sequence[Any], keys: Container[int]) -> tu
     return Program(jaxpr, concrete, invars, tuple(kept)), values
 
 
-def _knows(known: Mapping[Any, Any], equation: Any) -> bool:
+def _knows(known: Mapping[Var, Any], equation: JaxprEqn) -> bool:
     return all(variable in known for variable in _variables(equation.invars))
 
 

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, scan_counts
+from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.typing import Array, PyTree
 from .layer_scan import has_units, is_unit
-from .walk import LOOPS, Known, called, made_by, variables
+from .walk import (
+    CALLS,
+    LOOPS,
+    REMATS,
+    Atom,
+    Inner,
+    JaxprLike,
+    Known,
+    called,
+    inners,
+    made_by,
+    variables,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,17 +42,17 @@ class Piece:
         pinned: the variables that every rank of a stage shall hold whole.
     """
 
-    equations: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    equations: tuple[JaxprEqn, ...]
+    outputs: tuple[Atom, ...]
     needs: frozenset[Any]
-    pinned: frozenset[Any] = frozenset()
+    pinned: frozenset[Var] = frozenset()
 
     @property
-    def made(self) -> set[Any]:
+    def made(self) -> set[Var]:
         """The variables that it computes."""
         return made_by(self.equations)
 
-    def run(self, known: Mapping[Any, Any]) -> list[Any]:
+    def run(self, known: Mapping[Var, Any]) -> list[Any]:
         """Computes the outputs.
 
         Args:
@@ -58,10 +71,10 @@ class Piece:
 
 
 def cut(
-    jaxpr: Any,
-    outputs: Sequence[Any],
-    known: Iterable[Any] = (),
-    pinned: frozenset[Any] = frozenset(),
+    jaxpr: JaxprLike,
+    outputs: Sequence[Atom],
+    known: Iterable[Var] = (),
+    pinned: frozenset[Var] = frozenset(),
 ) -> Piece:
     """The piece of a jaxpr that computes some values from others.
 
@@ -244,7 +257,7 @@ def _is_by_rows(equation: Any) -> bool:
 
 
 def read_outside_units(
-    jaxpr: Any, names: Sequence[str], is_unit: Callable[[Any], bool] = is_unit
+    jaxpr: Jaxpr, names: Sequence[str], is_unit: Callable[[JaxprEqn], bool] = is_unit
 ) -> Iterator[str]:
     """The inputs that are computed with elsewhere than in the units they are handed to.
 
@@ -259,29 +272,34 @@ def read_outside_units(
     return _read(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), is_unit)
 
 
-def _read(jaxpr: Any, names: dict[Any, str], is_unit: Callable[[Any], bool]) -> Iterator[str]:
+def _read(
+    jaxpr: Jaxpr, names: dict[Var, str], is_unit: Callable[[JaxprEqn], bool]
+) -> Iterator[str]:
     for equation in jaxpr.eqns:
-        read = {v: names[v] for v in equation.invars if not isinstance(v, Literal) and v in names}
-        if not read or is_unit(equation):
+        given = _names(equation, names)
+        if not any(given) or is_unit(equation):
             continue
         if equation.primitive.name == "convert_element_type":
-            names[equation.outvars[0]] = next(iter(read.values()))
-        elif has_units(equation, is_unit):
-            for inner in inner_programs(equation):
-                # Branches have an index before their operands.
-                outer = equation.invars[len(equation.invars) - len(inner.invars) :]
-                pairs = zip(inner.invars, outer, strict=True)
-                named = [
-                    (new, read[old])
-                    for new, old in pairs
-                    if not isinstance(old, Literal) and old in read
-                ]
-                yield from _read(inner, dict(named), is_unit)
+            names[equation.outvars[0]] = given[0] or ""
+        elif has_units(equation, is_unit) and (programs := inners(equation)):
+            for inner in programs:
+                yield from _read(inner.program.jaxpr, _given(inner, given), is_unit)
         else:
-            yield from read.values()
+            yield from {v: n for v, n in zip(equation.invars, given, strict=True) if n}.values()
 
 
-def read_once(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
+def _names(equation: JaxprEqn, names: Mapping[Var, str]) -> list[str | None]:
+    """The input that each operand of an equation is, if it is one."""
+    return [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
+
+
+def _given(inner: Inner, given: Sequence[str | None], count: int | None = None) -> dict[Var, str]:
+    """The names of the first inputs of a program, as the equation's operands have them."""
+    pairs = zip(inner.program.jaxpr.invars, inner.inputs(given), strict=True)
+    return {v: name for v, name in itertools.islice(pairs, count) if name}
+
+
+def read_once(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
     """The inputs that are handed to one call of one unit, and to nothing else.
 
     What stands in a loop over its rows is handed to one call each. What a loop hands to every
@@ -302,33 +320,28 @@ def read_once(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
 _MANY = 2
 
 
-def _count(jaxpr: Any, names: dict[Any, str], counts: Counter[str]) -> None:
-    named = lambda atom: None if isinstance(atom, Literal) else names.get(atom)
-    counts.update({name: _MANY for atom in jaxpr.outvars if (name := named(atom))})
+def _count(jaxpr: Jaxpr, names: dict[Var, str], counts: Counter[str]) -> None:
+    returned = [names.get(v) for v in jaxpr.outvars if not isinstance(v, Literal)]
+    counts.update({name: _MANY for name in returned if name})
     for equation in jaxpr.eqns:
-        given = [named(atom) for atom in equation.invars]
+        given = _names(equation, names)
         if not any(given):
             continue
-        kind, inner = equation.primitive.name, called(equation)
+        kind = equation.primitive.name
         if kind == "convert_element_type":
             names[equation.outvars[0]] = given[0] or ""
         elif is_unit(equation):
             counts.update(filter(None, given))
         elif kind == "scan" and has_units(equation):
-            body, kept = equation.params["jaxpr"].jaxpr, sum(scan_counts(equation))
-            counts.update({name: _MANY for name in given[:kept] if name})
-            _count(body, _rows(body.invars[kept:], given[kept:]), counts)
-        elif inner is not None and kind in CALLS | REMATS:
-            # The inputs of a call are its last operands.
-            _count(
-                inner.jaxpr, _rows(inner.jaxpr.invars, given[-len(inner.jaxpr.invars) :]), counts
-            )
+            (loop,) = inners(equation)
+            shared, carry, rows = loop.parts(given)
+            counts.update({name: _MANY for name in (*shared, *carry) if name})
+            blank = [None] * len((*shared, *carry))
+            _count(loop.program.jaxpr, _given(loop, [*blank, *rows]), counts)
+        elif kind in CALLS | REMATS and (programs := inners(equation)):
+            _count(programs[0].program.jaxpr, _given(programs[0], given), counts)
         else:
             counts.update({name: _MANY for name in given if name})
-
-
-def _rows(variables: Sequence[Any], given: Sequence[str | None]) -> dict[Any, str]:
-    return {v: name for v, name in zip(variables, given, strict=True) if name}
 
 
 PASSED = frozenset(
@@ -340,7 +353,7 @@ SLICES = frozenset({"dynamic_slice", "gather"})
 """Operations with which a loop takes a row of what all turns are handed."""
 
 
-def read_in_loops(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
+def read_in_loops(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
     """The inputs that a loop reads in every turn, as a recurrent layer reads its weights.
 
     What is handed to units that are called in a loop, and what a loop takes rows of, is not among
@@ -358,34 +371,21 @@ def read_in_loops(jaxpr: Any, names: Sequence[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _in_loops(jaxpr: Any, names: dict[Any, str], is_loop: bool, found: set[str]) -> None:
+def _in_loops(jaxpr: Jaxpr, names: dict[Var, str], is_loop: bool, found: set[str]) -> None:
     for equation in jaxpr.eqns:
-        given = [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
+        given = _names(equation, names)
         if not any(given):
             continue
-        kind, inner = equation.primitive.name, called(equation)
+        kind = equation.primitive.name
+        is_call = kind in CALLS | REMATS or is_unit(equation)
         if kind in PASSED:
             names[equation.outvars[0]] = given[0] or ""
-        elif kind in LOOPS:
-            for body, kept in _bodies(equation, given):
-                _in_loops(body, _rows(body.invars[: len(kept)], kept), True, found)
         elif is_unit(equation) and is_loop:
             continue
-        elif inner is not None and (kind in CALLS | REMATS or is_unit(equation)):
-            rows = _rows(inner.jaxpr.invars, given[-len(inner.jaxpr.invars) :])
-            _in_loops(inner.jaxpr, rows, is_loop, found)
-        elif kind == "cond":
-            for branch in inner_programs(equation):
-                _in_loops(branch, _rows(branch.invars, given[1:]), is_loop, found)
+        elif is_call or kind in LOOPS or kind == "cond":
+            for inner in inners(equation):
+                # What turns change is no input any more.
+                own = _given(inner, given, inner.num_shared)
+                _in_loops(inner.program.jaxpr, own, is_loop or kind in LOOPS, found)
         elif is_loop and kind not in SLICES:
             found.update(filter(None, given))
-
-
-def _bodies(equation: Any, given: Sequence[str | None]) -> list[tuple[Any, Sequence[str | None]]]:
-    """The programs that a loop runs in every turn, and what each gets that no turn changes."""
-    params = equation.params
-    if equation.primitive.name == "scan":
-        return [(params["jaxpr"].jaxpr, given[: scan_counts(equation)[0]])]
-    first = params["cond_nconsts"]
-    kept = given[first : first + params["body_nconsts"]]
-    return [(params["cond_jaxpr"].jaxpr, given[:first]), (params["body_jaxpr"].jaxpr, kept)]

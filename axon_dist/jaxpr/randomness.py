@@ -17,12 +17,13 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree, Shape
-from .walk import equations, interpret
+from .walk import dtype_of, equations, interpret, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ MAKERS = frozenset({"random_seed", "random_wrap"})
 """What makes a key of numbers."""
 
 
-def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[Drawn, Rows]:
+def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -> dict[Drawn, Rows]:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
     What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
@@ -94,11 +95,11 @@ def find_rows(trace: Callable[[int], Any], local: int, num_ranks: int) -> dict[D
     return counting
 
 
-def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Drawn, Rows]) -> list[bool]:
+def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, Rows]) -> list[bool]:
     """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
 
     Args:
-        jaxpr: open or closed; its inner programs are looked into.
+        jaxpr: open; its inner programs are looked into.
         made: for each input, whether it is a key made on the way.
         rows: the shapes that count samples.
 
@@ -106,7 +107,7 @@ def _check_keys(jaxpr: Any, made: Sequence[bool], rows: Mapping[Drawn, Rows]) ->
         A flag for every output.
     """
 
-    def run(equation: Any, given: Sequence[bool]) -> list[bool]:
+    def run(equation: JaxprEqn, given: Sequence[bool]) -> list[bool]:
         name = equation.primitive.name
         if name in DRAWS and any(given) and _drawn_by(equation) in rows:
             shape = tuple(equation.params["shape"])
@@ -175,17 +176,17 @@ DRAWS = frozenset({"random_bits", "random_split"})
 """What makes random numbers or keys of a key."""
 
 
-def _drawn_by(equation: Any) -> Drawn:
+def _drawn_by(equation: JaxprEqn) -> Drawn:
     shape = tuple(equation.params["shape"])
     return shape if equation.primitive.name == "random_bits" else ("split", *shape)
 
 
-def _drawn(jaxpr: Any) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
+def _drawn(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
     """What is drawn, and the keys that it is drawn from: their shape and generator."""
     for equation in equations(getattr(jaxpr, "jaxpr", jaxpr)):
         if equation.primitive.name in DRAWS:
-            keys = equation.invars[0].aval
-            yield _drawn_by(equation), (tuple(keys.shape), str(keys.dtype))
+            keys = equation.invars[0]
+            yield _drawn_by(equation), (shape_of(keys), str(dtype_of(keys)))
 
 
 @functools.lru_cache(maxsize=64)

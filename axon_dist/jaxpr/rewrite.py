@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.compat import eval_equation, in_place_of, inner_programs
@@ -31,7 +31,7 @@ from ..core.errors import UnsupportedError
 from ..core.typing import Array
 from .walk import Run, interpret
 
-Replace: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[Any] | None]
+Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None]
 """(equation, operands) -> its results, or None where it may stay as it is."""
 
 OPENED = frozenset(
@@ -52,7 +52,7 @@ class Rewriting:
     """
 
     replace: Mapping[str, Replace]
-    hidden: Callable[[Any], None]
+    hidden: Callable[[JaxprEqn], None]
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Makes a function whose program is rewritten; traced once more here.
@@ -86,22 +86,24 @@ class Rewriting:
         if other is None:
             return self
 
-        def hidden(equation: Any) -> None:
+        def hidden(equation: JaxprEqn) -> None:
             for one in (self, other):
                 if any(one.concerns(inner) for inner in inner_programs(equation)):
                     one.hidden(equation)
 
         return Rewriting({**self.replace, **other.replace}, hidden)
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], one: Run) -> list[Any]:
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], one: Run
+    ) -> list[Any]:
         """Runs one program, each equation as `one` does it."""
         return interpret(jaxpr, consts, values, one)
 
-    def replaces(self, equation: Any) -> bool:
+    def replaces(self, equation: JaxprEqn) -> bool:
         """Whether an equation may be replaced."""
         return equation.primitive.name in self.replace
 
-    def concerns(self, jaxpr: Any) -> bool:
+    def concerns(self, jaxpr: Jaxpr) -> bool:
         """Whether a program holds an equation that may be replaced, at any depth."""
         return any(
             self.replaces(equation)
@@ -122,10 +124,10 @@ class _Run:
     rewriting: Rewriting
     done: dict[int, tuple[Any, Any]]
 
-    def program(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    def program(self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         return self.rewriting.run(jaxpr, consts, values, self.equation)
 
-    def equation(self, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         name = equation.primitive.name
         if name in self.rewriting.replace:
             with in_place_of(equation):
@@ -190,7 +192,7 @@ class ByRank:
             return None
         return Rewriting({CONVOLUTION: cls(mesh, batch)}, refuse)
 
-    def __call__(self, equation: Any, operands: Sequence[Array]) -> list[Array] | None:
+    def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one convolution; None where nothing is left to the compiler."""
         here = jax.sharding.get_abstract_mesh()
         manual = () if here.empty else tuple(here.manual_axes)
@@ -223,7 +225,9 @@ class ByRank:
         convolve.defvjp(lambda x, k: (forward(x, k), (x, k)), backward)
         return [convolve(*operands)]
 
-    def _splitting(self, equation: Any, samples: int, manual: Sequence[str]) -> tuple[str, ...]:
+    def _splitting(
+        self, equation: JaxprEqn, samples: int, manual: Sequence[str]
+    ) -> tuple[str, ...]:
         """The axes that split the samples of a convolution."""
         batch = tuple(axis for axis in self.batch if axis not in manual)
         ways = math.prod(self.mesh.shape[axis] for axis in batch)
@@ -231,7 +235,7 @@ class ByRank:
         return batch if divides else ()
 
 
-def refuse(equation: Any) -> None:
+def refuse(equation: JaxprEqn) -> None:
     """Raises for a convolution that stands where it cannot be rewritten.
 
     Raises:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
+from ..program.factors import Role
 from .sample_values import (
     NUMBERS,
     Coupling,
@@ -30,6 +31,7 @@ from .sample_values import (
     rows,
     total,
 )
+from .walk import Atom, called, dtype_of, shape_of, struct_of
 
 _SCATTERS = tuple(
     f"scatter{dash}{kind}" for kind in ("add", "sub", "mul", "min", "max") for dash in "-_"
@@ -38,28 +40,25 @@ _SCATTERS = tuple(
 
 def _gather(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
-    numbers = op.params["dimension_numbers"]
-    rank = len(op.outputs[0][0])
-    lead = [dim for dim in range(rank) if dim not in numbers.offset_dims]
-    at = lambda dim: lead[dim]
     if not table.is_rows:
         if indices.is_rows and indices.dim is not None:
             _check_index(indices)
             if not table.is_constant:
                 raise Coupling("looks up a total over the samples for each of them")
-            return rows(at(indices.dim), indices.outer, table.degree)
+            found = op.moved(indices, _INDICES)
+            return rows(found.dim, found.outer, table.degree)
         if not indices.is_constant and not indices.is_rows:
             raise Coupling("is an index that depends on several samples")
         return aligned([indices], table.degree) if indices.is_rows else table
     if table.numbers:
         raise Coupling(NUMBERS)
     if table.dim is None:
-        return _one_sample(table, indices)
-    return _gather_rows(op, table, indices, at)
+        return aligned([table, indices], table.degree)
+    return _gather_rows(op, table, indices)
 
 
-def _one_sample(table: Value, indices: Value) -> Value:
-    return aligned([table, indices], table.degree)
+_TABLE, _INDICES, _UPDATES = range(3)
+"""The operands of a gather or scatter."""
 
 
 def _check_index(indices: Value) -> None:
@@ -67,14 +66,27 @@ def _check_index(indices: Value) -> None:
         raise Coupling(NUMBERS)
 
 
-def _gather_rows(op: Operation, table: Value, indices: Value, at: Callable[[int], int]) -> Value:
+def _factor(op: Operation, value: Value, operand: int) -> int | None:
+    has_dim = value.is_rows and value.dim is not None
+    return op.factors.factor(operand, value.dim or 0) if has_dim else None
+
+
+def _is_alike(op: Operation, table: Value, indices: Value) -> bool | None:
+    """Whether each sample has its own index; None where the samples are not counted in both."""
+    factor = _factor(op, table, _TABLE)
+    places = op.factors.dims(factor, op.factors.operands) if factor is not None else []
+    if not any(operand == _INDICES for operand, _ in places):
+        return None
+    _check_index(indices)
+    return _factor(op, indices, _INDICES) == factor and indices.outer == table.outer
+
+
+def _gather_rows(op: Operation, table: Value, indices: Value) -> Value:
     numbers, dim = op.params["dimension_numbers"], table.dim
-    assert dim is not None
-    if dim in numbers.operand_batching_dims:
-        own = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        _check_index(indices)
-        if (indices.dim, indices.outer) == (own, table.outer) and indices.is_rows:
-            return table.at(at(own), table.outer)
+    is_alike = _is_alike(op, table, indices)
+    if is_alike is not None:
+        if is_alike:
+            return op.moved(table)
     elif dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims:
         # x[arange(B), labels]: every sample takes its own row.
         column = tuple(numbers.start_index_map).index(dim)
@@ -82,65 +94,57 @@ def _gather_rows(op: Operation, table: Value, indices: Value, at: Callable[[int]
         flags = whole if len(indices.numbers) == 1 else indices.numbers
         others = [flag for number, flag in enumerate(flags) if number != column]
         if flags and flags[column] and not any(others) and table.outer == indices.outer == 1:
-            return table.at(at(indices.dim or 0), 1)
-    elif dim not in (*numbers.start_index_map, *numbers.collapsed_slice_dims):
-        kept = [
-            d
-            for d in range(len(op.inputs[0][0]))
-            if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        ]
-        if indices.is_constant and not grown(op.inputs[1]):
-            return table.at(numbers.offset_dims[kept.index(dim)], table.outer)
+            return table.at(op.moved(indices.at(indices.dim or 0), _INDICES).dim, 1)
+    elif dim not in numbers.start_index_map:
+        is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
+        if is_fixed and op.factors.role(_TABLE, dim or 0) is Role.PASSES:
+            return op.moved(table)
     raise Coupling("picks samples by an index")
 
 
 def _scatter(op: Operation, values: list[Value]) -> Value:
     table, indices, updates = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
-    numbers = op.params["dimension_numbers"]
-    rank = len(op.inputs[2][0])
-    lead = [d for d in range(rank) if d not in numbers.update_window_dims]
     if all_constant((table, indices, updates)):
         return nonlinear(op.name, [table, indices, updates])
     if not table.is_rows or table.dim is None:
-        return _scatter_total(op, table, indices, updates, lead)
-    dim = table.dim
-    inserted, batching = numbers.inserted_window_dims, numbers.operand_batching_dims
-    kept = [d for d in range(len(op.inputs[0][0])) if d not in (*inserted, *batching)]
-    want: int | None = None
-    if dim in batching:
-        own = numbers.scatter_indices_batching_dims[batching.index(dim)]
-        _check_index(indices)
-        if indices.is_rows and (indices.dim, indices.outer) == (own, table.outer):
-            want = lead[own]
-    elif dim in numbers.scatter_dims_to_operand_dims and dim in inserted:
-        column = tuple(numbers.scatter_dims_to_operand_dims).index(dim)
-        flags = indices.numbers
-        if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
-            want = lead[indices.dim or 0]
-    elif dim not in numbers.scatter_dims_to_operand_dims:
-        if not indices.is_constant or grown(op.inputs[1]):
-            raise Coupling("writes to samples by an index")
-        want = numbers.update_window_dims[kept.index(dim)]
-    if want is None:
+        return _scatter_total(op, table, indices, updates)
+    factor = _written(op, table, indices)
+    if factor is None:
         raise Coupling("writes to samples by an index")
     if updates.is_rows:
-        return plus(table, updates.at(dim, updates.outer)) if updates.dim == want else _stray()
+        is_own = _factor(op, updates, _UPDATES) == factor
+        return plus(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
     return plus(table, updates)
+
+
+def _written(op: Operation, table: Value, indices: Value) -> int | None:
+    """The factor of the updates that counts the samples that they are written to."""
+    numbers, dim = op.params["dimension_numbers"], table.dim or 0
+    is_alike = _is_alike(op, table, indices)
+    if is_alike is not None:
+        return _factor(op, table, _TABLE) if is_alike else None
+    targets = tuple(numbers.scatter_dims_to_operand_dims)
+    if dim in targets and dim in numbers.inserted_window_dims:
+        column, flags = targets.index(dim), indices.numbers
+        if len(flags) > column and flags[column] and sum(flags) == 1 and table.outer == 1:
+            return op.factors.factor(_INDICES, indices.dim or 0)
+    elif dim not in targets:
+        is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
+        if is_fixed and op.factors.role(_TABLE, dim) is Role.PASSES:
+            return _factor(op, table, _TABLE)
+    return None
 
 
 def _stray() -> Value:
     raise Coupling("puts samples together with other samples")
 
 
-def _scatter_total(
-    op: Operation, table: Value, indices: Value, updates: Value, lead: list[int]
-) -> Value:
+def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) -> Value:
     """Counts and sums by segment: every sample adds to places of its own choice."""
     _check_index(indices)
     ok = op.name in ("scatter-add", "scatter_add")
-    at: set[int | None] = {updates.dim} if updates.is_rows else set()
-    if indices.is_rows:
-        at.add(None if indices.dim is None else lead[indices.dim])
+    pairs = (indices, _INDICES), (updates, _UPDATES)
+    at = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}
     known = {indices.kind, updates.kind} <= {Kind.CONSTANT, Kind.ROWS}
     if ok and known and len(at) == 1 and None not in at:
         return plus(table, total(updates.degree))
@@ -152,8 +156,7 @@ def _scatter_total(
 def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[1:]):
         return _moving(op, values)
-    dims = grown(op.inputs[0])
-    if any(op.inputs[0][0][dim] != op.outputs[0][0][dim] for dim in dims):
+    if Role.PART in op.roles:
         raise Coupling("takes some of the samples")
     return not_numbered(values[0])
 
@@ -169,9 +172,8 @@ def _dynamic_update(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[2:]):
         return _moving(op, values)
     table, new = (as_rows(v, s) for v, s in zip(values[:2], op.inputs[:2], strict=True))
-    for dim in {*grown(op.inputs[0]), *grown(op.inputs[1])}:
-        if op.inputs[0][0][dim] != op.inputs[1][0][dim]:
-            raise Coupling("writes over some of the samples")
+    if Role.JOINED in op.roles:
+        raise Coupling("writes over some of the samples")
     return plus(table, new)
 
 
@@ -222,16 +224,15 @@ def _split(op: Operation, values: list[Value]) -> list[Value]:
 
 def _pad(op: Operation, values: list[Value]) -> Value:
     value, filling = values
-    for dim in grown(op.inputs[0]):
-        if tuple(op.params["padding_config"][dim]) != (0, 0, 0):
-            raise Coupling("is padded along the samples")
+    if Role.PART in op.roles:
+        raise Coupling("is padded along the samples")
     if filling.is_zero:
         return not_numbered(value)
     return plus(value, filling) if value.is_rows else nonlinear(op.name, values)
 
 
 def _reverse(op: Operation, values: list[Value]) -> Value:
-    if any(dim in op.params["dimensions"] for dim in grown(op.inputs[0])):
+    if Role.ALONG in op.roles:
         raise Coupling("reverses the order of the samples")
     return not_numbered(values[0])
 
@@ -251,13 +252,17 @@ INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
 """By the name of the primitive."""
 
 
-def operation(pair: tuple[Any, Any]) -> Operation:
+Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
+"""An equation of the program for two numbers of samples."""
+
+
+def operation(pair: Pair) -> Operation:
     """What a rule gets to see of an equation."""
     one, two = pair
     shapes = lambda left, right: tuple(
-        (_shape(a), _shape(b)) for a, b in zip(left, right, strict=True)
+        (shape_of(a), shape_of(b)) for a, b in zip(left, right, strict=True)
     )
-    dtype = lambda atoms: _dtype(atoms[0].aval) if atoms else np.dtype("float32")
+    dtype = lambda atoms: _dtype(atoms[0]) if atoms else np.dtype("float32")
     return Operation(
         one.primitive.name,
         one.params,
@@ -265,19 +270,15 @@ def operation(pair: tuple[Any, Any]) -> Operation:
         shapes(one.invars, two.invars),
         shapes(one.outvars, two.outvars),
         (dtype(one.invars), dtype(one.outvars)),
-        next((str(v.aval.dtype) for v in one.invars[:1] if is_key(v.aval)), ""),
+        next((str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)), ""),
     )
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
-def _dtype(aval: Any) -> Any:
-    found = getattr(aval, "dtype", np.float32)
+def _dtype(atom: Atom) -> np.dtype:
+    found = dtype_of(atom) or np.float32
     # Extended floats are of kind V for NumPy.
-    floats = not is_key(aval) and jnp.issubdtype(found, jnp.floating)
-    return np.dtype("float32") if floats or is_key(aval) else np.dtype(found)
+    floats = not is_key(atom.aval) and jnp.issubdtype(found, jnp.floating)
+    return np.dtype("float32") if floats or is_key(atom.aval) else np.dtype(found)
 
 
 CALLS = frozenset(
@@ -289,14 +290,12 @@ CALLS = frozenset(
 """What runs an inner program once, on its operands in order."""
 
 
-def inner(pair: tuple[Any, Any]) -> tuple[Any, Any] | None:
+def inner(pair: Pair) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
     """The programs that an equation calls once."""
     if pair[0].primitive.name not in CALLS:
         return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in pair[0].params and key in pair[1].params:
-            return pair[0].params[key], pair[1].params[key]
-    return None
+    one, two = map(called, pair)
+    return None if one is None or two is None else (one, two)
 
 
 def is_of_jax(name: str) -> bool:
@@ -310,7 +309,7 @@ def is_float(aval: Any) -> bool:
     return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
 
 
-def pullback(equation: Any, floats: list[int]) -> Any:
+def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
     """The program (operands, cotangents of the results) -> cotangents of some operands."""
 
     def pull(*values: Any) -> Any:
@@ -325,12 +324,11 @@ def pullback(equation: Any, floats: list[int]) -> Any:
         _, back = jax.vjp(run, *(operands[index] for index in floats))
         return back(list(values[len(operands) :]))
 
-    seeds = [v.aval for v in equation.outvars if is_float(v.aval)]
-    avals = [*(v.aval for v in equation.invars), *seeds]
-    return jax.make_jaxpr(pull)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    seeds = [v for v in equation.outvars if is_float(v.aval)]
+    return jax.make_jaxpr(pull)(*map(struct_of, [*equation.invars, *seeds]))
 
 
-def parting(jaxprs: tuple[Any, Any]) -> str:
+def parting(jaxprs: tuple[Jaxpr, Jaxpr]) -> str:
     """The line where two programs part."""
     for one, two in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
         if one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from types import MappingProxyType
 
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
+from ..program.factors import TRAILING, Role
 from .sample_indexing import INDEXING
 from .sample_values import (
     CONSTANT,
@@ -36,6 +36,7 @@ from .sample_values import (
     times,
     total,
 )
+from .walk import ELEMENTWISE
 
 
 def _linear(op: Operation, values: list[Value]) -> Value:
@@ -83,12 +84,10 @@ def _nonlinear(op: Operation, values: list[Value]) -> Value:
 def _broadcast(op: Operation, values: list[Value]) -> Value:
     value, dims = values[0], grown(op.outputs[0])
     if value.is_rows and value.dim is not None:
-        dim = int(op.params["broadcast_dimensions"][value.dim])
-        if dims != [dim]:
+        result = op.moved(only_numbers(value))
+        if dims != [result.dim]:
             raise Coupling("puts every sample beside every other")
-        if op.inputs[0][0][value.dim] != op.outputs[0][0][dim]:
-            raise Coupling("puts samples together with other samples")
-        return only_numbers(value).at(dim, value.outer)
+        return result
     if dims and not value.is_constant:
         raise Coupling("gives a total over the samples back to each of them")
     return value
@@ -111,135 +110,85 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
 
 def _transpose(op: Operation, values: list[Value]) -> Value:
     value = values[0]
-    if value.is_rows and value.dim is not None:
-        dim = tuple(op.params["permutation"]).index(value.dim)
-        return only_numbers(value).at(dim, value.outer)
-    return value
+    has_dim = value.is_rows and value.dim is not None
+    return op.moved(only_numbers(value)) if has_dim else value
 
 
-def _without(dim: int, axes: Sequence[int]) -> int:
-    return dim - sum(axis < dim for axis in axes)
+def _num_summed(op: Operation) -> int:
+    """Over how many dims that count samples the first operand is summed."""
+    return sum(op.factors.role(0, dim) is Role.SUMMED for dim in grown(op.inputs[0]))
 
 
 def _reduce_sum(op: Operation, values: list[Value]) -> Value:
-    value, axes = values[0], op.params["axes"]
+    value = values[0]
     if value.is_constant:
-        count = sum(dim in axes for dim in grown(op.inputs[0]))
         known = 0 if value.is_zero else None
-        return dataclasses.replace(value, degree=value.degree + count, known=known)
+        return dataclasses.replace(value, degree=value.degree + _num_summed(op), known=known)
     if value.kind is Kind.CARRY:
         raise Coupling(LOOPED)
     if value.is_rows and value.numbers:
         raise Coupling(NUMBERS)
-    if value.is_rows and value.dim is not None:
-        return total(value.degree) if value.dim in axes else _shifted(value, axes)
-    return value
-
-
-def _shifted(value: Value, axes: Sequence[int]) -> Value:
-    return value.at(_without(value.dim or 0, axes), value.outer)
+    is_summed = value.is_rows and value.dim is not None and Role.SUMMED in op.roles
+    return total(value.degree) if is_summed else op.moved(value)
 
 
 def _reduce(op: Operation, values: list[Value]) -> list[Value]:
     """Largest, smallest, product, all, any, and their positions."""
-    axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
     result = nonlinear(op.name, values)
-    spans = any(dim in axes for shapes in op.inputs for dim in grown(shapes))
-    if spans and op.name in ("reduce_prod", "reduce_xor", "reduce"):
+    counts = op.name in ("reduce_prod", "reduce_xor", "reduce")
+    if Role.REDUCED in op.roles and (counts or (result.is_rows and result.dim is not None)):
         raise Coupling(f"takes `{op.name}` over the samples")
-    if result.is_rows and result.dim is not None:
-        if result.dim in axes:
-            raise Coupling(f"takes `{op.name}` over the samples")
-        result = _shifted(result, axes)
-    return [result] * len(op.outputs)
+    return [op.moved(result)] * len(op.outputs)
 
 
 def _along(op: Operation, values: list[Value]) -> list[Value]:
-    """Operations along one dim, or the last few, which keep the others."""
-    rank = len(op.inputs[0][0])
-    if op.name in _TRAILING:
-        count = _TRAILING[op.name]
-        spanned = range(rank - (len(op.params["fft_lengths"]) if op.name == "fft" else count), rank)
-    else:
-        found = op.params.get("axis", op.params.get("dimension", op.params.get("operand_axis", -1)))
-        spanned = (found % rank,)
+    """Operations along some dims, or around each place, which keep the others."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
-    if any(dim in spanned for shapes in op.inputs for dim in grown(shapes)):
+    if op.roles - {Role.PASSES}:
         raise Coupling(f"takes `{op.name}` along the samples")
-    result = values[0] if op.name == "cumsum" else nonlinear(op.name, values)
+    is_sum = op.name in ("cumsum", "reduce_window_sum")
+    result = values[0] if is_sum else nonlinear(op.name, values)
     if result.numbers or result.kind is Kind.CARRY:
         raise Coupling(NUMBERS)
     return [result] * len(op.outputs)
 
 
-_TRAILING = MappingProxyType(
-    {
-        "cholesky": 2, "triangular_solve": 2, "lu": 2, "qr": 2, "geqrf": 2, "geqp3": 2, "eigh": 2,
-        "householder_product": 2, "svd": 2, "eig": 2, "schur": 2, "hessenberg": 2, "tridiagonal": 2,
-        "tridiagonal_solve": 2, "lu_pivots_to_permutation": 1, "fft": 1,
-    }
-)  # fmt: skip
-"""How many dims at the end a linear algebra routine takes as one matrix or vector."""
-
-
-def _window(op: Operation, values: list[Value]) -> Value:
-    result = values[0] if op.name == "reduce_window_sum" else nonlinear(op.name, values)
-    for dim in grown(op.inputs[0]):
-        window, stride = op.params["window_dimensions"][dim], op.params["window_strides"][dim]
-        if (window, stride, tuple(op.params["padding"][dim])) != (1, 1, (0, 0)):
-            raise Coupling(f"takes `{op.name}` along the samples")
-    return result
-
-
 def _dot(op: Operation, values: list[Value]) -> Value:
-    (contract, batch) = op.params["dimension_numbers"]
     left, right = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if all_constant(values):
-        count = sum(dim in contract[0] for dim in grown(op.inputs[0]))
-        return Value(Kind.CONSTANT, left.degree + right.degree + count)
-    places = [
-        _place(v, own, shared)
-        for v, own, shared in zip((left, right), contract, batch, strict=True)
+        return Value(Kind.CONSTANT, left.degree + right.degree + _num_summed(op))
+    factors = [
+        None if not v.is_rows or v.dim is None else op.factors.factor(number, v.dim)
+        for number, v in enumerate((left, right))
     ]
-    if all(v.is_rows and v.dim is not None for v in (left, right)):
-        if places[0] != places[1] or places[0][0] == "free" or left.outer != right.outer:
+    first = [
+        v if factor is None else dataclasses.replace(v, dim=0)
+        for v, factor in zip((left, right), factors, strict=True)
+    ]
+    if None not in factors:
+        if factors[0] != factors[1] or left.outer != right.outer:
             raise Coupling("multiplies every sample with every other")
-        aligned([dataclasses.replace(v, dim=0) for v in (left, right)], 0.0)
-    result = times(
-        *(dataclasses.replace(v, dim=0) if v.is_rows and v.dim is not None else v
-          for v in (left, right))
-    )  # fmt: skip
-    where, index = next((p for p in places if p[0] != "none"), ("none", 0))
-    if where == "contracted":
+        aligned(first, 0.0)
+    result = times(*first)
+    number = 0 if factors[0] is not None else 1
+    factor, counting = factors[number], (left, right)[number]
+    if factor is None:
+        return result
+    if op.factors.roles[factor] is Role.SUMMED:
         return total(result.degree)
-    if where == "batch":
-        return result.at(index, result.outer)
-    if where == "free":
-        return result.at(grown(op.outputs[0])[0], result.outer)
-    return result
-
-
-def _place(value: Value, contracted: Sequence[int], batch: Sequence[int]) -> tuple[str, int]:
-    """What a product does with the dim that counts samples."""
-    if not value.is_rows or value.dim is None:
-        return "none", 0
-    if value.dim in contracted:
-        return "contracted", tuple(contracted).index(value.dim)
-    return ("batch", tuple(batch).index(value.dim)) if value.dim in batch else ("free", 0)
+    return op.moved(result.at(counting.dim, result.outer), number)
 
 
 def _conv(op: Operation, values: list[Value]) -> Value:
     image, kernel = values
-    numbers = op.params["dimension_numbers"]
     result = times(image, kernel)
     if all_constant(values) or not image.is_rows or image.dim is None:
         if grown(op.outputs[0]):
             raise Coupling("goes through a convolution along the samples")
         return result
-    ok = kernel.is_constant and image.dim == numbers.lhs_spec[0]
-    if not ok or op.params["batch_group_count"] != 1:
+    if not kernel.is_constant or op.factors.role(0, image.dim) is not Role.PASSES:
         raise Coupling("goes through a convolution along the samples")
-    return result.at(numbers.out_spec[0], image.outer)
+    return op.moved(result.at(image.dim, image.outer))
 
 
 def _concatenate(op: Operation, values: list[Value]) -> Value:
@@ -263,20 +212,13 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
 
 
 def _stack(op: Operation, values: list[Value]) -> Value:
-    axis = op.params["axis"]
-    result = functools.reduce(plus, (not_numbered(v) for v in values))
-    if result.is_rows and result.dim is not None:
-        return result.at(result.dim + (axis <= result.dim), result.outer)
-    return result
+    return op.moved(functools.reduce(plus, (not_numbered(v) for v in values)))
 
 
 def _unstack(op: Operation, values: list[Value]) -> list[Value]:
-    value, axis = not_numbered(values[0]), op.params["axis"]
-    if axis in grown(op.inputs[0]):
+    if Role.PART in op.roles:
         raise Coupling("takes the samples apart")
-    if value.is_rows and value.dim is not None:
-        value = _shifted(value, (axis,))
-    return [value] * len(op.outputs)
+    return [op.moved(not_numbered(values[0]))] * len(op.outputs)
 
 
 def _select(op: Operation, values: list[Value]) -> Value:
@@ -371,30 +313,14 @@ _RETURNED = 12
 """Of the operands of `dot_product_attention_bwd`, the gradient that comes back."""
 
 
-_NONLINEAR = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    cbrt ceil clamp clz complex cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor
-    ge gt igamma igamma_grad_a igammac is_finite le le_to lgamma log log1p log2 logistic lt_to
-    max min mulhi ne nextafter not one_minus_square or polygamma polynomial population_count
-    pow random_clone random_fold_in random_gamma_grad random_unwrap regularized_incomplete_beta
-    rem round shift_left shift_right_arithmetic shift_right_logical sign sin sinh tan tanh
-    threefry2x32 xor zeta
-"""
 _LINEAR = (
     "neg copy copy_p real imag conj reduce_precision stop_gradient name to_edtype from_edtype tie"
 )
 _PLACING = "sharding_constraint mesh_cast pvary pcast layout_constraint reshard"
 _POWERS = "sqrt rsqrt square integer_pow"
-_ARITHMETIC = "add sub add_any mul div lt convert_element_type select_n"
-
-ELEMENTWISE: frozenset[str] = frozenset(
-    " ".join((_NONLINEAR, _LINEAR, _POWERS, _ARITHMETIC)).split()
-)
-"""Operations that make every element of the elements at its place, or of numbers."""
-
 RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys(_NONLINEAR.split(), _nonlinear),
+        **dict.fromkeys(ELEMENTWISE, _nonlinear),
         **dict.fromkeys(_LINEAR.split(), _linear),
         **dict.fromkeys(_PLACING.split(), _linear),
         **dict.fromkeys(("optimization_barrier", "device_put"), _same),
@@ -410,11 +336,10 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "reduce_sum": _reduce_sum,
         **{f"reduce_{kind}": _reduce for kind in ("max", "min", "prod", "and", "or", "xor")},
         **dict.fromkeys(("argmax", "argmin", "reduce"), _reduce),
-        **dict.fromkeys(_TRAILING, _along),
+        **dict.fromkeys(TRAILING, _along),
         **{f"cum{kind}": _along for kind in ("sum", "prod", "max", "min", "logsumexp")},
         **dict.fromkeys(("sort", "top_k", "approx_top_k"), _along),
-        **{f"reduce_window_{kind}": _window for kind in ("sum", "max", "min")},
-        "reduce_window": _window,
+        **{f"reduce_window{kind}": _along for kind in ("", "_sum", "_max", "_min")},
         "dot_general": _dot,
         "conv_general_dilated": _conv,
         **INDEXING,

@@ -12,12 +12,14 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..core.tree import is_key
+from ..program.factors import Factors, Role, factors_of
 
 
 class Kind(enum.Enum):
@@ -292,6 +294,41 @@ class Operation:
     outputs: tuple[Shapes, ...]
     dtypes: tuple[Any, Any]
     generator: str = ""
+
+    @cached_property
+    def factors(self) -> Factors:
+        """What it does with dims, where there are most samples.
+
+        Raises:
+            LookupError: when that is not known.
+        """
+        inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
+        found = factors_of(self.name, self.others, inputs, outputs)
+        if found is None:
+            raise LookupError(self.name)
+        return found
+
+    @property
+    def roles(self) -> set[Role | None]:
+        """What it does along the dims of its operands that count samples."""
+        return {
+            self.factors.role(number, dim)
+            for number, shapes in enumerate(self.inputs)
+            for dim in grown(shapes)
+        }
+
+    def moved(self, value: Value, operand: int = 0) -> Value:
+        """What is made of rows, in the dim of the results that counts their samples then.
+
+        Raises:
+            Coupling: when there is none.
+        """
+        if not value.is_rows or value.dim is None:
+            return value
+        dim = self.factors.result_dim(operand, value.dim)
+        if dim is None:
+            raise Coupling("puts samples together with other samples")
+        return value.at(dim, value.outer)
 
 
 Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]

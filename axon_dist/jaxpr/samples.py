@@ -15,12 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from ..core.compat import scan_counts, source_line
+from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
-from .sample_indexing import inner, is_float, is_of_jax, operation, parting, pullback
+from .sample_indexing import Pair, inner, is_float, is_of_jax, operation, parting, pullback
 from .sample_rules import RULES
 from .sample_values import (
     CONSTANT,
@@ -41,14 +41,14 @@ from .sample_values import (
     scalar,
     total,
 )
-from .walk import equations
+from .walk import Atom, Inner, equations, inners
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may add up what all ranks know then."""
 
 
 def follow_samples(
-    trace: Callable[[int], Any], sizes: tuple[int, int], num_batch: int
+    trace: Callable[[int], ClosedJaxpr], sizes: tuple[int, int], num_batch: int
 ) -> list[Value]:
     """Follows the samples through a program.
 
@@ -71,11 +71,9 @@ def follow_samples(
         ('total', -1.0, 'takes `reduce_max` over the samples')
     """
     first, second = (trace(size) for size in sizes)
-    jaxprs = first.jaxpr, second.jaxpr
-    count = len(jaxprs[0].invars)
+    count = len(first.jaxpr.invars)
     values = [CONSTANT] * (count - num_batch) + [rows(0)] * num_batch
-    walk = Walk(sizes[1] / sizes[0])
-    return walk.program(jaxprs, (first.consts, second.consts), values, "")
+    return Walk(sizes[1] / sizes[0]).program((first, second), values, "")
 
 
 class Walk:
@@ -91,20 +89,21 @@ class Walk:
         self._in_backward = False
 
     def program(
-        self, jaxprs: tuple[Any, Any], consts: Any, values: Sequence[Value], where: str
+        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], where: str
     ) -> list[Value]:
-        """Follows a pair of jaxprs.
+        """Follows a pair of programs.
 
         Args:
-            jaxprs: open, the same program for two numbers of samples.
-            consts: the values of their constants.
+            programs: the same for two numbers of samples.
             values: of their inputs.
             where: the line of the user's that calls them, or "" to look for lines within.
 
         Returns:
             The values of their outputs.
         """
-        env: dict[Any, Value] = {}
+        env: dict[Var, Value] = {}
+        jaxprs = programs[0].jaxpr, programs[1].jaxpr
+        consts = (program.consts for program in programs)
         for variable, a, b in zip(jaxprs[0].constvars, *consts, strict=True):
             env[variable] = self._constant(a, b)
         for variable, value in zip(jaxprs[0].invars, values, strict=True):
@@ -120,7 +119,7 @@ class Walk:
         outputs = zip(jaxprs[0].outvars, jaxprs[1].outvars, strict=True)
         return [self._read(env, a, b) for a, b in outputs]
 
-    def _read(self, env: dict[Any, Value], first: Any, second: Any) -> Value:
+    def _read(self, env: dict[Var, Value], first: Atom, second: Atom) -> Value:
         if not isinstance(first, Literal):
             return env[first]
         if not isinstance(second, Literal):
@@ -144,7 +143,7 @@ class Walk:
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
         return dataclasses.replace(value, number=number)
 
-    def _equation(self, pair: tuple[Any, Any], operands: list[Value], where: str) -> list[Value]:
+    def _equation(self, pair: Pair, operands: list[Value], where: str) -> list[Value]:
         one, two = pair
         name, count = one.primitive.name, len(one.outvars)
         at = where or source_line(one)
@@ -160,7 +159,7 @@ class Walk:
             return self._backward(pair, operands, results, at) if own else results
         return self._primitive(pair, operands, at)
 
-    def _primitive(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
+    def _primitive(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         one, count = pair[0], len(pair[0].outvars)
         name, op = one.primitive.name, operation(pair)
         decided = name == "select_n" and operands[0].known is not None
@@ -170,7 +169,7 @@ class Walk:
         rule = RULES.get(name, _unknown)
         try:
             result = rule(op, operands)
-        except (KeyError, AttributeError, LookupError, TypeError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             # Versions of JAX differ in the parameters of operations.
             return [coupled(unread(name), at)] * count
         except Mixing as problem:
@@ -182,7 +181,9 @@ class Walk:
         results = [_told(value, at) for value in results]
         return _checked(pair, self._numbered(one, operands, results), at)
 
-    def _numbered(self, equation: Any, operands: list[Value], results: list[Value]) -> list[Value]:
+    def _numbered(
+        self, equation: JaxprEqn, operands: list[Value], results: list[Value]
+    ) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""
         name = equation.primitive.name
         if name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
@@ -192,7 +193,7 @@ class Walk:
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
     def _call(
-        self, pair: tuple[Any, Any], called: tuple[Any, Any], operands: list[Value], where: str
+        self, pair: Pair, called: tuple[ClosedJaxpr, ClosedJaxpr], operands: list[Value], where: str
     ) -> list[Value]:
         name = str(pair[0].params.get("name", ""))
         if name == PER_SAMPLE:
@@ -202,13 +203,11 @@ class Walk:
             return _checked(pair, _promised(pair, operands), source_line(pair[0]))
         # JAX traces its own functions once: lines within them are those of the first who called.
         at = where or (source_line(pair[0]) if is_of_jax(name) else "")
-        jaxprs = tuple(getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in called)
-        consts = tuple(getattr(jaxpr, "consts", ()) for jaxpr in called)
-        own = operands[len(operands) - len(jaxprs[0].invars) :]
-        return self.program(jaxprs, consts, own, at)[: len(pair[0].outvars)]
+        own = operands[len(operands) - len(called[0].jaxpr.invars) :]
+        return self.program(called, own, at)[: len(pair[0].outvars)]
 
     def _backward(
-        self, pair: tuple[Any, Any], operands: list[Value], results: list[Value], at: str
+        self, pair: Pair, operands: list[Value], results: list[Value], at: str
     ) -> list[Value]:
         """What a function with a backward pass of its own gives, if that keeps samples apart."""
         given = [*operands, *results]
@@ -219,11 +218,10 @@ class Walk:
         smaller = lambda v: dataclasses.replace(v, degree=v.degree - 1, known=None, number=0)
         seeds = [smaller(CONSTANT if v.kind is Kind.TOTAL else v) for v in results]
         seeds = [v for v, out in zip(seeds, pair[0].outvars, strict=True) if is_float(out.aval)]
-        traces = [pullback(equation, floats) for equation in pair]
-        jaxprs, consts = (trace.jaxpr for trace in traces), (trace.consts for trace in traces)
+        programs = pullback(pair[0], floats), pullback(pair[1], floats)
         # No one differentiates a backward pass, so the functions in it have none of their own.
         self._in_backward = True
-        found = self.program(tuple(jaxprs), tuple(consts), [*operands, *seeds], at)
+        found = self.program(programs, [*operands, *seeds], at)
         self._in_backward = False
         degrees = {v.degree - 1 for v in results if not v.is_constant} or {-1.0}
         varies = any(not v.is_constant for v in results)
@@ -237,14 +235,12 @@ class Walk:
                 return [coupled(why, value.where or at)] * len(results)
         return results
 
-    def scan(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
+    def scan(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A loop; over the samples, where its length grows with them."""
-        one, two = pair
-        num_consts, num_carry = scan_counts(one)
-        consts, carry = operands[:num_consts], operands[num_consts:][:num_carry]
-        stacked = operands[num_consts + num_carry :]
-        bodies = one.params["jaxpr"], two.params["jaxpr"]
-        if one.params["length"] != two.params["length"]:
+        loop, other = (inners(equation)[0] for equation in pair)
+        consts, carry, stacked = loop.parts(operands)
+        bodies = loop.program, other.program
+        if loop.times != other.times:
             return self._scan_samples(pair, bodies, consts, carry, stacked, at)
         each = []
         for value in stacked:
@@ -252,22 +248,20 @@ class Walk:
                 value = value.at(value.dim - 1, value.outer)
             each.append(value if not value.numbers else coupled(LOOPED, at))
         run = lambda carry: self._body(bodies, [*consts, *carry, *each])
-        carry, outputs = _fixpoint(run, carry, num_carry, at)
+        carry, outputs = _settled(loop, run, carry, at)
         for number, value in enumerate(outputs):
             if value.is_rows and value.dim is not None:
                 outputs[number] = value.at(value.dim + 1, value.outer)
         return [*carry, *outputs]
 
-    def _body(self, bodies: tuple[Any, Any], values: list[Value]) -> list[Value]:
+    def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: list[Value]) -> list[Value]:
         fresh = [dataclasses.replace(value, number=0) for value in values]
-        jaxprs = tuple(getattr(body, "jaxpr", body) for body in bodies)
-        consts = tuple(getattr(body, "consts", ()) for body in bodies)
-        return self.program(jaxprs, consts, fresh, "")
+        return self.program(bodies, fresh, "")
 
     def _scan_samples(
         self,
-        pair: tuple[Any, Any],
-        bodies: tuple[Any, Any],
+        pair: Pair,
+        bodies: tuple[ClosedJaxpr, ClosedJaxpr],
         consts: list[Value],
         carry: list[Value],
         stacked: list[Value],
@@ -301,30 +295,27 @@ class Walk:
             results.append(bad if is_bad else value)
         return results
 
-    def loop(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
+    def loop(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A `while`: how often it runs must not depend on the samples."""
-        one, two = pair
-        num_cond, num_body = one.params["cond_nconsts"], one.params["body_nconsts"]
-        tests = one.params["cond_jaxpr"], two.params["cond_jaxpr"]
-        bodies = one.params["body_jaxpr"], two.params["body_jaxpr"]
-        cond, body = operands[:num_cond], operands[num_cond:][:num_body]
-        carry = operands[num_cond + num_body :]
-        run = lambda carry: self._body(bodies, [*body, *carry])
-        carry, _ = _fixpoint(run, carry, len(carry), at)
-        (test,) = self._body(tests, [*cond, *carry])
-        if test.is_constant and not test.degree:
+        (test, body), (other_test, other_body) = map(inners, pair)
+        shared, carry, _ = body.parts(operands)
+        bodies = body.program, other_body.program
+        carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, at)
+        given, _, _ = test.parts(operands)
+        (runs,) = self._body((test.program, other_test.program), [*given, *carry])
+        if runs.is_constant and not runs.degree:
             return carry
         why = "is part of a loop that runs as often as the samples make it"
-        return [coupled(test.why or why, test.where or at)] * len(carry)
+        return [coupled(runs.why or why, runs.where or at)] * len(carry)
 
-    def branch(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
+    def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A `cond` or `switch`: which branch runs must not depend on the samples."""
         which, *given = operands
         if not (which.is_constant or (which.is_rows and which.dim is None)) or which.degree:
             why = "is part of a branch that the samples choose"
             return [coupled(which.why or why, which.where or at)] * len(pair[0].outvars)
-        branches = zip(pair[0].params["branches"], pair[1].params["branches"], strict=True)
-        found = [self._body(both, given) for both in branches]
+        branches = zip(*map(inners, pair), strict=True)
+        found = [self._body((one.program, two.program), given) for one, two in branches]
         results = found[0]
         for others in found[1:]:
             pairs = zip(results, others, strict=True)
@@ -333,7 +324,7 @@ class Walk:
             results = [_sum_or(rows(None), value, at) for value in results]
         return results
 
-    def average(self, pair: tuple[Any, Any], operands: list[Value], at: str) -> list[Value]:
+    def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A sum over all ranks, which they all know then: of a total, as if by their samples."""
         axes = pair[0].params["axes"]
         results = []
@@ -389,13 +380,13 @@ WITHIN = (
 )
 
 
-def _draws(called: Any) -> str:
+def _draws(called: ClosedJaxpr) -> str:
     """The operation by which a marked function draws random numbers; "" where none does."""
-    names = (e.primitive.name for e in equations(getattr(called, "jaxpr", called)))
+    names = (e.primitive.name for e in equations(called.jaxpr))
     return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
 
 
-def _promised(pair: tuple[Any, Any], operands: list[Value]) -> list[Value]:
+def _promised(pair: Pair, operands: list[Value]) -> list[Value]:
     found = next((v for v in operands if v.kind is Kind.COUPLED), None)
     results = []
     for shapes in operation(pair).outputs:
@@ -408,7 +399,7 @@ def _promised(pair: tuple[Any, Any], operands: list[Value]) -> list[Value]:
     return results
 
 
-def _checked(pair: tuple[Any, Any], values: list[Value], at: str) -> list[Value]:
+def _checked(pair: Pair, values: list[Value], at: str) -> list[Value]:
     """Values whose dims that count samples are those that grow."""
     results = []
     for value, shapes in zip(values, operation(pair).outputs, strict=True):
@@ -439,23 +430,16 @@ def _sum_or(left: Value, right: Value, at: str) -> Value:
     return dataclasses.replace(chosen, known=None) if chosen.known is not None else chosen
 
 
-def _fixpoint(
-    run: Callable[[list[Value]], list[Value]], carry: list[Value], count: int, at: str
+def _settled(
+    loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
 ) -> tuple[list[Value], list[Value]]:
     """What is carried around a loop, once it no longer changes; and the other results."""
-    outputs = run(carry)
-    for _ in range(_ROUNDS):
-        pairs = zip(carry, outputs, strict=False)
-        joined = [_sum_or(a, b, at) for a, b in pairs]
-        outputs = run(joined)
-        if joined == carry:
-            return carry, outputs[count:]
-        carry = joined
-    bad = [coupled("changes its dependence on the samples all the time", at)] * count
-    return bad, run(bad)[count:]
+    found = loop.settled(carry, run, lambda one, other: _sum_or(one, other, at))
+    if found is not None:
+        return found
+    bad = [coupled("changes its dependence on the samples all the time", at)] * len(carry)
+    return bad, loop.outputs(run(bad))[1]
 
-
-_ROUNDS = 8
 
 _SPECIAL: MappingProxyType[str, Callable[..., list[Value]]] = MappingProxyType(
     {

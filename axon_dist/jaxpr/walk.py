@@ -8,13 +8,14 @@ equation done in another way. They stand here once.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import (
     CALLS,
@@ -24,9 +25,14 @@ from ..core.compat import (
     eval_equation,
     eval_jaxpr,
     inner_programs,
+    scan_counts,
 )
+from ..core.typing import Shape
 
-Run: TypeAlias = Callable[[Any, Sequence[Any]], Sequence[Any]]
+Atom: TypeAlias = Var | Literal
+"""What an equation reads."""
+
+Run: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
 """(equation, what is known of its operands) -> what is known of its results."""
 
 OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
@@ -34,6 +40,91 @@ OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 
 LOOPS = frozenset({"scan", "while"})
 """Equations that run a program more often than once."""
+
+
+class JaxprLike(Protocol):
+    """Equations between inputs and outputs, as a `Jaxpr` has them."""
+
+    @property
+    def constvars(self) -> Sequence[Var]:
+        """The variables of its constants."""
+        ...
+
+    @property
+    def invars(self) -> Sequence[Var]:
+        """The variables of its inputs."""
+        ...
+
+    @property
+    def eqns(self) -> Sequence[JaxprEqn]:
+        """Its equations, in order."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Atom]:
+        """What it returns."""
+        ...
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inner:
+    """A program that an equation runs, once or in every turn of a loop.
+
+    Args:
+        program: what runs.
+        operands: for each input the number of the operand that it is, or whose rows it is.
+        num_shared: how many of the inputs are the same in every run.
+        num_carried: how many of the next a run gets from the one before. A loop carries its first
+            results and outputs likewise; other inputs and outputs are rows of arrays.
+        times: how often it runs; None where the program decides.
+    """
+
+    program: ClosedJaxpr
+    operands: tuple[int, ...]
+    num_shared: int
+    num_carried: int = 0
+    times: int | None = 1
+
+    def inputs(self, values: Sequence[T]) -> list[T]:
+        """What each input is given, of what the equation is given."""
+        return [values[number] for number in self.operands]
+
+    def parts(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """What is shared, carried and given row by row, of what the equation is given."""
+        inputs, rows = self.inputs(values), self.num_shared + self.num_carried
+        return inputs[: self.num_shared], inputs[self.num_shared : rows], inputs[rows:]
+
+    def outputs(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
+        """What is carried and what are rows, of the outputs."""
+        return list(values[: self.num_carried]), list(values[self.num_carried :])
+
+    def settled(
+        self, carry: list[T], run: Callable[[list[T]], list[T]], join: Callable[[T, T], T]
+    ) -> tuple[list[T], list[T]] | None:
+        """What is known of a loop, once another turn changes nothing.
+
+        Args:
+            carry: what is known of what the loop begins with.
+            run: what is known of the outputs of a turn, from what is known of what it carries.
+            join: what is known of either of two.
+
+        Returns:
+            What is known of what it carries, and of the other outputs of a turn; None where that
+            does not settle.
+        """
+        for _ in range(_TURNS):
+            outputs = run(carry)
+            joined = [join(a, b) for a, b in zip(carry, outputs, strict=False)]
+            if joined == carry:
+                return carry, outputs[self.num_carried :]
+            carry = joined
+        return None
+
+
+_TURNS = 9
 
 
 class Known(dict):
@@ -47,26 +138,41 @@ class Known(dict):
         [5.0, 2.0]
     """
 
-    def read(self, atoms: Iterable[Any]) -> list[Any]:
+    def read(self, atoms: Iterable[Atom]) -> list[Any]:
         """What is known of atoms."""
         return [atom.val if isinstance(atom, Literal) else self[atom] for atom in atoms]
 
-    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         """Notes what variables are."""
         self.update(zip(variables, values, strict=True))
 
 
-def variables(atoms: Iterable[Any]) -> set[Any]:
+def variables(atoms: Iterable[Atom]) -> set[Var]:
     """The atoms that are variables, not literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
-def made_by(equations: Iterable[Any]) -> set[Any]:
+def shape_of(atom: Atom) -> Shape:
+    """The shape of what an equation reads or makes; that of a token is ()."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype of what an equation reads or makes, a key's too; None of what has none."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def struct_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of what an equation reads or makes, to trace a function with."""
+    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom))
+
+
+def made_by(equations: Iterable[JaxprEqn]) -> set[Var]:
     """The variables that equations make."""
     return {variable for equation in equations for variable in equation.outvars}
 
 
-def called(equation: Any) -> ClosedJaxpr | None:
+def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation runs once, as `jit`, `checkpoint` and `custom_vjp` do.
 
     Its inputs are the last operands of the equation. Loops and branches are no calls.
@@ -74,7 +180,7 @@ def called(equation: Any) -> ClosedJaxpr | None:
     return None if equation.primitive.name in LOOPS else called_program(equation)
 
 
-def opened(closed: Any, values: Sequence[Any]) -> ClosedJaxpr:
+def opened(closed: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:
     """The same program with its calls written out, so that each operation is an equation.
 
     Args:
@@ -92,13 +198,48 @@ def opened(closed: Any, values: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, _open))(*values)
 
 
-def is_kept_apart(equation: Any) -> bool:
+def inners(equation: JaxprEqn) -> list[Inner]:
+    """The programs that a call, loop or branch runs, and what it gives them.
+
+    Of a `while` these are the test and the body. Kernels, and whatever says nothing about how its
+    program is run, have none.
+
+    Example:
+        >>> run = lambda x, ys: jax.lax.scan(lambda x, y: (x * y, x), x, ys)
+        >>> (body,) = inners(jax.make_jaxpr(run)(1.0, jnp.ones(3)).jaxpr.eqns[0])
+        >>> body.parts(["x", "ys"]), body.times
+        (([], ['x'], ['ys']), 3)
+    """
+    name, params, count = equation.primitive.name, equation.params, len(equation.invars)
+    if name == "scan":
+        consts, carry = scan_counts(equation)
+        return [Inner(params["jaxpr"], (*range(count),), consts, carry, params["length"])]
+    if name == "while":
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = range(tests + consts, count)
+        test, body = (*range(tests), *carry), (*range(tests, tests + consts), *carry)
+        return [
+            Inner(params["cond_jaxpr"], test, tests, len(carry), None),
+            Inner(params["body_jaxpr"], body, consts, len(carry), None),
+        ]
+    if name == "cond":
+        given = tuple(range(1, count))
+        return [Inner(branch, given, len(given)) for branch in params["branches"]]
+    program = called_program(equation)
+    if program is None:
+        return []
+    # Of a function with its own derivative the first operands may be for that alone.
+    given = tuple(range(count - len(program.jaxpr.invars), count))
+    return [Inner(program, given, len(given))]
+
+
+def is_kept_apart(equation: JaxprEqn) -> bool:
     """Whether what is recomputed is kept apart from the first computation by a barrier."""
     prevents = equation.params.get("prevent_cse", False)
     return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr, each followed by those of the programs that it runs.
 
     Example:
@@ -113,7 +254,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def in_branches(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
+def in_branches(jaxpr: Jaxpr, inside: bool = False) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr that run in a branch of a conditional, at any depth.
 
     Args:
@@ -128,11 +269,11 @@ def in_branches(jaxpr: Any, inside: bool = False) -> Iterator[Any]:
 
 
 def interpret(
-    jaxpr: Any,
+    jaxpr: JaxprLike,
     consts: Sequence[Any],
     values: Sequence[Any],
     run: Run,
-    literal: Callable[[Any], Any] | None = None,
+    literal: Callable[[Literal], Any] | None = None,
 ) -> list[Any]:
     """Goes through a jaxpr, each equation as `run` does it.
 
@@ -158,7 +299,7 @@ def interpret(
     known = Known(zip(jaxpr.constvars, consts, strict=True))
     known.write(jaxpr.invars, values)
 
-    def read(atoms: Sequence[Any]) -> list[Any]:
+    def read(atoms: Sequence[Atom]) -> list[Any]:
         if literal is None:
             return known.read(atoms)
         return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
@@ -169,8 +310,8 @@ def interpret(
 
 
 def depends_on(
-    jaxpr: Any, sources: Iterable[Any], stop: int | None = None, start: int = 0
-) -> set[Any]:
+    jaxpr: Jaxpr, sources: Iterable[Var], stop: int | None = None, start: int = 0
+) -> set[Var]:
     """The variables that depend on any of the sources, these included.
 
     Args:
@@ -189,7 +330,7 @@ def depends_on(
     return tainted
 
 
-def needed_for(jaxpr: Any, positions: Iterable[int]) -> tuple[Any, list[int]]:
+def needed_for(jaxpr: Jaxpr, positions: Iterable[int]) -> tuple[Jaxpr, list[int]]:
     """The part of a jaxpr that some of its outputs need, inside calls and loops too.
 
     Args:
@@ -204,7 +345,7 @@ def needed_for(jaxpr: Any, positions: Iterable[int]) -> tuple[Any, list[int]]:
     return part, [number for number, is_used in enumerate(used) if is_used]
 
 
-def sources_of(jaxpr: Any) -> list[set[int]]:
+def sources_of(jaxpr: Jaxpr) -> list[set[int]]:
     """For every output of a jaxpr, the positions of the inputs that it depends on."""
     return [set(needed_for(jaxpr, [number])[1]) for number in range(len(jaxpr.outvars))]
 
@@ -228,8 +369,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     """
     if sources_of(program.jaxpr)[output].isdisjoint(range(count)):
         return []
-    avals: list[Any] = [variable.aval for variable in program.jaxpr.invars]
-    values = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    values = [struct_of(variable) for variable in program.jaxpr.invars]
     own, others = values[:count], values[count:]
 
     def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
@@ -240,7 +380,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     return sorted(sources & set(range(count)))
 
 
-def _open(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _open(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Runs an equation; calls are run equation by equation."""
     inner = called(equation) if equation.primitive.name in OPENED else None
     if inner is None:
@@ -264,6 +404,16 @@ EACH = frozenset((
 
 A name that is missing costs speed, and nothing else."""
 
+# fmt: off
+ELEMENTWISE = EACH | frozenset((
+    "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
+    "from_edtype", "igamma", "igamma_grad_a", "igammac", "le_to", "lt_to", "mulhi", "name",
+    "polygamma", "polynomial", "random_clone", "random_fold_in", "random_gamma_grad",
+    "random_unwrap", "regularized_incomplete_beta", "threefry2x32", "tie", "to_edtype", "zeta",
+))
+# fmt: on
+"""Those and others, which compute more, give names, or work on keys."""
+
 COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
 """Those of `EACH` whose results are a byte per element, and their operands' dtype is another."""
 
@@ -274,6 +424,14 @@ MOVES = frozenset((
 ))
 # fmt: on
 """Operations that put numbers elsewhere, and compute nothing."""
+
+# fmt: off
+KEEPS = frozenset((
+    "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pcast", "pvary",
+    "reshard", "sharding_constraint",
+))
+# fmt: on
+"""Other operations that keep every element at its place."""
 
 
 def same_params(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -294,7 +452,7 @@ def hashable_params(params: Mapping[str, Any]) -> Hashable | None:
     return found
 
 
-def same_program(one: Any, other: Any) -> bool:
+def same_program(one: JaxprLike, other: JaxprLike) -> bool:
     """Whether two open jaxprs are equal but for the names of their variables.
 
     Example:
@@ -309,13 +467,13 @@ def same_program(one: Any, other: Any) -> bool:
         return True
     if len(one.eqns) != len(other.eqns):
         return False
-    names: dict[Any, Any] = {}
+    names: dict[Var, Var] = {}
 
-    def defines(mine: Any, theirs: Any) -> bool:
+    def defines(mine: Sequence[Var], theirs: Sequence[Var]) -> bool:
         names.update(zip(mine, theirs, strict=False))
         return [v.aval for v in mine] == [v.aval for v in theirs]
 
-    def reads(mine: Any, theirs: Any) -> bool:
+    def reads(mine: Sequence[Atom], theirs: Sequence[Atom]) -> bool:
         pairs = list(zip(mine, theirs, strict=False))
         return len(mine) == len(theirs) and all(_same_atom(names, a, b) for a, b in pairs)
 
@@ -333,11 +491,10 @@ def same_program(one: Any, other: Any) -> bool:
     )
 
 
-def _same_atom(names: dict[Any, Any], one: Any, other: Any) -> bool:
-    if isinstance(one, Literal) or isinstance(other, Literal):
-        both = isinstance(one, Literal) and isinstance(other, Literal)
-        return both and one.aval == other.aval and same_value(one.val, other.val)
-    return names.get(one) is other
+def _same_atom(names: dict[Var, Var], one: Atom, other: Atom) -> bool:
+    if isinstance(one, Literal) and isinstance(other, Literal):
+        return one.aval == other.aval and same_value(one.val, other.val)
+    return not isinstance(one, Literal) and names.get(one) is other
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axon_dist.jaxpr.device import tape_of
 from axon_dist.jaxpr.liveness import peak_of
-from axon_dist.jaxpr.placement import NONE, regrouped, whole
+from axon_dist.jaxpr.placement import NONE, placed, whole
 
 DP = frozenset({"dp"})
 MATRIX = 64 * 64 * 4
@@ -229,7 +229,10 @@ def test_convolutions_count_their_products():
 def test_a_reshape_to_itself_changes_nothing(shape, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     splits = tuple(DP if place == dim and n > 1 else NONE for place, n in enumerate(shape))
-    assert regrouped(shape, shape, splits) == splits
+    sizes = {"new_sizes": tuple(shape), "dimensions": None, "sharding": None}
+    reshape = lambda x: jax.lax.reshape_p.bind(x, **sizes)
+    (equation,) = jax.make_jaxpr(reshape)(jnp.zeros(shape)).eqns
+    assert placed(equation, [splits]) == [(splits, NONE)]
 
 
 def test_equal_constraints_on_one_value_are_one_transfer():
