@@ -205,6 +205,6 @@ def compression_of(what: Compression | str | None) -> Compression | None:
         return Quantized(what)
     names = (*_LARGEST, "top_k")
     raise ConfigError(
-        f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give a Quantized "
-        "or a TopK"
+        f"there is no compression {what!r:.60}.{did_you_mean(str(what), names)} Or give "
+        "a Quantized or a TopK"
     )

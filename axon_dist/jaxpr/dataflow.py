@@ -16,7 +16,7 @@ from typing import TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.typing import Path
-from ..program.factors import SCATTERS, Factors, Role, factors, guessed
+from .factors import SCATTERS, Factors, Role, factors, guessed
 from .walk import Inner, inners, interpret, shape_of
 
 Dims: TypeAlias = list[int]

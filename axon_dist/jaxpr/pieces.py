@@ -17,9 +17,7 @@ from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.typing import Array, PyTree
 from .layer_scan import has_units, is_unit
 from .walk import (
-    CALLS,
     LOOPS,
-    REMATS,
     Atom,
     Inner,
     JaxprLike,

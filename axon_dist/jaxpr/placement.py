@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from ..program.factors import Factors, Role, factors, guessed
+from .factors import Factors, Role, factors, guessed
 from .tape import ATTENTION, LINEAR, Node, Sent
 from .walk import ELEMENTWISE
 

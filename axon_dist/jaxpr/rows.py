@@ -25,9 +25,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, new_operation
 from ..core.typing import Array
-from ..program.factors import Role, factors
+from .factors import Role, factors
 from .layer_scan import has_units, is_unit
-from .walk import ELEMENTWISE, called, equations, inners, interpret, opened, shape_of
+from .walk import ELEMENTWISE, called, equations, inners, interpret, opened, shape_of, struct_of
 
 
 class Stacked:
@@ -314,7 +314,7 @@ def has_matrices(closed: ClosedJaxpr) -> bool:
 
 def hidden_in(closed: ClosedJaxpr) -> str | None:
     """The operation, such as a branch, that runs such operations where they cannot be found."""
-    shapes = [shape_of(v) for v in closed.jaxpr.invars]
+    shapes = [struct_of(v) for v in closed.jaxpr.invars]
     for equation in opened(closed, shapes).jaxpr.eqns:
         programs = inner_programs(equation)
         inside = any(is_matrixwise(inner) for program in programs for inner in equations(program))
@@ -358,14 +358,9 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     return read(jaxpr.outvars)
 
 
-def shape_of(atom: Var | Literal) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an atom of a program."""
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)  # type: ignore[attr-defined]
-
-
 def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of what a program is given."""
-    return [shape_of(variable) for variable in program.jaxpr.invars]
+    return [struct_of(variable) for variable in program.jaxpr.invars]
 
 
 def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> Call:
@@ -381,7 +376,7 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
     A wrong guess would cost an exchange between devices, and change no number.
     """
     found: dict[Var, Origin] = {
-        v: (number, tuple(range(len(shape_of(v).shape)))) for number, v in enumerate(jaxpr.invars)
+        v: (number, tuple(range(len(struct_of(v).shape)))) for number, v in enumerate(jaxpr.invars)
     }
     for equation in jaxpr.eqns:
         sources = [a for a in equation.invars if not isinstance(a, Literal) and a in found]
@@ -391,8 +386,8 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
                 order = equation.params["permutation"]
                 found[made] = number, tuple(dims[dim] for dim in order)
                 continue
-            shape = shape_of(made).shape
-            alike = [a for a in sources if shape_of(a).shape == shape and shape]
+            shape = struct_of(made).shape
+            alike = [a for a in sources if struct_of(a).shape == shape and shape]
             if alike:
                 found[made] = found[alike[0]]
     return found

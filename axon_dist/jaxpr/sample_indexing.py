@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
-from ..program.factors import Role
+from .factors import Role
 from .sample_values import (
     NUMBERS,
     Coupling,

@@ -12,7 +12,7 @@ import math
 from types import MappingProxyType
 
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
-from ..program.factors import TRAILING, Role
+from .factors import TRAILING, Role
 from .sample_indexing import INDEXING
 from .sample_values import (
     CONSTANT,

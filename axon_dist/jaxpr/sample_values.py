@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.tree import is_key
-from ..program.factors import Factors, Role, factors_of
+from .factors import Factors, Role, factors_of
 
 
 class Kind(enum.Enum):

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axon_dist.program.factors import Role, factors
 
 from axon_dist.core.compat import eval_equation
+from axon_dist.jaxpr.factors import Role, factors
 from axon_dist.jaxpr.walk import shape_of
 
 X = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)

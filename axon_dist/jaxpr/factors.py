@@ -1,0 +1,471 @@
+"""What every primitive does with dims: one table, from which all analyses of dims are derived.
+
+An equation has *factors*, as in the op-sharding rules of Shardy: `dot_general` of `[i, k]` and
+`[k, j]` has three. Each dim of an operand or a result is made of factors, the major one first; a
+dim that a reshape cuts in two has two. What a factor does, its `Role`, is said once per equation:
+whether elements stay at their place along it, are summed over, are needed all together, and so on.
+Who follows dims, to place arrays, to join them or to find what counts samples, reads it from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from jax.extend.core import JaxprEqn
+
+from ..core.typing import Shape
+from .walk import ELEMENTWISE, KEEPS, shape_of
+
+Place: TypeAlias = tuple[int, int]
+"""(the number of an operand or a result, one of its dims)."""
+
+
+class Role(enum.Enum):
+    """What an equation does along a factor.
+
+    PASSES: what stands at one place of results depends on that place of operands alone.
+    SUMMED: results are sums over it.
+    REDUCED: results are made of all of it in another way, such as the largest.
+    ALONG: results have it, and each place may depend on all of it, as in a sort.
+    WINDOW: results have it in another size, and each place depends on places around it.
+    PART: results have a part of it, or it is a part of theirs.
+    JOINED: operands lie in it one behind another, or one is written into a part of another.
+    INDEXED: a computed index says which places of it are read or written.
+    NEW: results alone have it.
+    """
+
+    PASSES = "passes"
+    SUMMED = "summed"
+    REDUCED = "reduced"
+    ALONG = "along"
+    WINDOW = "window"
+    PART = "part"
+    JOINED = "joined"
+    INDEXED = "indexed"
+    NEW = "new"
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The factors of an equation.
+
+    Args:
+        roles: of each factor, by its number.
+        operands: for each operand and each of its dims the factors, the major one first. None for
+            a dim that is repeated or dropped, of size 1.
+        results: likewise.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> program = jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4)))
+        >>> found = factors(program.jaxpr.eqns[0])
+        >>> found.operands, found.results
+        ((((1,), (0,)), ((0,), (2,))), (((1,), (2,)),))
+        >>> [role.value for role in found.roles]
+        ['summed', 'passes', 'passes']
+    """
+
+    roles: tuple[Role, ...]
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def role(self, operand: int, dim: int) -> Role | None:
+        """What happens along the major factor of a dim of an operand; None where it has none."""
+        numbers = self.operands[operand][dim]
+        return self.roles[numbers[0]] if numbers else None
+
+    def dims(self, factor: int, side: Sequence[Sequence[tuple[int, ...]]]) -> list[Place]:
+        """Where a factor is, among the dims of `operands` or `results`."""
+        return [
+            (number, dim)
+            for number, array in enumerate(side)
+            for dim, numbers in enumerate(array)
+            if factor in numbers
+        ]
+
+    def factor(self, operand: int, dim: int) -> int | None:
+        """The major factor of a dim of an operand."""
+        return next(iter(self.operands[operand][dim]), None)
+
+    def result_dim(self, operand: int, dim: int, result: int = 0) -> int | None:
+        """The dim of a result that has the major factor of a dim of an operand."""
+        numbers = self.operands[operand][dim]
+        found = self.dims(numbers[0], self.results) if numbers else []
+        return next((at for number, at in found if number == result), None)
+
+
+class _Draft:
+    """The factors of an equation, while its rule says them one by one."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        inputs: Sequence[Shape],
+        outputs: Sequence[Shape],
+    ):
+        self.name, self.params, self.inputs, self.outputs = name, params, inputs, outputs
+        self.roles: list[Role] = []
+        self.operands: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in inputs]
+        self.results: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in outputs]
+
+    def add(self, role: Role, ins: Iterable[Place] = (), outs: Iterable[Place] = ()) -> None:
+        """Adds a factor, behind those that its dims have already."""
+        number = len(self.roles)
+        self.roles.append(role)
+        for which, dim in ins:
+            self.operands[which][dim] += (number,)
+        for which, dim in outs:
+            self.results[which][dim] += (number,)
+
+    def move(self, pairs: Iterable[tuple[int, int]], operand: int = 0) -> None:
+        """Dims of an operand become dims of all results; of another size they are a part."""
+        for source, target in pairs:
+            outs = [(number, target) for number in range(len(self.outputs))]
+            is_same = all(s[target] == self.inputs[operand][source] for s in self.outputs)
+            self.add(Role.PASSES if is_same else Role.PART, [(operand, source)], outs)
+
+    def finished(self) -> Factors:
+        """The value; what has no factor in a result is new, unless its size is 1."""
+        for number, shape in enumerate(self.outputs):
+            for dim, size in enumerate(shape):
+                if not self.results[number][dim] and size != 1:
+                    self.add(Role.NEW, (), [(number, dim)])
+        freeze = lambda side: tuple(map(tuple, side))
+        return Factors(tuple(self.roles), freeze(self.operands), freeze(self.results))
+
+
+def factors(equation: JaxprEqn) -> Factors | None:
+    """The factors of an equation that runs no program of its own; None where it is not known."""
+    inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
+    return factors_of(equation.primitive.name, equation.params, [*inputs], [*outputs])
+
+
+def factors_of(
+    name: str, params: Mapping[str, Any], inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> Factors | None:
+    """The factors of an operation.
+
+    Args:
+        name: of its primitive.
+        params: of the equation.
+        inputs: the shapes of its operands.
+        outputs: the shapes of its results.
+    """
+    rule = RULES.get(name)
+    if rule is None:
+        return None
+    draft = _Draft(name, params, inputs, outputs)
+    rule(draft)
+    return draft.finished()
+
+
+def guessed(equation: JaxprEqn) -> Factors:
+    """Factors by shapes alone: dims of one size, at one place in arrays of one rank, are one."""
+    inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
+    draft = _Draft(equation.primitive.name, equation.params, [*inputs], [*outputs])
+    _each(draft)
+    return draft.finished()
+
+
+def _each(draft: _Draft) -> None:
+    places: dict[tuple[int, int, int], tuple[list[Place], list[Place]]] = {}
+    for side, shapes in enumerate((draft.inputs, draft.outputs)):
+        for number, shape in enumerate(shapes):
+            for dim, size in enumerate(shape):
+                key = len(shape), dim, size
+                places.setdefault(key, ([], []))[side].append((number, dim))
+    for ins, outs in places.values():
+        if ins and outs:
+            draft.add(Role.PASSES, ins, outs)
+
+
+def _broadcast(draft: _Draft) -> None:
+    pairs = enumerate(draft.params["broadcast_dimensions"])
+    draft.move((s, t) for s, t in pairs if draft.inputs[0][s] == draft.outputs[0][t])
+
+
+def _reshape(draft: _Draft) -> None:
+    """Groups of dims of one product; of these, the dims of one side are the factors."""
+    (before, *_), (after,) = draft.inputs, draft.outputs
+    left = [dim for dim, size in enumerate(before) if size != 1]
+    right = [dim for dim, size in enumerate(after) if size != 1]
+    size = lambda shape, dims: math.prod(shape[dim] for dim in dims)
+    while left and right:
+        mine, theirs = [left.pop(0)], [right.pop(0)]
+        while size(before, mine) != size(after, theirs):
+            is_less = size(before, mine) < size(after, theirs)
+            group, rest = (mine, left) if is_less else (theirs, right)
+            if not rest:
+                break
+            group.append(rest.pop(0))
+        ins, outs = [(0, dim) for dim in mine], [(0, dim) for dim in theirs]
+        if len(ins) > 1 and len(outs) > 1:
+            draft.add(Role.ALONG, ins, outs)
+        elif len(outs) == 1:
+            for place in ins:
+                draft.add(Role.PASSES, [place], outs)
+        else:
+            for place in outs:
+                draft.add(Role.PASSES, ins, [place])
+
+
+def _transpose(draft: _Draft) -> None:
+    draft.move((source, out) for out, source in enumerate(draft.params["permutation"]))
+
+
+def _drop(draft: _Draft, gone: Iterable[int], role: Role | None) -> None:
+    """Some dims of all operands are gone, and the others stay in order."""
+    gone = {*gone}
+    for rank in sorted({len(shape) for shape in draft.inputs}):
+        numbers = [n for n, shape in enumerate(draft.inputs) if len(shape) == rank]
+        left = itertools.count()
+        for dim in range(rank):
+            ins = [(number, dim) for number in numbers]
+            if dim not in gone:
+                at = next(left)
+                outs = [(n, at) for n, shape in enumerate(draft.outputs) if at < len(shape)]
+                draft.add(Role.PASSES, ins, outs)
+            elif role is not None:
+                draft.add(role, ins)
+
+
+def _squeeze(draft: _Draft) -> None:
+    _drop(draft, draft.params["dimensions"], None)
+
+
+def _reduce_sum(draft: _Draft) -> None:
+    _drop(draft, draft.params["axes"], Role.SUMMED)
+
+
+def _reduce(draft: _Draft) -> None:
+    _drop(draft, draft.params.get("axes", draft.params.get("dimensions")), Role.REDUCED)
+
+
+def _unstack(draft: _Draft) -> None:
+    _drop(draft, [draft.params["axis"]], Role.PART)
+
+
+def _stack(draft: _Draft) -> None:
+    axis = draft.params["axis"]
+    for dim in range(len(draft.inputs[0])):
+        ins = [(number, dim) for number in range(len(draft.inputs))]
+        draft.add(Role.PASSES, ins, [(0, dim + (dim >= axis))])
+
+
+def _whole(draft: _Draft, dims: Iterable[int]) -> None:
+    """Some dims, counted from the front, are needed whole; the others pass, in all arrays."""
+    spanned = {*dims}
+    rank = max(map(len, (*draft.inputs, *draft.outputs)))
+    for dim in range(rank):
+        sides = [
+            [(n, dim, shape[dim]) for n, shape in enumerate(shapes) if dim < len(shape)]
+            for shapes in (draft.inputs, draft.outputs)
+        ]
+        ins, outs = ([(number, at) for number, at, _ in side] for side in sides)
+        sizes = {size for side in sides for _, _, size in side}
+        if dim not in spanned:
+            draft.add(Role.PASSES, ins, outs)
+        elif len(sizes) == 1 and outs:
+            draft.add(Role.ALONG, ins, outs)
+        else:
+            draft.add(Role.REDUCED, ins)
+
+
+def _along(draft: _Draft) -> None:
+    names = ("axis", "dimension", "operand_axis", "reduction_dimension")
+    axis = next((draft.params[name] for name in names if name in draft.params), -1)
+    _whole(draft, [axis % len(draft.inputs[0])])
+
+
+def _trailing(draft: _Draft) -> None:
+    rank = len(draft.inputs[0])
+    count = len(draft.params["fft_lengths"]) if draft.name == "fft" else TRAILING[draft.name]
+    _whole(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
+
+
+def _reverse(draft: _Draft) -> None:
+    _whole(draft, draft.params["dimensions"])
+
+
+def _matrixwise(draft: _Draft) -> None:
+    for dim in range(len(draft.inputs[0])):
+        role = Role.PASSES if dim < draft.params["lead"] else Role.ALONG
+        draft.add(role, [(0, dim)], [(0, dim)])
+
+
+def _slice(draft: _Draft) -> None:
+    draft.move((dim, dim) for dim in range(len(draft.inputs[0])))
+
+
+def _pad(draft: _Draft) -> None:
+    for dim, how in enumerate(draft.params["padding_config"]):
+        role = Role.PASSES if tuple(how) == (0, 0, 0) else Role.PART
+        draft.add(role, [(0, dim)], [(0, dim)])
+
+
+def _update(draft: _Draft) -> None:
+    for dim, (size, written) in enumerate(zip(*draft.inputs[:2], strict=True)):
+        role = Role.PASSES if size == written else Role.JOINED
+        draft.add(role, [(0, dim), (1, dim)], [(0, dim)])
+
+
+def _concatenate(draft: _Draft) -> None:
+    for dim in range(len(draft.outputs[0])):
+        ins = [(number, dim) for number in range(len(draft.inputs))]
+        is_joined = dim == draft.params["dimension"]
+        draft.add(Role.JOINED if is_joined else Role.PASSES, ins, [(0, dim)])
+
+
+def _windows(draft: _Draft) -> None:
+    params = draft.params
+    for dim in range(len(draft.inputs[0])):
+        ins = [(n, dim) for n, shape in enumerate(draft.inputs) if len(shape) > dim]
+        outs = [(number, dim) for number in range(len(draft.outputs))]
+        how = params["window_dimensions"][dim], params["window_strides"][dim]
+        is_one = (*how, tuple(params["padding"][dim])) == (1, 1, (0, 0))
+        draft.add(Role.PASSES if is_one else Role.WINDOW, ins, outs)
+
+
+def _dot(draft: _Draft) -> None:
+    (left, right), (left_batch, right_batch) = draft.params["dimension_numbers"]
+    out = itertools.count()
+    for mine, theirs in zip(left_batch, right_batch, strict=True):
+        draft.add(Role.PASSES, [(0, mine), (1, theirs)], [(0, next(out))])
+    for mine, theirs in zip(left, right, strict=True):
+        draft.add(Role.SUMMED, [(0, mine), (1, theirs)])
+    for operand, paired in enumerate(((*left, *left_batch), (*right, *right_batch))):
+        for dim in range(len(draft.inputs[operand])):
+            if dim not in paired:
+                draft.add(Role.PASSES, [(operand, dim)], [(0, next(out))])
+
+
+def _convolution(draft: _Draft) -> None:
+    left, right, out = draft.params["dimension_numbers"]
+    is_grouped = draft.params["batch_group_count"] > 1
+    draft.add(Role.WINDOW if is_grouped else Role.PASSES, [(0, left[0])], [(0, out[0])])
+    draft.add(Role.PASSES, [(1, right[0])], [(0, out[1])])
+    draft.add(Role.SUMMED, [(0, left[1]), (1, right[1])])
+    for image, kernel, result in zip(left[2:], right[2:], out[2:], strict=True):
+        draft.add(Role.WINDOW, [(0, image)], [(0, result)])
+        draft.add(Role.REDUCED, [(1, kernel)])
+
+
+def _windows_of(rank: int, *hidden: Sequence[int]) -> list[int]:
+    """The dims of a table that are dims of the windows which a gather or scatter moves."""
+    return [dim for dim in range(rank) if not any(dim in dims for dims in hidden)]
+
+
+def _gather(draft: _Draft) -> None:
+    numbers, sizes = draft.params["dimension_numbers"], draft.params["slice_sizes"]
+    table, indices, shape = draft.inputs[0], draft.inputs[1], draft.outputs[0]
+    batching = dict(
+        zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
+    rows = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
+    for dim, out in enumerate(rows):
+        shared = [(0, batching[dim])] if dim in batching else []
+        draft.add(Role.PASSES, [*shared, (1, dim)], [(0, out)])
+    if len(rows) < len(indices):
+        draft.add(Role.REDUCED, [(1, len(rows))])
+    for dim in numbers.collapsed_slice_dims:
+        draft.add(Role.INDEXED, [(0, dim)])
+    kept = _windows_of(len(table), numbers.collapsed_slice_dims, numbers.operand_batching_dims)
+    for dim, out in zip(kept, numbers.offset_dims, strict=True):
+        if sizes[dim] == table[dim]:
+            draft.add(Role.PASSES, [(0, dim)], [(0, out)])
+        else:
+            draft.add(Role.INDEXED, [(0, dim)])
+
+
+def _scatter(draft: _Draft) -> None:
+    numbers = draft.params["dimension_numbers"]
+    table, indices, updates = draft.inputs[:3]
+    batching = dict(
+        zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    )
+    rows = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
+    for dim, row in enumerate(rows):
+        if dim in batching:
+            at = batching[dim]
+            draft.add(Role.PASSES, [(0, at), (1, dim), (2, row)], [(0, at)])
+        else:
+            is_sum = draft.name in SCATTER_ADDS
+            draft.add(Role.SUMMED if is_sum else Role.REDUCED, [(1, dim), (2, row)])
+    if len(rows) < len(indices):
+        draft.add(Role.REDUCED, [(1, len(rows))])
+    kept = _windows_of(len(table), numbers.inserted_window_dims, numbers.operand_batching_dims)
+    windows = dict(zip(kept, numbers.update_window_dims, strict=True))
+    for dim, size in enumerate(table):
+        if dim in numbers.operand_batching_dims:
+            continue
+        window = windows.get(dim)
+        if window is None:
+            draft.add(Role.INDEXED, [(0, dim)], [(0, dim)])
+        else:
+            role = Role.PASSES if updates[window] == size else Role.JOINED
+            draft.add(role, [(0, dim), (2, window)], [(0, dim)])
+
+
+def _lead(draft: _Draft) -> None:
+    """Random bits, keys and their numbers: the dims of the operand come first."""
+    draft.move((dim, dim) for dim in range(min(len(draft.inputs[0]), len(draft.outputs[0]))))
+
+
+def _new(draft: _Draft) -> None:
+    """Results have no dim in common with operands."""
+
+
+TRAILING: MappingProxyType[str, int] = MappingProxyType(
+    {
+        "cholesky": 2, "triangular_solve": 2, "lu": 2, "qr": 2, "geqrf": 2, "geqp3": 2, "eigh": 2,
+        "householder_product": 2, "svd": 2, "eig": 2, "schur": 2, "hessenberg": 2, "tridiagonal": 2,
+        "tridiagonal_solve": 2, "lu_pivots_to_permutation": 1, "fft": 1,
+    }
+)  # fmt: skip
+"""How many dims at the end a linear algebra routine takes as one matrix or vector."""
+
+SCATTER_ADDS = frozenset({"scatter-add", "scatter_add", "scatter-sub", "scatter_sub"})
+"""Scatters that add what falls on one place."""
+
+SCATTERS = SCATTER_ADDS | frozenset(
+    {"scatter"} | {f"scatter{dash}{kind}" for kind in ("mul", "min", "max") for dash in "-_"}
+)
+
+RULES: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
+    {
+        **dict.fromkeys((*ELEMENTWISE, *KEEPS), _each),
+        **dict.fromkeys(TRAILING, _trailing),
+        **dict.fromkeys(SCATTERS, _scatter),
+        **{f"reduce_{kind}": _reduce for kind in ("max", "min", "prod", "and", "or", "xor")},
+        **dict.fromkeys(("argmax", "argmin", "reduce"), _reduce),
+        "reduce_sum": _reduce_sum,
+        **{f"cum{kind}": _along for kind in ("sum", "prod", "max", "min", "logsumexp")},
+        **dict.fromkeys(("sort", "top_k", "approx_top_k"), _along),
+        **{f"reduce_window{kind}": _windows for kind in ("", "_sum", "_max", "_min")},
+        "broadcast_in_dim": _broadcast,
+        **dict.fromkeys(("reshape", "expand_dims"), _reshape),
+        "squeeze": _squeeze,
+        "transpose": _transpose,
+        "rev": _reverse,
+        **dict.fromkeys(("slice", "split", "dynamic_slice"), _slice),
+        "pad": _pad,
+        "dynamic_update_slice": _update,
+        "concatenate": _concatenate,
+        "stack": _stack,
+        "unstack": _unstack,
+        "dot_general": _dot,
+        "conv_general_dilated": _convolution,
+        "gather": _gather,
+        **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap"), _lead),
+        **dict.fromkeys(("iota", "random_seed"), _new),
+        "matrixwise": _matrixwise,
+    }
+)
+"""The rules, by the name of the primitive."""
