@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 
 from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree, Shape
@@ -27,13 +28,13 @@ Keys: TypeAlias = tuple[Any, ...]
 """The keys of nested dicts on the way to a leaf or a module."""
 
 
-def flatten(tree: PyTree) -> dict[Keys, Any]:
+def flatten(tree: PyTree) -> dict[Keys, PyTree]:
     """Nested dicts as one dict by keys, in the order of `jax.tree.leaves`."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {tuple(entry.key for entry in path): leaf for path, leaf in paths}
 
 
-def keys_of(tree: PyTree) -> dict[Keys, Any]:
+def keys_of(tree: PyTree) -> dict[Keys, PyTree]:
     """The leaves of any tree by keys, names and positions, in the order of `jax.tree.leaves`."""
     name = lambda entry: next(
         getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)
@@ -42,7 +43,7 @@ def keys_of(tree: PyTree) -> dict[Keys, Any]:
     return {tuple(map(name, path)): leaf for path, leaf in paths}
 
 
-def is_like(tree: Any, top: Collection[Any], names: Collection[Keys]) -> bool:
+def is_like(tree: PyTree, top: Collection[Any], names: Collection[Keys]) -> bool:
     """Whether a tree is a dict like the parameters of a model, with all leaves at or below these.
 
     Args:
@@ -58,9 +59,9 @@ def is_like(tree: Any, top: Collection[Any], names: Collection[Keys]) -> bool:
     )
 
 
-def nest(flat: dict[Keys, Any]) -> PyTree:
+def nest(flat: dict[Keys, PyTree]) -> PyTree:
     """The inverse of `flatten`."""
-    tree: dict[Any, Any] = {}
+    tree: PyTree = {}
     for keys, leaf in flat.items():
         node = tree
         for key in keys[:-1]:
@@ -183,7 +184,7 @@ class Apart:
         rows: one for each block.
     """
 
-    rows: list[Any]
+    rows: list[PyTree]
 
 
 def has_apart(buffers: PyTree) -> bool:
@@ -191,13 +192,13 @@ def has_apart(buffers: PyTree) -> bool:
     return any(isinstance(leaf, Apart) for leaf in jax.tree.leaves(buffers, is_leaf=_is_apart))
 
 
-def buffers_together(apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+def buffers_together(apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack) -> PyTree:
     """The inverse of `Stacks.buffers_apart`."""
     one = lambda leaf: stack(leaf.rows) if isinstance(leaf, Apart) else leaf
     return jax.tree.map(one, apart, is_leaf=_is_apart)
 
 
-def _is_apart(leaf: Any) -> bool:
+def _is_apart(leaf: object) -> bool:
     return isinstance(leaf, Apart)
 
 
@@ -234,7 +235,7 @@ class Stacks:
             tree: leaves may be arrays, shapes or `Stacked`.
             shapes: likewise; a leaf in a stack that has no row for each block is every block's.
         """
-        found: dict[Keys, Any] = {}
+        found: dict[Keys, PyTree] = {}
         likes = flatten(shapes)
         for keys, leaf in flatten(tree).items():
             stack, depth = self._of(keys)
@@ -244,12 +245,14 @@ class Stacks:
             found.update({} if depth else {keys: whole(leaf)})
         return nest(found)
 
-    def together(self, apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
+    def together(
+        self, apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack
+    ) -> PyTree:
         """The inverse of `apart`, of arrays."""
         return self.together_like(apart, None, stack)
 
     def together_like(
-        self, apart: PyTree, shapes: PyTree, stack: Callable[[list[Any]], Any]
+        self, apart: PyTree, shapes: PyTree, stack: Callable[[list[PyTree]], PyTree]
     ) -> PyTree:
         """The inverse of `apart_like`.
 
@@ -259,11 +262,11 @@ class Stacks:
             stack: makes one leaf of those of all blocks.
         """
         likes = None if shapes is None else flatten(shapes)
-        found: dict[Keys, list[Any]] = {}
+        found: dict[Keys, list[PyTree]] = {}
         for keys, leaf in flatten(apart).items():
             found.setdefault(self.in_model(keys), []).append(leaf)
 
-        def one(keys: Keys, leaves: list[Any]) -> Any:
+        def one(keys: Keys, leaves: list[PyTree]) -> PyTree:
             depth = self.depth_of(keys)
             stacked = depth and (likes is None or _is_stacked(likes[keys], depth))
             return stack(leaves) if stacked else leaves[0]
@@ -276,7 +279,7 @@ class Stacks:
         What random streams have, such as keys and counts, stays as it is.
         """
 
-        def one(path: Any, leaf: Any) -> Any:
+        def one(path: KeyPath, leaf: PyTree) -> PyTree:
             depth = self.depth_of(tuple(getattr(entry, "key", None) for entry in path))
             form = leaf.shape if isinstance(leaf, Stacked) else leaf
             is_float = jnp.issubdtype(form.dtype, jnp.floating)
@@ -295,12 +298,12 @@ class Stacks:
         return next(within, ((), 0))
 
 
-def _is_stacked(leaf: Any, depth: int) -> bool:
+def _is_stacked(leaf: PyTree, depth: int) -> bool:
     shape = (leaf.shape if isinstance(leaf, Stacked) else leaf).shape
     return depth > 0 and len(shape) > 0 and shape[0] == depth
 
 
-def _rows(leaf: Any, depth: int) -> list[Any]:
+def _rows(leaf: PyTree, depth: int) -> list[PyTree]:
     if isinstance(leaf, Stacked):
         return list(leaf.rows)
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -7,11 +7,11 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, eval_jaxpr
 from ..core.errors import UnsupportedError
@@ -20,10 +20,14 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
 from ..jaxpr.layer_scan import is_unit
 from ..jaxpr.pieces import Piece, cut
+from ..jaxpr.rows import shape_of
 from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for
 from ..schedule import Phase, Schedule
 from .layout import Keys, flatten
 from .stage import Data
+
+Atom: TypeAlias = "Var | Literal"
+"""A variable of a program, or a constant in it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,23 +48,23 @@ class LossTrace:
             in parts over the ranks.
     """
 
-    jaxpr: Any
-    consts: Sequence[Any]
-    params: dict[Keys, Any]
-    buffers: list[Any]
-    batch: list[Any]
-    loss: list[Any]
+    jaxpr: Jaxpr
+    consts: Sequence[Array]
+    params: dict[Keys, Var]
+    buffers: list[Var]
+    batch: list[Var]
+    loss: list[Atom]
     metrics: list[str]
-    new_buffers: list[Any]
-    buffer_tree: Any
-    looked_up: tuple[Any, ...] = ()
+    new_buffers: list[Atom]
+    buffer_tree: PyTree
+    looked_up: tuple[Var, ...] = ()
 
     @property
     def calls(self) -> list[int]:
         """The positions of the equations that call a block."""
         return [i for i, equation in enumerate(self.jaxpr.eqns) if is_unit(equation)]
 
-    def cut(self, outputs: Sequence[Any], known: Iterable[Any] = ()) -> Piece:
+    def cut(self, outputs: Sequence[Atom], known: Iterable[Var] = ()) -> Piece:
         """The piece that computes some values from others.
 
         What it makes of the batch alone is not split over the ranks of a stage. A shift of a split
@@ -70,7 +74,7 @@ class LossTrace:
         return cut(self.jaxpr, outputs, {*known, *self.looked_up}, self._of_batch)
 
     @cached_property
-    def _of_batch(self) -> frozenset[Any]:
+    def _of_batch(self) -> frozenset[Var]:
         """The variables that depend on the batch, and on no parameter and no block."""
         made = made_by(self.jaxpr.eqns[call] for call in self.calls)
         trained = depends_on(self.jaxpr, [*self.params.values(), *made])
@@ -81,13 +85,13 @@ class LossTrace:
         """The numbers of the buffers that the loss changes."""
         return [i for i, v in enumerate(self.new_buffers) if v is not self.buffers[i]]
 
-    def made_of(self, buffer: int) -> tuple[Any, list[Any]]:
+    def made_of(self, buffer: int) -> tuple[Jaxpr, list[Var]]:
         """The program that makes a buffer's next value, and the inputs that it reads."""
         part, inputs = needed_for(self.jaxpr, [len(self.loss) + buffer])
         return part, [self.jaxpr.invars[number] for number in inputs]
 
     @cached_property
-    def learned(self) -> dict[int, Any]:
+    def learned(self) -> dict[int, Atom]:
         """The next values of the buffers that follow from more than buffers, by number."""
         own = set(self.buffers)
         found = [i for i in self.changing if not own.issuperset(self.made_of(i)[1])]
@@ -95,10 +99,10 @@ class LossTrace:
 
     def known(
         self,
-        rest: dict[Keys, Any],
-        buffers: Sequence[Any],
-        batch: Sequence[Any],
-        rows: Sequence[Any] = (),
+        rest: dict[Keys, Array],
+        buffers: Sequence[Array],
+        batch: Sequence[Array],
+        rows: Sequence[Array] = (),
     ) -> dict:
         """The values of the inputs, without the parameters of blocks."""
         known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
@@ -111,7 +115,7 @@ class LossTrace:
 
 
 def trace_loss(
-    forward: Callable[..., Any], params: PyTree, buffers: PyTree, batch: PyTree
+    forward: Callable[..., PyTree], params: PyTree, buffers: PyTree, batch: PyTree
 ) -> LossTrace:
     """Traces the loss of one microbatch.
 
@@ -146,7 +150,7 @@ def trace_loss(
 
 def buffers_over_time(
     trace: LossTrace, buffers: PyTree, num_microbatches: int, learned: Collection[int] = ()
-) -> tuple[Callable[[Array], list[Any]], PyTree]:
+) -> tuple[Callable[[Array], list[Array]], PyTree]:
     """What the buffers are before each microbatch, and after the last.
 
     A schedule runs microbatches of a stage in any order and each several times, so that a buffer
@@ -171,12 +175,12 @@ def buffers_over_time(
     changing = [i for i in trace.changing if i not in learned]
     advance = _advance(trace, buffers, changing)
 
-    def body(now: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+    def body(now: list[Array], _: None) -> tuple[list[Array], list[Array]]:
         return advance(now), [now[i] for i in changing]
 
     last, before = jax.lax.scan(body, leaves, length=num_microbatches)
 
-    def at(microbatch: Array) -> list[Any]:
+    def at(microbatch: Array) -> list[Array]:
         found = list(leaves)
         for i, stacked in zip(changing, before, strict=True):
             found[i] = jax.lax.dynamic_index_in_dim(stacked, microbatch, keepdims=False)
@@ -227,7 +231,7 @@ def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable
             )
         pieces[index] = part, [trace.buffers.index(v) for v in needed]
 
-    def advance(now: list[Any]) -> list[Any]:
+    def advance(now: list[Array]) -> list[Array]:
         after = list(now)
         for index, (part, sources) in pieces.items():
             closed = ClosedJaxpr(part, trace.consts)
@@ -237,10 +241,13 @@ def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable
     return advance
 
 
-def _forward_through_units(jaxpr: Any) -> Any:
+def _forward_through_units(jaxpr: Jaxpr) -> Jaxpr:
     """Reads what a unit hands through, such as a random key, from where it came."""
-    source: dict[Any, Any] = {}
-    origin = lambda atom: atom if isinstance(atom, Literal) else source.get(atom, atom)
+    source: dict[Var, Atom] = {}
+
+    def origin(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else source.get(atom, atom)
+
     equations = []
     for equation in jaxpr.eqns:
         equation = equation.replace(invars=[origin(atom) for atom in equation.invars])
@@ -288,7 +295,7 @@ def mean_weight(
         )
 
     def weight_of(microbatch: Array) -> Array:
-        known: dict[Any, Any] = trace.known({}, *data(microbatch))
+        known: dict[Var, Array] = trace.known({}, *data(microbatch))
         (weight,) = eval_jaxpr(ClosedJaxpr(part, trace.consts), [known[v] for v in needed])
         return weight
 
@@ -297,7 +304,7 @@ def mean_weight(
     return jnp.where(mean == 0, 1.0, mean)
 
 
-def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_joined_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The same function, whose products see all dims before the contracted ones as one.
 
         dot(x[batch, tokens, k], w[k, n])  ->  reshape(dot(reshape(x, [batch * tokens, k]), w))
@@ -324,7 +331,7 @@ def with_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         results = _Interpreter().run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -337,12 +344,12 @@ class _Interpreter:
 
     def __init__(self):
         self._joined: dict[int, tuple[Array, Array]] = {}
-        self._units: dict[int, tuple[Any, Any]] = {}
+        self._units: dict[int, tuple[ClosedJaxpr, ClosedJaxpr]] = {}
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array]) -> list[Array]:
         return interpret(jaxpr, consts, values, self._equation)
 
-    def _equation(self, equation: Any, operands: Sequence[Any]) -> list[Any]:
+    def _equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array]:
         name, params = equation.primitive.name, equation.params
         inner = called(equation)
         if is_unit(equation):
@@ -359,21 +366,19 @@ class _Interpreter:
             return [self._product(equation, *operands)]
         return eval_equation(equation, operands)
 
-    def _unit(self, program: Any) -> Any:
+    def _unit(self, program: ClosedJaxpr) -> ClosedJaxpr:
         """The program of a block with its products so seen, the same one for each of its calls."""
         # An id is of one program for as long as the program is held.
         if id(program) not in self._units:
             inside = lambda *values: _Interpreter().run(program.jaxpr, program.consts, values)
             kinds = [
-                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-                if hasattr(v.aval, "weak_type")
-                else v.aval
+                shape_of(v).update(weak_type=getattr(v.aval, "weak_type", False))
                 for v in program.jaxpr.invars
             ]
             self._units[id(program)] = program, jax.make_jaxpr(inside)(*kinds)
         return self._units[id(program)][1]
 
-    def _product(self, equation: Any, x: Array, w: Array) -> Array:
+    def _product(self, equation: JaxprEqn, x: Array, w: Array) -> Array:
         (of_x, of_w), batch = equation.params["dimension_numbers"]
         rows = x.ndim - len(of_x)
         if any(batch) or rows < 2 or tuple(of_x) != tuple(range(rows, x.ndim)):
@@ -383,7 +388,7 @@ class _Interpreter:
         dims = (tuple(range(1, joined.ndim)), of_w), batch
         matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
         (result,) = eval_equation(matrices, (joined, w))
-        return result.reshape(equation.outvars[0].aval.shape)
+        return result.reshape(shape_of(equation.outvars[0]).shape)
 
     def _join(self, x: Array, rows: int) -> Array:
         # An id is of one array for as long as the array is held.

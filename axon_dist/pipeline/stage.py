@@ -6,15 +6,17 @@ A backward pass runs whole, or split into input gradients and weight gradients.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import inner_programs
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import Piece, as_it_lies, cut
+from ..jaxpr.rows import shape_of
 from ..jaxpr.walk import depends_on, needed_for, opened
 
 
@@ -27,9 +29,9 @@ class Wire(NamedTuple):
         left: what a stage leaves in its own buffers for the next microbatch; it is not passed on.
     """
 
-    floats: list[Any]
-    others: list[Any]
-    left: Sequence[Any] = ()
+    floats: list[Array]
+    others: list[Array]
+    left: Sequence[Array] = ()
 
     @property
     def sent(self) -> Wire:
@@ -47,9 +49,9 @@ class Data(NamedTuple):
             stage knows it.
     """
 
-    buffers: list[Any]
-    batch: list[Any]
-    rows: Sequence[Any] = ()
+    buffers: list[Array]
+    batch: list[Array]
+    rows: Sequence[Array] = ()
 
 
 class Loss(NamedTuple):
@@ -60,8 +62,12 @@ class Loss(NamedTuple):
     metrics: list[Array]
 
 
-Rest = dict[int, Any]
+Rest: TypeAlias = dict[int, Array]
 """Parameters outside the blocks, by their position among them."""
+
+
+Weights: TypeAlias = Sequence[Sequence[Array | None]]
+"""Parameters by row; None at the places of those that are left out."""
 
 
 class Frozen(NamedTuple):
@@ -72,10 +78,10 @@ class Frozen(NamedTuple):
         rest: those outside the blocks.
     """
 
-    weights: Sequence[Sequence[Any]]
+    weights: Weights
     rest: Rest
 
-    def beside(self, weights: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    def beside(self, weights: Weights) -> Weights:
         """All weights by row, given those that are trained, None at the places of the others."""
         if not self.weights:
             return weights
@@ -106,7 +112,7 @@ class StageProgram:
     chunk: int
     rows: Sequence[int]
     first: Callable[[Rest, Data], Wire]
-    middle: Callable[[Sequence[Sequence[Any]], Rest, Data, Array, Wire], Wire]
+    middle: Callable[[Weights, Rest, Data, Array, Wire], Wire]
     last: Callable[[Rest, Data, Wire], Loss]
     first_uses: tuple[int, ...]
     middle_uses: tuple[int, ...]
@@ -146,7 +152,7 @@ class Start:
         """Whether it reads parameters, and none of them is trained."""
         return bool(self.frozen) and not self.trained
 
-    def back(self, rows: Any, gradient: list[Array]) -> tuple[Rest, list[Array]]:
+    def back(self, rows: Sequence[Array], gradient: list[Array]) -> tuple[Rest, list[Array]]:
         """The gradients of the trained parameters and of what was looked up.
 
         Args:
@@ -154,7 +160,7 @@ class Start:
             gradient: of the floats of the input.
         """
 
-        def run(rest: Rest, rows: Any) -> list[Array]:
+        def run(rest: Rest, rows: Sequence[Array]) -> list[Array]:
             return self.first({**rest, **self.frozen}, self.data._replace(rows=rows)).floats
 
         _, pull = jax.vjp(run, self.trained, rows)
@@ -191,7 +197,7 @@ class Operands(NamedTuple):
         frozen: the parameters that it is not differentiated by.
     """
 
-    weights: Sequence[Sequence[Any]]
+    weights: Weights
     rest: Rest
     data: Data
     stage: Array
@@ -213,15 +219,19 @@ class Gradients(NamedTuple):
         inputs: like the floats of the input.
     """
 
-    weights: Any
-    rest: Any
+    weights: PyTree
+    rest: PyTree
     inputs: list[Array]
 
 
-def pull_back(program: StageProgram, at: Operands) -> tuple[Wire, Any]:
+def pull_back(
+    program: StageProgram, at: Operands
+) -> tuple[Wire, Callable[[list[Array]], Gradients]]:
     """Runs a stage, and returns its output and the function from its gradient to all others."""
 
-    def run(weights: Any, rest: Rest, floats: list) -> tuple[list, tuple[Any, Any]]:
+    def run(
+        weights: Weights, rest: Rest, floats: list[Array]
+    ) -> tuple[list[Array], tuple[list[Array], Sequence[Array]]]:
         wire = Wire(floats, at.wire.others)
         made = at._replace(weights=weights, rest=rest, wire=wire).run(program)
         return made.floats, (made.others, made.left)
@@ -254,18 +264,18 @@ class DividedBackward:
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
 
-    inputs: list[Any]
+    inputs: list[Var]
     forward_part: Piece
     input_part: Piece
     weight_part: Piece
-    kept: list[Any]
-    held: list[Any]
-    consts: dict[Any, Any]
-    trees: tuple[Any, Any]
+    kept: list[Var]
+    held: list[Var]
+    consts: dict[Var, Array]
+    trees: tuple[PyTree, PyTree]
 
     @classmethod
     def of(
-        cls, program: StageProgram, at: Operands, cotangents: list[Any], keeps_wire: bool = False
+        cls, program: StageProgram, at: Operands, cotangents: list[Array], keeps_wire: bool = False
     ) -> DividedBackward:
         """Divides the forward and backward passes of a stage.
 
@@ -279,7 +289,7 @@ class DividedBackward:
             The three parts.
         """
 
-        def whole(at: Operands, cotangents: list[Any]) -> tuple[Wire, list, Any]:
+        def whole(at: Operands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
             y, pull = pull_back(program, at)
             grads = pull(cotangents)
             return y, grads.inputs, (grads.weights, grads.rest)
@@ -328,9 +338,9 @@ class DividedBackward:
             trees=(jax.tree.structure(shapes[0]), jax.tree.structure(shapes[2])),
         )
 
-    def shapes(self, of: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, of: list[Var]) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is handed over: of `kept` or `held`."""
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in of]
+        return [shape_of(v) for v in of]
 
     def forward(self, at: Operands) -> tuple[Wire, list[Array]]:
         """Runs the stage; returns its output and what it keeps."""
@@ -347,33 +357,36 @@ class DividedBackward:
         count = len(results) - len(self.held)
         return results[:count], results[count:]
 
-    def weight_gradient(self, at: Operands, held: list[Array]) -> tuple[Any, Any]:
+    def weight_gradient(self, at: Operands, held: list[Array]) -> tuple[PyTree, PyTree]:
         """Returns the gradients of weights and rest."""
         known = self._known(at) | dict(zip(self.held, held, strict=True))
         return jax.tree.unflatten(self.trees[1], self.weight_part.run(known))
 
-    def _known(self, at: Operands, cotangents: list[Array] | None = None) -> dict[Any, Any]:
+    def _known(self, at: Operands, cotangents: list[Array] | None = None) -> dict[Var, Array]:
         values = jax.tree.leaves((at, cotangents or []))
         return self.consts | dict(zip(self.inputs, values, strict=False))
 
 
-def _light(jaxpr: Any, gradients: Sequence[Any], known: set[Any], varying: set[Any]) -> list[Any]:
+def _light(
+    jaxpr: Jaxpr, gradients: Sequence[Var | Literal], known: set[Var], varying: set[Var]
+) -> list[Var]:
     """The gradients that no product leads to, and that are smaller than what leads to them."""
     found = []
     for gradient in (v for v in gradients if not isinstance(v, Literal)):
         piece = cut(jaxpr, [gradient], known=known)
-        operands = sum(v.aval.size for v in piece.needs & varying)
-        if gradient.aval.size < operands and not any(map(_has_product, piece.equations)):
+        operands = sum(math.prod(shape_of(v).shape) for v in piece.needs & varying)
+        size = math.prod(shape_of(gradient).shape)
+        if size < operands and not any(map(_has_product, piece.equations)):
             found.append(gradient)
     return found
 
 
-def _has_product(equation: Any) -> bool:
+def _has_product(equation: JaxprEqn) -> bool:
     """Whether it is a product, or runs a program that may hold one."""
     return equation.primitive.name in PRODUCTS or any(True for _ in inner_programs(equation))
 
 
-def _with_outputs(piece: Piece, more: list[Any]) -> Piece:
+def _with_outputs(piece: Piece, more: list[Var]) -> Piece:
     """A piece that also returns values it makes or is given."""
     return dataclasses.replace(
         piece, outputs=(*piece.outputs, *more), needs=piece.needs | (set(more) - piece.made)

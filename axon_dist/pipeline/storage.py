@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..core.errors import UnsupportedError
 from ..core.tree import path_str
-from ..core.typing import Path, PyTree
+from ..core.typing import Array, Path, PyTree
 from .layout import Keys, Stages, flatten, is_like, keys_of, nest
 from .tables import Packing
 
@@ -36,11 +37,11 @@ class ModelStorage(abc.ABC):
     shapes: PyTree
 
     @abc.abstractmethod
-    def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
+    def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
         """Makes the rows, by their keys in the stored tree, of the model's leaves."""
 
     @abc.abstractmethod
-    def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
+    def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
         """The leaves of a block, by their keys in the model, of the rows."""
 
     @abc.abstractmethod
@@ -48,7 +49,7 @@ class ModelStorage(abc.ABC):
         """The numbers of the rows in which a chunk lies."""
 
     @abc.abstractmethod
-    def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
+    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
         """The leaves of the blocks of a stage, by their keys in the model.
 
         Args:
@@ -125,17 +126,17 @@ class ModelStorage(abc.ABC):
             params |= self.of_block(number, flat)
         return nest(params)
 
-    def rows_of(self, stored: PyTree) -> list[list[Any]]:
+    def rows_of(self, stored: PyTree) -> list[list[PyTree]]:
         """The leaves of every row, None where the tree has none."""
         flat = flatten(stored)
         return [[flat.get(keys) for keys in row] for row in self.row_names]
 
-    def rest_of(self, stored: PyTree) -> list[Any]:
+    def rest_of(self, stored: PyTree) -> list[PyTree]:
         """The leaves outside the blocks, in the order of `rest`; None where the tree has none."""
         flat = flatten(stored)
         return [flat.get(keys) for keys in self.rest]
 
-    def assemble(self, rows: list[list[Any]], rest: list[Any]) -> PyTree:
+    def assemble(self, rows: Sequence[Sequence[PyTree]], rest: Sequence[PyTree]) -> PyTree:
         """The stored tree of given rows and rest; the inverse of `rows_of` and `rest_of`."""
         flat = dict(zip(self.rest, rest, strict=True))
         for names, leaves in zip(self.row_names, rows, strict=True):
@@ -184,7 +185,7 @@ class RowStorage(ModelStorage):
             if row in self._leaves_of_row
         ]
 
-    def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
+    def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
         """Stacks block r of every rank."""
         return {
             self.stages.blocks[row] + leaf: self._stack(flat, row, leaf)
@@ -192,7 +193,7 @@ class RowStorage(ModelStorage):
             for leaf in leaves
         }
 
-    def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
+    def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
         """The block's part of its row."""
         device, row = self.stages.home(number)
         block, name = self.stages.blocks[number], self.stages.blocks[row]
@@ -217,7 +218,7 @@ class RowStorage(ModelStorage):
         first = self.stages.first_row(chunk)
         return range(first, first + self.stages.num_rows(chunk))
 
-    def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
+    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
         """The rows are the blocks."""
         blocks = [self.stages.blocks[number] for number in self.stages.blocks_of(stage)]
         return {
@@ -226,7 +227,7 @@ class RowStorage(ModelStorage):
             for leaf, value in zip(self.leaves, row, strict=True)
         }
 
-    def _stack(self, flat: dict[Keys, Any], row: int, leaf: Keys) -> Any:
+    def _stack(self, flat: dict[Keys, Array], row: int, leaf: Keys) -> Array:
         blocks = [self.stages.block_at(d, row) for d in range(self.stages.num_devices)]
         held = [None if b is None else flat.get(self.stages.blocks[b] + leaf) for b in blocks]
         like = next(x for x in held if x is not None)
@@ -255,16 +256,16 @@ class FlatStorage(ModelStorage):
         chunks = range(self.stages.num_chunks)
         return [[("stages", f"chunk{chunk}", *form) for form in forms] for chunk in chunks]
 
-    def to_rows(self, flat: dict[Keys, Any]) -> dict[Keys, Any]:
+    def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
         """Packs the leaves of every stage."""
-        rows: dict[Keys, Any] = {}
+        rows: dict[Keys, Array] = {}
         for chunk, names in enumerate(self.row_names):
             packed = [self.packed(flat, chunk, d) for d in range(self.stages.num_devices)]
             for number, name in enumerate(names):
                 rows[name] = jnp.stack([vectors[number] for vectors in packed])
         return rows
 
-    def of_block(self, number: int, rows: dict[Keys, Any]) -> dict[Keys, Any]:
+    def of_block(self, number: int, rows: dict[Keys, Array]) -> dict[Keys, Array]:
         """The block's part of its stage's vectors."""
         stage = self.stages.stage_of(number)
         names = self.row_names[self.stages.chunk_of(stage)]
@@ -312,11 +313,11 @@ class FlatStorage(ModelStorage):
         """One row."""
         return range(chunk, chunk + 1)
 
-    def block_weights(self, stage: int, rows: list[list[Any]]) -> dict[Keys, Any]:
+    def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
         """Unpacks the vectors."""
         return dict(zip(self._by_stage[stage], self.packing.unpack(stage, rows[0]), strict=True))
 
-    def packed(self, flat: dict[Keys, Any], chunk: int, device: int) -> list[Any]:
+    def packed(self, flat: dict[Keys, Array], chunk: int, device: int) -> list[Array]:
         """The vectors of a rank's chunk, zeros where it has none.
 
         Args:
@@ -437,14 +438,14 @@ class StoredForm:
             for number, (part, storage) in enumerate(self._parts(stored))
         )
 
-    def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Any]:
+    def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Array]:
         """The stored leaves by part and keys."""
         parts = enumerate(self._outer.flatten_up_to(stored))
         return {(number, keys): x for number, part in parts for keys, x in keys_of(part).items()}
 
-    def of_slots(self, slots: dict[tuple[int, Keys], Any]) -> PyTree:
+    def of_slots(self, slots: dict[tuple[int, Keys], Array]) -> PyTree:
         """The inverse of `slots`."""
-        flat: list[dict[Keys, Any]] = [{} for _ in self.storages]
+        flat: list[dict[Keys, Array]] = [{} for _ in self.storages]
         for (part, keys), leaf in slots.items():
             flat[part][keys] = leaf
         return self._outer.unflatten(
@@ -452,7 +453,7 @@ class StoredForm:
             for number, storage in enumerate(self.storages)
         )
 
-    def _parts(self, tree: PyTree) -> list[tuple[Any, ModelStorage | None]]:
+    def _parts(self, tree: PyTree) -> list[tuple[PyTree, ModelStorage | None]]:
         return list(zip(self._outer.flatten_up_to(tree), self.storages, strict=True))
 
     def _nested(self, number: int, part: PyTree) -> PyTree:
@@ -462,7 +463,7 @@ class StoredForm:
         flat = flatten(nested)
         return self._inner[number].unflatten(flat[keys] for keys in self._keys[number])
 
-    def _named(self) -> list[Any]:
+    def _named(self) -> list[PyTree]:
         return [
             _Name(part, ())
             if storage is None
@@ -471,7 +472,7 @@ class StoredForm:
         ]
 
     def _check_rows(self) -> None:
-        first: dict[Any, tuple[Path, Any]] = {}
+        first: dict[tuple[int, Keys], tuple[Path, jax.ShapeDtypeStruct]] = {}
         for place, leaf in zip(self.places, jax.tree.leaves(self.shapes), strict=True):
             if place.cell is None or place.slot is None:
                 continue

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TypeVar
 
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Var
 
 from ..core.errors import UnsupportedError
+from ..core.typing import Array
 from ..jaxpr.pieces import Piece
+from ..jaxpr.rows import shape_of
 from ..jaxpr.walk import depends_on, variables
 from ..schedule import Schedule
 from .layout import Keys, Stages
 from .loss_trace import LossTrace
-from .stage import Data, Loss, Rest, StageProgram, Wire
+from .stage import Data, Loss, Rest, StageProgram, Weights, Wire
 from .storage import ModelStorage
 from .tables import Packing, zeros
 
@@ -32,6 +34,9 @@ BATCH = (
     "loss before it lays out parameters, and keeps what several ranks call on each of them"
 )
 """What finds the order of calls."""
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Calls:
     behind: tuple[Collection[int], ...]
 
     @classmethod
-    def of(cls, jaxpr: Any, calls: Iterable[int], block_of: Mapping[Any, int]) -> Calls:
+    def of(cls, jaxpr: Jaxpr, calls: Iterable[int], block_of: Mapping[Var, int]) -> Calls:
         """The calls of a program.
 
         Args:
@@ -62,7 +67,7 @@ class Calls:
         """
         numbers = {index: number for number, index in enumerate(calls)}
         owners, behind = [], []
-        sources: dict[Any, frozenset[int]] = {}
+        sources: dict[Var, frozenset[int]] = {}
         for index, equation in enumerate(jaxpr.eqns):
             read = variables(equation.invars)
             found = frozenset().union(*(sources.get(v, ()) for v in read))
@@ -110,7 +115,9 @@ class Calls:
         return all(len(stages) == 1 for stages in homes) and not self.late(list(map(min, homes)))
 
 
-def levels_of(jaxpr: Any, homes: Mapping[int, int], given: Collection[Any] = ()) -> dict[Any, int]:
+def levels_of(
+    jaxpr: Jaxpr, homes: Mapping[int, int], given: Collection[Var] = ()
+) -> dict[Var, int]:
     """The stage in which every value that depends on a call is made.
 
     Args:
@@ -118,7 +125,7 @@ def levels_of(jaxpr: Any, homes: Mapping[int, int], given: Collection[Any] = ())
         homes: the stage of each call, by its position; a call waits for its operands all the same.
         given: variables that the first stage has, as if it made them.
     """
-    levels: dict[Any, int] = dict.fromkeys(given, 0)
+    levels: dict[Var, int] = dict.fromkeys(given, 0)
     for index, equation in enumerate(jaxpr.eqns):
         level = max((levels.get(v, -1) for v in variables(equation.invars)), default=-1)
         # A value made beside the blocks belongs to the earliest stage that can make it.
@@ -282,7 +289,7 @@ class SwitchStages:
 
     def _first(self, rest: Rest, data: Data) -> Wire:
         if not self.trace.looked_up:
-            return zeros(Wire(*map(list, self._packed)))
+            return Wire(*(zeros(list(packing.packed)) for packing in self._packings))
         rows = dict(zip(self.trace.looked_up, data.rows, strict=True))
         return self._pack(0, [rows[v] for v in self._crossing[0]])
 
@@ -291,7 +298,7 @@ class SwitchStages:
         return self.storage.stages.num_stages
 
     @cached_property
-    def _levels(self) -> dict[Any, int]:
+    def _levels(self) -> dict[Var, int]:
         """The stage in which every value that depends on a block is made; S after the last.
 
         What is looked up in parts is there ahead of the first, which makes what depends on it.
@@ -318,10 +325,10 @@ class SwitchStages:
         return Calls.of(self.trace.jaxpr, self.trace.calls, self._block_of)
 
     @cached_property
-    def _crossing(self) -> list[list[Any]]:
+    def _crossing(self) -> list[list[Var]]:
         """Per cut, in front of each stage and behind the last, the values that cross it."""
         levels, inf = self._levels, self._num_stages
-        read_at: dict[Any, int] = {v: inf for v in variables(self.trace.loss)}
+        read_at: dict[Var, int] = {v: inf for v in variables(self.trace.loss)}
         for equation in self.trace.jaxpr.eqns:
             at = max((levels.get(v, -1) for v in equation.outvars), default=-1)
             for v in variables(equation.invars):
@@ -336,7 +343,8 @@ class SwitchStages:
         """The program of every stage, and of what comes after the last block."""
         new = self.trace.new_buffers
         left = [[new[i] for i in self._learned_at(stage)] for stage in range(self._num_stages)]
-        ends = [*map(operator.add, self._crossing[1:], left), self.trace.loss]
+        passed = zip(self._crossing[1:], left, strict=False)
+        ends = [*([*crossing, *own] for crossing, own in passed), self.trace.loss]
         pairs = zip(self._crossing, ends, strict=True)
         return [self.trace.cut(end, known=start) for start, end in pairs]
 
@@ -347,40 +355,37 @@ class SwitchStages:
     @cached_property
     def _learned(self) -> dict[int, int]:
         """The numbers of the buffers that stages learn of the microbatch, and of their stages."""
-        made = {i: self._levels.get(v, -1) for i, v in self.trace.learned.items()}
+        learned = self.trace.learned.items()
+        made = {i: self._levels.get(v, -1) for i, v in learned}  # type: ignore[arg-type]
         readers = {i: self._readers_of(self.trace.buffers[i]) for i in made}
         return {
             i: at for i, at in made.items() if at in range(self._num_stages) if readers[i] <= {at}
         }
 
-    def _readers_of(self, variable: Any) -> set[int]:
+    def _readers_of(self, variable: Var) -> set[int]:
         """The stages whose equations read an input, S for the loss and -1 for all."""
         reading = [e for e in self.trace.jaxpr.eqns if variable in variables(e.invars)]
         return {max(self._levels.get(v, -1) for v in equation.outvars) for equation in reading}
 
     @cached_property
     def _packings(self) -> tuple[Packing, Packing]:
-        split = [_by_kind([v.aval for v in values], values) for values in self._crossing]
-        avals = lambda kind: [[v.aval for v in wire[kind]] for wire in split]
-        return Packing.of(avals(0)), Packing.of(avals(1))
+        split = [_by_kind(values, values) for values in self._crossing]
+        shapes = lambda kind: [[shape_of(v) for v in wire[kind]] for wire in split]
+        return Packing.of(shapes(0)), Packing.of(shapes(1))
 
-    @property
-    def _packed(self) -> tuple[Any, Any]:
-        return self._packings[0].packed, self._packings[1].packed
-
-    def _pack(self, at: int, values: Sequence[Any]) -> Wire:
+    def _pack(self, at: int, values: Sequence[Array]) -> Wire:
         # All cuts have one form, the largest of each dtype, for `ppermute` needs the same shape
         # everywhere.
         values = [jnp.asarray(value) for value in values]
-        floats, others = _by_kind([v.aval for v in self._crossing[at]], values)
+        floats, others = _by_kind(self._crossing[at], values)
         return Wire(self._packings[0].pack(at, floats), self._packings[1].pack(at, others))
 
-    def _unpack(self, at: int, wire: Wire) -> dict[Any, Any]:
-        floats, others = _by_kind([v.aval for v in self._crossing[at]], self._crossing[at])
+    def _unpack(self, at: int, wire: Wire) -> dict[Var, Array]:
+        floats, others = _by_kind(self._crossing[at], self._crossing[at])
         known = dict(zip(floats, self._packings[0].unpack(at, wire.floats), strict=True))
         return known | dict(zip(others, self._packings[1].unpack(at, wire.others), strict=True))
 
-    def _middle(self, stage: int, weights: Any, rest: Rest, data: Data, wire: Wire) -> Wire:
+    def _middle(self, stage: int, weights: Weights, rest: Rest, data: Data, wire: Wire) -> Wire:
         known = self._known(rest, data) | self._unpack(stage, wire)
         rows = iter(weights)
         for home in self._kept_at(stage):
@@ -395,7 +400,7 @@ class SwitchStages:
         total, weight, *metrics = self._pieces[-1].run(known)
         return Loss(total, weight, metrics)
 
-    def _known(self, rest: Rest, data: Data) -> dict[Any, Any]:
+    def _known(self, rest: Rest, data: Data) -> dict[Var, Array]:
         named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}
         return self.trace.known(named, *data)
 
@@ -456,18 +461,18 @@ class SwitchStages:
                 f"{stages.stage_of(min(foreign))}'s alone. {advice}"
             )
 
-    def _owners(self, atoms: set[Any] | frozenset[Any]) -> set[int]:
+    def _owners(self, atoms: Collection[Var]) -> set[int]:
         """The blocks whose parameters are among some variables."""
         return {self._block_of[v] for v in atoms if v in self._block_of}
 
     @cached_property
-    def _block_of(self) -> dict[Any, int]:
+    def _block_of(self) -> dict[Var, int]:
         blocks = ((v, self.storage.block_of(keys)) for keys, v in self.trace.params.items())
         return {variable: number for variable, number in blocks if number is not None}
 
 
-def _by_kind(avals: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _by_kind(atoms: Sequence[Var], values: Sequence[T]) -> tuple[list[T], list[T]]:
     """Values with gradients, and those without."""
-    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+    is_float = [jnp.issubdtype(shape_of(atom).dtype, jnp.inexact) for atom in atoms]
     pairs = list(zip(values, is_float, strict=True))
     return [v for v, f in pairs if f], [v for v, f in pairs if not f]
