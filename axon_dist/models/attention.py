@@ -27,14 +27,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.typing import DTypeLike
 
 from ..core.errors import UnsupportedError
-from ..core.typing import Array
+from ..core.typing import Array, Leaf
 from ..core.weighted import per_sample
 from ..ops.attention import no_blocks, splash_kernel, splash_obstacle
 
@@ -132,9 +132,7 @@ def cudnn_attention(
     return _cudnn(query, key, value, segments, causal=causal)
 
 
-def cudnn_obstacle(
-    query: Array, key: Array, value: Array, segments: Array | None = None
-) -> str | None:
+def cudnn_obstacle(query: Leaf, key: Leaf, value: Leaf, segments: Leaf | None = None) -> str | None:
     """Says why cuDNN attention cannot be traced for these arrays, or None if it can.
 
     JAX itself is asked, by tracing the call without running it: the dtype has to be bfloat16 or
@@ -171,7 +169,7 @@ def auto_attention(
 def describe_attention(
     form: str,
     platform: str,
-    dtype: Any,
+    dtype: DTypeLike,
     shape: tuple[int, int, int],
     segments: bool = False,
     tiled: bool = False,
@@ -201,8 +199,8 @@ def describe_attention(
         return f"{plain if form == 'einsum' else _NAMES[form]}, {asked}"
     if kernel is None:
         return f"{plain}: there is no fused kernel for {platform.upper()}s"
-    heads_of: Any = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
-    ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    heads_of = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
     why = (
         no_blocks(length)
         if kernel == "flash"
