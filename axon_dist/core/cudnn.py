@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .compat import cudnn_attention_forward, cudnn_attention_gradients
-from .typing import Array
+from .typing import Array, Leaf
 
 MOST_FEATURES = 256
 """The largest head, on Hopper and later chips."""
@@ -28,7 +28,7 @@ HIDDEN: MappingProxyType[str, float] = MappingProxyType(
 """What is added to a score that is not seen: large, and cuDNN can subtract two of it (JAX's)."""
 
 
-def cudnn_obstacle(query: Array, has_bias: bool = False) -> str | None:
+def cudnn_obstacle(query: Leaf, has_bias: bool = False) -> str | None:
     """Says why cuDNN cannot compute attention of these arrays, or None if it can.
 
     Args:

@@ -19,10 +19,13 @@ Path: TypeAlias = str
 Shape: TypeAlias = tuple[int, ...]
 """Sizes of the dims of an array."""
 
+Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+"""An array of a tree, or its shape and dtype."""
+
 Batch: TypeAlias = PyTree
 """Arrays whose dim 0 counts samples; the same number in every leaf."""
 
-LossFn: TypeAlias = Callable[..., Any]
+LossFn: TypeAlias = Callable[..., PyTree]
 """`loss_fn(model, batch)`: a scalar mean or a `Weighted`, or `(either, dict of metrics)`."""
 
 OptionValue: TypeAlias = str | bool | int | float

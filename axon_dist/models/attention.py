@@ -27,17 +27,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.typing import DTypeLike
 
 from ..core.cudnn import HIDDEN
 from ..core.cudnn import cudnn_attention as fused_attention
 from ..core.cudnn import cudnn_obstacle as fused_obstacle
 from ..core.errors import UnsupportedError
-from ..core.typing import Array
+from ..core.typing import Array, Leaf
 from ..core.weighted import per_sample
 from ..ops.attention import no_blocks, splash_kernel, splash_obstacle
 
@@ -135,9 +135,7 @@ def cudnn_attention(
     return _cudnn(query, key, value, segments, causal=causal)
 
 
-def cudnn_obstacle(
-    query: Array, key: Array, value: Array, segments: Array | None = None
-) -> str | None:
+def cudnn_obstacle(query: Leaf, key: Leaf, value: Leaf, segments: Leaf | None = None) -> str | None:
     """Says why cuDNN cannot compute attention of these arrays, or None if it can.
 
     The dtype has to be bfloat16 or float16, the head size a multiple of 8 up to 256 (on chips
@@ -169,7 +167,7 @@ def auto_attention(
 def describe_attention(
     form: str,
     platform: str,
-    dtype: Any,
+    dtype: DTypeLike,
     shape: tuple[int, int, int],
     segments: bool = False,
     tiled: bool = False,
@@ -199,8 +197,8 @@ def describe_attention(
         return f"{plain if form == 'einsum' else _NAMES[form]}, {asked}"
     if kernel is None:
         return f"{plain}: there is no fused kernel for {platform.upper()}s"
-    heads_of: Any = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
-    ids: Any = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    heads_of = jax.ShapeDtypeStruct((1, length, heads, size), dtype)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
     why = (
         no_blocks(length)
         if kernel == "flash"

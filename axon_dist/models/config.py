@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 
@@ -19,7 +19,10 @@ _MOST_FLOAT = 3.4e38
 
 
 def from_preset(
-    cls: type[_T], presets: Mapping[str, Mapping[str, Any]], name: str, changes: Mapping[str, Any]
+    cls: type[_T],
+    presets: Mapping[str, Mapping[str, object]],
+    name: str,
+    changes: Mapping[str, object],
 ) -> _T:
     """Makes a config of a named size, some of its fields changed.
 
@@ -39,7 +42,7 @@ def from_preset(
     return cls(**{**presets[name], **changes})
 
 
-def check_fields(cls: Any, changes: Mapping[str, Any]) -> None:
+def check_fields(cls: type, changes: Mapping[str, object]) -> None:
     """Raises `ConfigError` for a change of a field that a dataclass has not."""
     fields = [field.name for field in dataclasses.fields(cls)]
     for change in changes:
@@ -48,7 +51,7 @@ def check_fields(cls: Any, changes: Mapping[str, Any]) -> None:
             raise ConfigError(f"{cls.__name__} has no field {change!r}.{hint}")
 
 
-def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
+def check_at_least_one(config: object, fields: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless every one of some fields or properties is 1 or more.
 
     Arrays count their elements in 32 bits along a dim; and each layer is a part of the program.
@@ -62,7 +65,7 @@ def check_at_least_one(config: Any, fields: tuple[str, ...]) -> None:
             raise ConfigError(f"{field}={value} must be at most {most}; lower it.")
 
 
-def check_above_zero(config: Any, fields: tuple[str, ...]) -> None:
+def check_above_zero(config: object, fields: tuple[str, ...]) -> None:
     """Raises `ConfigError` unless every one of some fields is above 0."""
     for field in fields:
         REAL.check(type(config).__name__, field, getattr(config, field))
@@ -73,7 +76,7 @@ def check_above_zero(config: Any, fields: tuple[str, ...]) -> None:
             )
 
 
-def check_rate(config: Any, field: str) -> None:
+def check_rate(config: object, field: str) -> None:
     """Raises `ConfigError` unless a field is a rate of dropout."""
     rate = getattr(config, field)
     REAL.check(type(config).__name__, field, rate)
@@ -81,7 +84,7 @@ def check_rate(config: Any, field: str) -> None:
         raise ConfigError(f"{field}={rate} must lie in [0, 1); 0 turns it off.")
 
 
-def check_float(config: Any, field: str) -> None:
+def check_float(config: object, field: str) -> None:
     """Raises `DTypeError` unless a field is None or names a floating-point dtype."""
     dtype = getattr(config, field)
     if dtype is None:

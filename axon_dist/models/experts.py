@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from axon_dist.core.typing import Array
+from axon_dist.core.typing import Array, Shape
 from axon_dist.ops.routing import Choice, Product, in_order
 
 from .layers import GatedMLP, PlainMLP, init_std
@@ -37,10 +38,10 @@ class Findings(NamedTuple):
         load: how many times its even share the busiest expert got.
     """
 
-    balance: Any
-    router_z: Any
-    dropped: Any
-    load: Any
+    balance: Array
+    router_z: Array
+    dropped: Array
+    load: Array
 
 
 class Experts(nnx.Module):
@@ -64,21 +65,21 @@ class Experts(nnx.Module):
         width, hidden = config.width, experts.width or config.hidden_size
         std = init_std(config)
         make = functools.partial(_kernels, rngs, jnp.dtype(config.param_dtype))
-        self.router: Any = make((width, experts.count), std)
+        self.router = make((width, experts.count), std)
         if config.gated:
-            self.gate: Any = make((experts.count, width, hidden), std)
-        self.up: Any = make((experts.count, width, hidden), std)
-        self.down: Any = make((experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5)
+            self.gate = make((experts.count, width, hidden), std)
+        self.up = make((experts.count, width, hidden), std)
+        self.down = make((experts.count, hidden, width), std / (2 * config.num_layers) ** 0.5)
         if experts.shared:
             shared = _shared_config(config, experts.shared * hidden)
             kind = GatedMLP if config.gated else PlainMLP
-            self.shared_mlp: Any = kind(shared, rngs=rngs)
+            self.shared_mlp = kind(shared, rngs=rngs)
         if experts.bias_rate:
-            self.bias: Any = Balance(jnp.zeros((experts.count,), jnp.float32))
-        self.report: Any = Report(jnp.zeros((len(Findings._fields),), jnp.float32))
+            self.bias = Balance(jnp.zeros((experts.count,), jnp.float32))
+        self.report = Report(jnp.zeros((len(Findings._fields),), jnp.float32))
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation
-        self.dtype: Any = config.dtype and jnp.dtype(config.dtype)
+        self.dtype = config.dtype and jnp.dtype(config.dtype)
         # Set by `eval()`: what is only looked at neither moves the bias nor reports.
         self.deterministic: bool = False
 
@@ -174,15 +175,17 @@ class Experts(nnx.Module):
             self.bias.set_value(self.bias[...] + moved)
 
 
-def _kernels(rngs: nnx.Rngs, dtype: Any, shape: tuple[int, ...], std: float) -> nnx.Param:
+def _kernels(rngs: nnx.Rngs, dtype: DTypeLike, shape: Shape, std: float) -> nnx.Param:
     return nnx.Param(nnx.initializers.normal(std)(rngs.params(), shape, dtype))
 
 
-def _shared_config(config: TransformerConfig, hidden: int) -> Any:
+def _shared_config(config: TransformerConfig, hidden: int) -> TransformerConfig:
     return dataclasses.replace(config, ffn_width=hidden)
 
 
-def _in_one_dtype(kernels: dict[str, Array], x: Array, dtype: Any) -> tuple[Any, Array]:
+def _in_one_dtype(
+    kernels: dict[str, Array], x: Array, dtype: DTypeLike | None
+) -> tuple[dict[str, Array], Array]:
     """Kernels and tokens in the dtype that products are computed in."""
     dtype = dtype or jnp.result_type(x, *kernels.values())
     return {name: kernel.astype(dtype) for name, kernel in kernels.items()}, x.astype(dtype)

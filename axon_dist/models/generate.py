@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
 from ..core.told import MODULE, REAL, SEED, WHOLE, Kind, told
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +126,11 @@ _TOLERANCE = 1e-4
 class Decoder(Protocol):
     """A model that keeps what it has seen, as `Transformer` does."""
 
-    def start_cache(self, padding: Array, length: int) -> Any:
+    def start_cache(self, padding: Array, length: int) -> PyTree:
         """Makes an empty cache for rows with some positions of padding in front, int32 `[B]`."""
         ...
 
-    def decode(self, tokens: Array, cache: Any) -> tuple[Array, Any]:
+    def decode(self, tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
         """Takes further tokens `[B, T]`; gives the logits behind the last, `[B, V]`."""
         ...
 
@@ -160,10 +160,13 @@ _PROMPTS = Kind(
 )
 
 
+Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array
+
+
 @told(model=MODULE, num_tokens=WHOLE, seed=SEED, end=WHOLE.or_none(), prompts=_PROMPTS)
 def generate(
     model: nnx.Module,
-    prompts: Sequence[Sequence[int] | np.ndarray] | np.ndarray | Array,
+    prompts: Prompts,
     num_tokens: int,
     *,
     temperature: float = 1.0,
@@ -235,7 +238,7 @@ def generate(
 
 
 def _generate(
-    leaves: Any,
+    leaves: PyTree,
     tokens: Array,
     padding: Array,
     key: Array,
@@ -248,17 +251,17 @@ def _generate(
 ) -> Array:
     """Tokens `[B, T]` -> those that follow, `[B, N]`."""
 
-    def decode(tokens: Array, cache: Any) -> tuple[Array, Any]:
+    def decode(tokens: Array, cache: PyTree) -> tuple[Array, PyTree]:
         return _decoder(graphdef, leaves).decode(tokens, cache)
 
-    def take(logits: Array, number: Any, is_over: Array) -> tuple[Array, Array]:
+    def take(logits: Array, number: Array | int, is_over: Array) -> tuple[Array, Array]:
         token = draw(jax.random.fold_in(key, number), logits, sampling)
         if end is None:
             return token, is_over
         token = jnp.where(is_over, end, token)
         return token, is_over | (token == end)
 
-    def step(carry: Any, number: Array) -> tuple[Any, Array]:
+    def step(carry: PyTree, number: Array) -> tuple[PyTree, Array]:
         token, cache, is_over = carry
         logits, cache = decode(token[:, None], cache)
         token, is_over = take(logits, number, is_over)
@@ -278,7 +281,7 @@ _compiled = jax.jit(
 )
 
 
-def _decoder(graphdef: nnx.GraphDef, leaves: Any) -> Decoder:
+def _decoder(graphdef: nnx.GraphDef, leaves: PyTree) -> Decoder:
     """The model at rest, put together where it is called: in a loop it must not be changed."""
     model = nnx.merge(graphdef, leaves, copy=True)
     model.eval()
@@ -296,13 +299,15 @@ class Recomputing:
         model: maps tokens `[B, S]` to logits `[B, S, V]`.
     """
 
-    model: Any
+    model: Callable[[Array], Array]
 
     def start_cache(self, padding: Array, length: int) -> tuple[Array, Array]:
         """Tokens `[B, S]`, none yet, and how many there are, `[B]`; less than 0 with padding."""
         return jnp.zeros((padding.shape[0], length), jnp.int32), -padding
 
-    def decode(self, tokens: Array, cache: tuple[Array, Array]) -> tuple[Array, Any]:
+    def decode(
+        self, tokens: Array, cache: tuple[Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
         """Writes further tokens behind those so far, and runs the model on everything."""
         kept, counts = cache
         rows = jnp.arange(kept.shape[0])[:, None]
@@ -314,7 +319,7 @@ class Recomputing:
         return self.model(kept)[rows[:, 0], counts - 1], (kept, counts)
 
 
-def _aligned(prompts: Any) -> tuple[np.ndarray, np.ndarray]:
+def _aligned(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
     """Tokens with padding in front, so that all rows end together; int32 `[B, T]` and `[B]`."""
     rows = [np.asarray(row) for row in prompts]
     if not rows:
@@ -367,7 +372,7 @@ def _check_causal(
     kept[~behind] = tokens[np.arange(tokens.shape[1]) >= padding[:, None]]
 
     @jax.jit
-    def run(leaves: Any, tokens: Array) -> Array:
+    def run(leaves: PyTree, tokens: Array) -> Array:
         return _decoder(graphdef, leaves).model(tokens)  # type: ignore[attr-defined]
 
     logits, again = (np.asarray(run(leaves, np.where(behind, x, kept))) for x in (0, 1))
@@ -390,7 +395,7 @@ def _check_causal(
         )
 
 
-def _whole(leaves: Any) -> NamedSharding | None:
+def _whole(leaves: PyTree) -> NamedSharding | None:
     """Where the tokens go: to every device of the mesh that the parameters are on."""
     for leaf in jax.tree.leaves(leaves):
         sharding = getattr(leaf, "sharding", None)
@@ -399,7 +404,7 @@ def _whole(leaves: Any) -> NamedSharding | None:
     return None
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -7,13 +7,13 @@ A `Cache` holds these for every layer in arrays of a fixed length, which a loop 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from .attention import ATTENTION_FORMS
 from .mlp import ACTIVATIONS
 from .transformer_config import TransformerConfig
@@ -78,10 +78,10 @@ class Cache:
         place: where the next tokens stand.
     """
 
-    past: Any
+    past: PyTree
     place: Place
 
-    def after(self, past: Any, length: int) -> Cache:
+    def after(self, past: PyTree, length: int) -> Cache:
         """The cache once `length` positions more are in it."""
         return Cache(past, dataclasses.replace(self.place, start=self.place.start + length))
 
@@ -119,7 +119,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, eps: float, param_dtype: str):
-        self.scale: Any = nnx.Param(jnp.ones((width,), param_dtype))
+        self.scale = nnx.Param(jnp.ones((width,), param_dtype))
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
@@ -166,14 +166,14 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         size, width = config.key_size, config.width
-        self.q: Any = linear(config, width, config.num_heads * size, rngs=rngs)
-        self.k: Any = linear(config, width, config.kv_heads * size, rngs=rngs)
-        self.v: Any = linear(config, width, config.kv_heads * size, rngs=rngs)
-        self.out: Any = linear(config, config.num_heads * size, width, residual=True, rngs=rngs)
+        self.q = linear(config, width, config.num_heads * size, rngs=rngs)
+        self.k = linear(config, width, config.kv_heads * size, rngs=rngs)
+        self.v = linear(config, width, config.kv_heads * size, rngs=rngs)
+        self.out = linear(config, config.num_heads * size, width, residual=True, rngs=rngs)
         self.head_dim = size
-        self.is_rotary: Any = config.positions == "rotary"
-        self.rope_theta: Any = config.rope_theta
-        self.form: Any = config.attention
+        self.is_rotary = config.positions == "rotary"
+        self.rope_theta = config.rope_theta
+        self.form = config.attention
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
@@ -223,10 +223,10 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate: Any = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.up: Any = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.down: Any = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
-        self.activation: Any = config.activation
+        self.gate = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
+        self.activation = config.activation
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""
@@ -242,9 +242,9 @@ class PlainMLP(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.up: Any = linear(config, config.width, config.hidden_size, rngs=rngs)
-        self.down: Any = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
-        self.activation: Any = config.activation
+        self.up = linear(config, config.width, config.hidden_size, rngs=rngs)
+        self.down = linear(config, config.hidden_size, config.width, residual=True, rngs=rngs)
+        self.activation = config.activation
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""
@@ -296,7 +296,7 @@ def init_std(config: TransformerConfig) -> float:
     return (2.0 / (5.0 * config.width)) ** 0.5
 
 
-def pixels(images: Array, dtype: Any) -> Array:
+def pixels(images: Array, dtype: DTypeLike) -> Array:
     """Maps bytes to [-1, 1]; floats are taken as they are.
 
     Bytes cross from host to device as bytes, a quarter of what floats would be.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,11 @@ AUXILIARY = "auxiliary"
 """The method by which a model tells what its call has added to the loss, and metrics of it."""
 
 
-def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> Any:
+LossOutput: TypeAlias = Weighted | tuple[Weighted, dict[str, Array]]
+"""A loss, with the metrics of a model that has any."""
+
+
+def next_token_loss(model: Callable[[Array], Array], batch: Mapping[str, Array]) -> LossOutput:
     """Sums `-log p(token[t+1] | tokens[..t])` over the tokens that count.
 
     The logits of a large vocabulary never exist all at once: a model that has a method
@@ -164,7 +168,7 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def _check_batch(batch: Any, *names: str) -> None:
+def _check_batch(batch: object, *names: str) -> None:
     """Raises unless a batch is a dict with some arrays."""
     has = sorted(map(str, batch)) if isinstance(batch, Mapping) else None
     if has is None or not set(names) <= set(has):
@@ -175,7 +179,7 @@ def _check_batch(batch: Any, *names: str) -> None:
         )
 
 
-def _with_auxiliary(model: Any, loss: Weighted) -> Any:
+def _with_auxiliary(model: Callable[..., Array], loss: Weighted) -> LossOutput:
     """The loss with what the model adds to its mean; and metrics, if the model has any."""
     method = getattr(model, AUXILIARY, None)
     found = None if method is None else method()
@@ -185,14 +189,18 @@ def _with_auxiliary(model: Any, loss: Weighted) -> Any:
     return Weighted(loss.total + more * loss.weight, loss.weight), metrics
 
 
-def _before_head(model: Any, batch: Mapping[str, Array]) -> Mapping[str, Any] | None:
+def _before_head(
+    model: Callable[..., Array], batch: Mapping[str, Array]
+) -> Mapping[str, Any] | None:
     """What `linear_cross_entropy` takes of a model, or None where it is to make its logits."""
     method = getattr(model, BEFORE_HEAD, None)
     return None if method is None else _predict(model, batch, method)
 
 
 def _predict(
-    model: Callable[..., Any], batch: Mapping[str, Array], method: Callable[..., Any] | None = None
+    model: Callable[..., Array],
+    batch: Mapping[str, Array],
+    method: Callable[..., Any] | None = None,
 ) -> Any:
     """What a model makes of every token and those before it in its document: its logits."""
     tokens, segments = batch["tokens"], batch.get("segments")

@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from flax import nnx
 
@@ -54,11 +53,11 @@ class MLP(nnx.Module):
     ):
         _check(sizes, activation, dropout)
         RNGS.check("MLP", "rngs", rngs)
-        self.layers: Any = nnx.List(
+        self.layers = nnx.List(
             nnx.Linear(num_inputs, num_outputs, rngs=rngs)
             for num_inputs, num_outputs in itertools.pairwise(sizes)
         )
-        self.dropout: Any = nnx.Dropout(dropout, rngs=rngs if dropout else None)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
         self.activation = activation
 
     def __call__(self, x: Array) -> Array:

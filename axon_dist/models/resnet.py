@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ..core.typing import Array
 from .config import check_above_zero, check_at_least_one, check_float, from_preset
 from .layers import pixels
 
-RESNET_PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+RESNET_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
     {
         "tiny": {
             "stage_sizes": (1, 1),
@@ -71,7 +71,7 @@ class ResNetConfig:
     dtype: str | None = None
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> ResNetConfig:
+    def preset(cls, name: str, **changes: object) -> ResNetConfig:
         """Returns a named size, with some of its fields changed.
 
         Args:
@@ -156,7 +156,7 @@ class ResNet(nnx.Module):
                 stride = 2 if stage and not number else 1
                 blocks.append(ResidualBlock(config, features, width, stride, rngs=rngs))
                 features = width * EXPANSION[config.block]
-        self.blocks: Any = nnx.List(blocks)
+        self.blocks = nnx.List(blocks)
         self.head: nnx.Linear = nnx.Linear(
             features,
             config.num_classes,
@@ -247,9 +247,9 @@ class ResidualBlock(nnx.Module):
     ):
         layer = functools.partial(ConvNorm, config, rngs=rngs)
         num_outputs = width * EXPANSION[config.block]
-        self.layers: Any = nnx.List(_BRANCHES[config.block](layer, num_inputs, width, stride))
+        self.layers = nnx.List(_BRANCHES[config.block](layer, num_inputs, width, stride))
         same = stride == 1 and num_inputs == num_outputs
-        self.shortcut: Any = None if same else layer(num_inputs, num_outputs, 1, stride)
+        self.shortcut = None if same else layer(num_inputs, num_outputs, 1, stride)
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, H, W, num_inputs]` to `[B, H/stride, W/stride, features]`."""

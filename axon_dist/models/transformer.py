@@ -11,7 +11,7 @@ from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import RNGS, Kind, told
-from axon_dist.core.typing import Array
+from axon_dist.core.typing import Array, PyTree
 
 from .experts import Experts, Findings
 from .layers import Cache, GatedMLP, Past, Place, PlainMLP, RMSNorm, SelfAttention, init_std, linear
@@ -27,12 +27,12 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm: Any = _norm(config, rngs)
+        self.attention_norm = _norm(config, rngs)
         self.attention: SelfAttention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm: Any = _norm(config, rngs)
+        self.mlp_norm = _norm(config, rngs)
         kind = GatedMLP if config.gated else PlainMLP
-        self.mlp: Any = (Experts if config.experts else kind)(config, rngs=rngs)
-        self.dropout: Any = _dropout(config, rngs)
+        self.mlp = (Experts if config.experts else kind)(config, rngs=rngs)
+        self.dropout = _dropout(config, rngs)
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
@@ -81,17 +81,15 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         config.validate()
         self.config = config
-        self.token_embedding: Any = _embedding(config, config.vocab_size, rngs)
-        self.blocks: Any = _blocks(config, rngs)
-        self.final_norm: Any = _norm(config, rngs)
+        self.token_embedding = _embedding(config, config.vocab_size, rngs)
+        self.blocks = _blocks(config, rngs)
+        self.final_norm = _norm(config, rngs)
         if not config.tied_head:
-            self.lm_head: Any = linear(
-                config, config.width, config.vocab_size, bias=False, rngs=rngs
-            )
+            self.lm_head = linear(config, config.width, config.vocab_size, bias=False, rngs=rngs)
         if config.positions == "learned":
-            self.position_embedding: Any = _embedding(config, config.max_length, rngs)
+            self.position_embedding = _embedding(config, config.max_length, rngs)
         # Last: the initial weights do not depend on its rate.
-        self.dropout: Any = _dropout(config, rngs)
+        self.dropout = _dropout(config, rngs)
 
     def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
         """Predicts every next token.
@@ -303,7 +301,7 @@ def scan_layers(stacked: nnx.Module, x: Array, *more: Array | None) -> Array:
     return x
 
 
-def decode_layers(stacked: Any, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
+def decode_layers(stacked: Block, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
     """As `scan_layers`, for the `decode` of layers that rest.
 
     Args:
@@ -317,27 +315,24 @@ def decode_layers(stacked: Any, x: Array, past: Past, place: Place) -> tuple[Arr
     """
     graph, leaves = nnx.split(stacked)
 
-    def decode_one(x: Array, layer: tuple[Any, Past]) -> tuple[Array, Past]:
+    def decode_one(x: Array, layer: tuple[PyTree, Past]) -> tuple[Array, Past]:
         return nnx.merge(graph, layer[0], copy=True).decode(x, layer[1], place)
 
     return jax.lax.scan(decode_one, x, (leaves, past))
 
 
-def _plain_kernel(layer: Any) -> Array | None:
+def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
     """The kernel `[D, V]` of a head that multiplies by it and does nothing else; or None."""
-    is_table = isinstance(layer, nnx.Embed)
-    weight = layer.embedding if is_table else layer.kernel
-    method, plain = (
-        (type(layer).attend, nnx.Embed.attend)
-        if is_table
-        else (type(layer).__call__, nnx.Linear.__call__)
-    )
+    if isinstance(layer, nnx.Embed):
+        weight, method, plain = layer.embedding, type(layer).attend, nnx.Embed.attend
+    else:
+        weight, method, plain = layer.kernel, type(layer).__call__, nnx.Linear.__call__
     # A weight that says how it is to be read, as one that its layer gathers, is left to its layer.
     if inspect.unwrap(method) is not inspect.unwrap(plain) or any(
         callable(value) for value in weight.get_metadata().values()
     ):
         return None
-    return weight[...].T if is_table else weight[...]
+    return weight[...].T if isinstance(layer, nnx.Embed) else weight[...]
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:

@@ -12,9 +12,8 @@ library are quoted for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
 from .attention import ATTENTION_FORMS
@@ -99,7 +98,7 @@ _LLAMA_8B = {
     "rope_theta": 500_000.0,
 }
 
-PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
     {
         "tiny": {
             "vocab_size": 256,
@@ -288,7 +287,7 @@ class TransformerConfig:
     experts: ExpertConfig | None = None
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> TransformerConfig:
+    def preset(cls, name: str, **changes: object) -> TransformerConfig:
         """Returns a named size, with some of its fields changed.
 
         Args:

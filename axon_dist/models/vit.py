@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +19,7 @@ from .layers import pixels
 _B16 = {"patch_size": 16, "width": 768, "num_layers": 12, "num_heads": 12, "ffn_width": 3072}
 _G14 = {"patch_size": 14, "width": 1408, "num_layers": 40, "num_heads": 16, "ffn_width": 6144}
 
-VIT_PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
+VIT_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
     {
         "tiny": {
             "image_size": 16,
@@ -80,7 +80,7 @@ class ViTConfig:
     attention: str = "auto"
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> ViTConfig:
+    def preset(cls, name: str, **changes: object) -> ViTConfig:
         """Returns a named size, with some of its fields changed.
 
         Args:
@@ -161,14 +161,14 @@ class ViT(nnx.Module):
         config.validate()
         self.config = config
         inputs = config.patch_size**2 * config.channels
-        self.patch_embedding: Any = _linear(config, inputs, config.width, rngs)
+        self.patch_embedding = _linear(config, inputs, config.width, rngs)
         draw = nnx.initializers.normal(0.02)
         shape = (config.num_patches, config.width)
-        self.positions: Any = nnx.Param(draw(rngs.params(), shape, jnp.dtype(config.param_dtype)))
-        self.blocks: Any = nnx.List(ViTBlock(config, rngs=rngs) for _ in range(config.num_layers))
-        self.final_norm: Any = _norm(config, rngs)
-        self.head: Any = _linear(config, config.width, config.num_classes, rngs)
-        self.dropout: Any = _dropout(config, rngs)
+        self.positions = nnx.Param(draw(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+        self.blocks = nnx.List(ViTBlock(config, rngs=rngs) for _ in range(config.num_layers))
+        self.final_norm = _norm(config, rngs)
+        self.head = _linear(config, config.width, config.num_classes, rngs)
+        self.dropout = _dropout(config, rngs)
 
     def __call__(self, images: Array) -> Array:
         """Classifies images.
@@ -212,11 +212,11 @@ class ViTBlock(nnx.Module):
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        self.attention_norm: Any = _norm(config, rngs)
+        self.attention_norm = _norm(config, rngs)
         self.attention: ViTAttention = ViTAttention(config, rngs=rngs)
-        self.mlp_norm: Any = _norm(config, rngs)
+        self.mlp_norm = _norm(config, rngs)
         self.mlp: ViTMLP = ViTMLP(config, rngs=rngs)
-        self.dropout: Any = _dropout(config, rngs)
+        self.dropout = _dropout(config, rngs)
 
     def __call__(self, x: Array) -> Array:
         """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
@@ -242,8 +242,8 @@ class ViTAttention(nnx.Module):
             _linear(config, config.width, config.width, rngs, use_bias=name != "k")
             for name in ("q", "k", "v", "out")
         )
-        self.head_dim: Any = config.width // config.num_heads
-        self.form: Any = config.attention
+        self.head_dim = config.width // config.num_heads
+        self.form = config.attention
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, D]` to `[B, T, D]`."""
@@ -267,8 +267,8 @@ class ViTMLP(nnx.Module):
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        self.up: Any = _linear(config, config.width, config.hidden_size, rngs)
-        self.down: Any = _linear(config, config.hidden_size, config.width, rngs)
+        self.up = _linear(config, config.width, config.hidden_size, rngs)
+        self.down = _linear(config, config.hidden_size, config.width, rngs)
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., D]` to `[..., D]`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.told import COUNT, RNGS, told
@@ -58,33 +59,30 @@ class TensorParallelAttention(nnx.Module):
         causal: bool = True,
         use_bias: bool = True,
         group: ProcessGroup | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         size = features // num_heads if head_dim is None else head_dim
         _check_heads(features, num_heads, kv_heads, head_dim, group)
-        options: dict[str, Any] = {
-            "use_bias": use_bias,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
+        with_options = functools.partial(
+            functools.partial, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        column, row = with_options(ColumnParallelLinear), with_options(RowParallelLinear)
         splits_kv = group is None or kv_heads % group.size == 0
-        of_kv: dict[str, Any] = {**options, "group": group if splits_kv else None}
-        options = {**options, "group": group}
-        self.q: ColumnParallelLinear = ColumnParallelLinear(features, num_heads * size, **options)
-        self.k: ColumnParallelLinear = ColumnParallelLinear(features, kv_heads * size, **of_kv)
-        self.v: ColumnParallelLinear = ColumnParallelLinear(features, kv_heads * size, **of_kv)
+        kv_group = group if splits_kv else None
+        self.q: ColumnParallelLinear = column(features, num_heads * size, group=group)
+        self.k: ColumnParallelLinear = column(features, kv_heads * size, group=kv_group)
+        self.v: ColumnParallelLinear = column(features, kv_heads * size, group=kv_group)
         if not splits_kv:
             self.k.mode = self.v.mode = ParallelMode.REPLICATE
-        self.out: RowParallelLinear = RowParallelLinear(num_heads * size, features, **options)
-        self.num_heads: Any = num_heads
-        self.num_kv_heads: Any = kv_heads
-        self.head_dim: Any = size
-        self.causal: Any = causal
-        self.group: Any = group
+        self.out: RowParallelLinear = row(num_heads * size, features, group=group)
+        self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
+        self.head_dim = size
+        self.causal = causal
+        self.group = group
 
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, features]` to `[B, T, features]`."""
@@ -137,7 +135,7 @@ def in_any_order(module: nnx.Module) -> bool:
 
 
 def attended(
-    attend: Callable[..., Array], module: nnx.Module, args: tuple, kwargs: dict[str, Any]
+    attend: Callable[..., Array], module: nnx.Module, args: tuple, kwargs: Mapping[str, object]
 ) -> tuple[Array, Array, Array, Array | None]:
     """The query, key, value and segments of a call of a module's `attend`, by position or by name.
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.errors import DivisibilityError
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 
 Axes: TypeAlias = tuple[str, ...]
 """Mesh axes that split one dim together."""
+
+Result = TypeVar("Result")
 
 FREE = PartitionSpec.UNCONSTRAINED
 """The compiler decides."""
@@ -71,8 +73,12 @@ class Layout:
         return PartitionSpec(*entries)
 
     def mapped(
-        self, function: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
-    ) -> Any:
+        self,
+        function: Callable[..., Result],
+        in_specs: PyTree,
+        out_specs: PyTree,
+        check_vma: bool = True,
+    ) -> Callable[..., Result]:
         """`shard_map` of a function over every axis that is not manual yet, if there is one.
 
         Args:
@@ -88,7 +94,7 @@ class Layout:
         manual = manual_axes()
         if set(manual) >= set(self.mesh.axis_names):
             return function
-        mesh: Any = jax.sharding.get_abstract_mesh() if manual else self.mesh
+        mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
         fixed = lambda spec: PartitionSpec(*(None if e is FREE else e for e in spec))
         left = lambda tree: jax.tree.map(
             lambda spec: without(fixed(spec), manual),
@@ -137,7 +143,7 @@ def constrain(x: Array, mesh: Mesh, spec: PartitionSpec) -> Array:
     manual = manual_axes()
     if set(manual) >= set(mesh.axis_names):
         return x
-    here: Any = jax.sharding.get_abstract_mesh() if manual else mesh
+    here = jax.sharding.get_abstract_mesh() if manual else mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(here, without(spec, manual)))
 
 
@@ -155,11 +161,11 @@ def without(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
         P('fsdp', None, 'tp')
     """
 
-    def left(entry: Any) -> Any:
+    def left(entry: str | Axes | None) -> str | Axes | None:
         if entry is None or entry is FREE:
             return entry
         names = (entry,) if isinstance(entry, str) else entry
-        kept = tuple(name for name in names if name not in axes)
-        return kept[0] if len(kept) == 1 else (kept or None)
+        others = tuple(name for name in names if name not in axes)
+        return others[0] if len(others) == 1 else (others or None)
 
     return PartitionSpec(*map(left, spec))

@@ -8,14 +8,16 @@ Differentiate from outside the `shard_map`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..core.errors import Choice, ConfigError, DivisibilityError, GroupError
 from ..core.reduction import all_max, all_sum, gathered
@@ -51,7 +53,51 @@ KERNEL_INIT: Initializer = nnx.initializers.lecun_normal()
 BIAS_INIT: Initializer = nnx.initializers.zeros_init()
 
 
-class ColumnParallelLinear(nnx.Module):
+class _ParallelLinear(nnx.Module):
+    """A kernel `[in_features, out_features]` split along one dim, and a bias.
+
+    Args:
+        features: of the inputs and of the outputs.
+        split_dim: of the kernel; the bias is split with the columns, dim 1.
+        use_bias: whether there is a bias.
+        group: the ranks that split them.
+        dtypes: of the product, None for that of the parameters, and of the parameters.
+        inits: fill the whole kernel and the whole bias.
+        rngs: source of the initial weights.
+    """
+
+    def __init__(
+        self,
+        features: tuple[int, int],
+        split_dim: int,
+        use_bias: bool,
+        group: ProcessGroup | None,
+        dtypes: tuple[DTypeLike | None, DTypeLike],
+        inits: tuple[Initializer, Initializer],
+        rngs: nnx.Rngs,
+    ):
+        check_divides(("in_features", "out_features")[split_dim], features[split_dim], group)
+        fill_kernel, fill_bias = inits
+        self.kernel = nnx.Param(born(fill_kernel, rngs, features, dtypes[1], group, split_dim))
+        bias_dim = 0 if split_dim == 1 else None
+        self.bias = (
+            nnx.Param(born(fill_bias, rngs, features[1:], dtypes[1], group, bias_dim))
+            if use_bias
+            else None
+        )
+        self.in_features: int = features[0]
+        self.out_features: int = features[1]
+        self.group: ProcessGroup | None = group
+        self.dtype, self.param_dtype = dtypes
+        self.dot_general = jax.lax.dot_general
+
+    def _product(self, x: Array) -> Array:
+        dtype = self.dtype or self.param_dtype
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
+        return self.dot_general(x.astype(dtype), self.kernel[...].astype(dtype), dims)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """`y = x A + b`, the columns of `A` split: whole inputs in, split outputs out.
 
     Args:
@@ -90,30 +136,20 @@ class ColumnParallelLinear(nnx.Module):
         use_bias: bool = True,
         gather_output: bool = False,
         group: ProcessGroup | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = KERNEL_INIT,
         bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        check_divides("out_features", out_features, group)
-        shape = (in_features, out_features)
-        self.kernel: Any = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 1))
-        bias = (out_features,)
-        self.bias: Any = (
-            nnx.Param(born(bias_init, rngs, bias, param_dtype, group, 0)) if use_bias else None
-        )
-        self.in_features: int = in_features
-        self.out_features: int = out_features
+        features, dtypes = (in_features, out_features), (dtype, param_dtype)
+        inits = (kernel_init, bias_init)
+        super().__init__(features, 1, use_bias, group, dtypes, inits, rngs)
         self.gather_output: bool = gather_output
-        self.group: ProcessGroup | None = group
-        self.dtype: Any = dtype
-        self.param_dtype: Any = param_dtype
-        self.dot_general: Any = jax.lax.dot_general
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., in_features]` to `[..., out_features]`."""
-        y = _product(self, x)
+        y = self._product(x)
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
         axis = split_axis(self.group)
@@ -123,7 +159,7 @@ class ColumnParallelLinear(nnx.Module):
         return pinned(y, self.group, None) if self.gather_output else y
 
 
-class RowParallelLinear(nnx.Module):
+class RowParallelLinear(_ParallelLinear):
     """`y = sum over ranks of x[..., r] A[r, :] + b`, the rows of `A` split; the bias added once.
 
     Args:
@@ -161,34 +197,24 @@ class RowParallelLinear(nnx.Module):
         use_bias: bool = True,
         input_is_parallel: bool = True,
         group: ProcessGroup | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         kernel_init: Initializer = KERNEL_INIT,
         bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        check_divides("in_features", in_features, group)
-        shape = (in_features, out_features)
-        self.kernel: Any = nnx.Param(born(kernel_init, rngs, shape, param_dtype, group, 0))
-        bias = (out_features,)
-        self.bias: Any = (
-            nnx.Param(born(bias_init, rngs, bias, param_dtype, group, None)) if use_bias else None
-        )
-        self.in_features: int = in_features
-        self.out_features: int = out_features
+        features, dtypes = (in_features, out_features), (dtype, param_dtype)
+        inits = (kernel_init, bias_init)
+        super().__init__(features, 0, use_bias, group, dtypes, inits, rngs)
         self.input_is_parallel: bool = input_is_parallel
-        self.group: ProcessGroup | None = group
-        self.dtype: Any = dtype
-        self.param_dtype: Any = param_dtype
-        self.dot_general: Any = jax.lax.dot_general
 
     def __call__(self, x: Array) -> Array:
         """Maps `[..., in_features]` to `[..., out_features]`, whole on every rank."""
         axis = split_axis(self.group)
         if axis is not None and is_manual(axis):
-            y = all_sum(_product(self, x if self.input_is_parallel else _part(x, axis)), axis)
+            y = all_sum(self._product(x if self.input_is_parallel else _part(x, axis)), axis)
         else:
-            y = pinned(_product(self, pinned(x, self.group, -1)), self.group, None)
+            y = pinned(self._product(pinned(x, self.group, -1)), self.group, None)
         y = summed(y)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
@@ -224,25 +250,24 @@ class ParallelMLP(nnx.Module):
         gated: bool = False,
         use_bias: bool = True,
         group: ProcessGroup | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options: dict[str, Any] = {
-            "use_bias": use_bias,
-            "group": group,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        self.up: ColumnParallelLinear = ColumnParallelLinear(
-            in_features, hidden_features, **options
+        with_options = functools.partial(
+            functools.partial,
+            use_bias=use_bias,
+            group=group,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
-        gate = lambda: ColumnParallelLinear(in_features, hidden_features, **options)
-        self.gate: ColumnParallelLinear | None = gate() if gated else None
-        self.down: RowParallelLinear = RowParallelLinear(
-            hidden_features, out_features or in_features, **options
+        column, row = with_options(ColumnParallelLinear), with_options(RowParallelLinear)
+        self.up: ColumnParallelLinear = column(in_features, hidden_features)
+        self.gate: ColumnParallelLinear | None = (
+            column(in_features, hidden_features) if gated else None
         )
+        self.down: RowParallelLinear = row(hidden_features, out_features or in_features)
         self.activation = activation
 
     def __call__(self, x: Array) -> Array:
@@ -284,7 +309,7 @@ def born(
     init: Initializer,
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     group: ProcessGroup | None,
     dim: int | None,
 ) -> Array:
@@ -306,16 +331,10 @@ def pinned(x: Array, group: ProcessGroup | None, dim: int | None) -> Array:
     """Pins one dim of activations to the axis of a group, or all to be whole over it."""
     if group is None:
         return x
-    entries: list[Any] = [FREE] * (x.ndim - 1) + [None]
+    entries: list = [FREE] * (x.ndim - 1) + [None]
     if dim is not None:
         entries[dim] = group.axes[0]
     return constrain(x, group.mesh, PartitionSpec(*entries))
-
-
-def _product(layer: Any, x: Array) -> Array:
-    dtype = layer.dtype or layer.param_dtype
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return layer.dot_general(x.astype(dtype), layer.kernel[...].astype(dtype), dims)
 
 
 def _part(x: Array, axis: str | None) -> Array:
@@ -360,19 +379,19 @@ class VocabParallelEmbedding(nnx.Module):
         features: int,
         *,
         group: ProcessGroup | None = None,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         embedding_init: Initializer = TABLE_INIT,
         rngs: nnx.Rngs,
     ):
         check_divides("num_embeddings", num_embeddings, group)
         shape = (num_embeddings, features)
-        self.embedding: Any = nnx.Param(born(embedding_init, rngs, shape, param_dtype, group, 0))
-        self.num_embeddings: Any = num_embeddings
-        self.features: Any = features
-        self.group: Any = group
-        self.dtype: Any = dtype
-        self.param_dtype: Any = param_dtype
+        self.embedding = nnx.Param(born(embedding_init, rngs, shape, param_dtype, group, 0))
+        self.num_embeddings = num_embeddings
+        self.features = features
+        self.group = group
+        self.dtype = dtype
+        self.param_dtype = param_dtype
 
     def __call__(self, tokens: Array) -> Array:
         """Maps tokens `[...]` to their rows `[..., features]`, whole on every rank."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..core.told import FLOATS, MODULE, Kind, told
 from ..core.typing import Array, Path
+from ..ops.fp8 import size_of
 
 
 class LoRALinearGeneral(nnx.LinearGeneral):
@@ -25,7 +26,9 @@ class LoRALinearGeneral(nnx.LinearGeneral):
 
     lora: nnx.LoRA
 
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+    def __call__(
+        self, inputs: Array, out_sharding: NamedSharding | PartitionSpec | None = None
+    ) -> Array:
         """The layer's output plus that of the adapter.
 
         Args:
@@ -55,8 +58,8 @@ def lora(
     paths: str | tuple[str, ...] = "",
     *,
     rngs: nnx.Rngs,
-    dtype: Any = None,
-    param_dtype: Any = jnp.float32,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
 ) -> nnx.Module:
     """Puts low-rank adapters beside linear layers of a model, which computes the same at first.
 
@@ -112,16 +115,17 @@ def lora(
     )
     for name in sorted(layers):
         if chosen.search(name):
-            layer: Any = layers[name]
+            layer = layers[name]
             _check_alone(name, layer)
-            layer.lora = nnx.LoRA(
-                _size(layer.in_features),
+            adapter = nnx.LoRA(
+                size_of(layer.in_features),
                 rank,
-                _size(layer.out_features),
+                size_of(layer.out_features),
                 dtype=layer.dtype if dtype is None else dtype,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
+            setattr(layer, "lora", adapter)  # noqa: B010
             _become(layer, ADAPTED[type(layer)])
     return adapted
 
@@ -152,10 +156,9 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
     merged: set[int] = set()
     found = list(nnx.iter_modules(plain))
     for _, layer in found:
-        if type(layer) not in known:
+        if not isinstance(layer, nnx.LoRALinear | LoRALinearGeneral) or type(layer) not in known:
             continue
-        adapted: Any = layer
-        adapter, kernel = adapted.lora, adapted.kernel
+        adapter, kernel = layer.lora, layer.kernel
         a, b = (
             x[...].astype(jnp.promote_types(x.dtype, jnp.float32))
             for x in (adapter.lora_a, adapter.lora_b)
@@ -163,8 +166,8 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
         product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
         kernel.set_value((kernel[...] + product.reshape(kernel.shape)).astype(kernel.dtype))
         merged.add(id(adapter))
-        del adapted.lora
-        _become(adapted, known[type(layer)])
+        delattr(layer, "lora")
+        _become(layer, known[type(layer)])
     others = [
         "/".join(map(str, keys))
         for keys, module in found
@@ -182,15 +185,18 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
     return plain
 
 
-def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+def _layers(model: nnx.Module) -> Iterator[tuple[Path, nnx.Linear | nnx.LinearGeneral]]:
     for keys, module in nnx.iter_modules(model):
-        if type(module) in ADAPTED and not getattr(module, "batch_axis", None):
+        # Their subclasses, which take other adapters or have one, are none of them.
+        if not isinstance(module, nnx.Linear | nnx.LinearGeneral) or type(module) not in ADAPTED:
+            continue
+        if not getattr(module, "batch_axis", None):
             yield "/".join(map(str, keys)), module
 
 
-def _check_alone(name: Path, layer: Any) -> None:
+def _check_alone(name: Path, layer: nnx.Linear | nnx.LinearGeneral) -> None:
     """Raises when the arrays of a layer are those of many, stacked by `nnx.vmap`."""
-    if layer.kernel.size != _size(layer.in_features) * _size(layer.out_features):
+    if layer.kernel.size != size_of(layer.in_features) * size_of(layer.out_features):
         raise ConfigError(
             f"lora got {name!r}, a layer of {layer.in_features} to {layer.out_features} features "
             f"whose kernel has the shape {layer.kernel.shape}: many layers stacked in one. Put the "
@@ -202,7 +208,3 @@ def _become(layer: nnx.Module, kind: type[nnx.Module]) -> None:
     """Makes a layer one of another class, in place."""
     # Modules of Flax before 0.12.12 would count the class among their attributes.
     object.__setattr__(layer, "__class__", kind)
-
-
-def _size(features: Any) -> int:
-    return features if isinstance(features, int) else math.prod(features)

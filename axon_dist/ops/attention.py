@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 from ..core.compat import cudnn_attention_forward, cudnn_attention_gradients, splash_gradients
 from ..core.cudnn import cudnn_obstacle
 from ..core.errors import UnsupportedError
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from ..core.weighted import per_sample
 
 _BLOCKS = (512, 256, 128)
@@ -157,6 +157,10 @@ class Queries(NamedTuple):
     out: Array | None = None
 
 
+Tile: TypeAlias = tuple[PyTree, ...]
+"""What a loop over tiles reads or carries: arrays, and None for segments that there are not."""
+
+
 class BlockKernel(Protocol):
     """One way to compute attention with some keys."""
 
@@ -246,12 +250,12 @@ class _Chunked:
     def forward(self, queries: Queries, keys: Keys, causal: bool) -> tuple[Array, Array]:
         key_tiles = _numbered(*map(_of_keys, keys[:2]), _of_rows(keys.segments))
 
-        def of_queries(_: None, tile: Any) -> tuple[None, Any]:
+        def of_queries(_: None, tile: Tile) -> tuple[None, tuple[Array, Array]]:
             number, query, mine = tile
             total = query.astype(jnp.float32) * 0
             state = (total, total[..., 0] - jnp.inf, total[..., 0])
 
-            def fold(state: Any, tile: Any) -> tuple[Any, None]:
+            def fold(state: Tile, tile: Tile) -> tuple[Tile, None]:
                 (total, largest, weight), (place, key, value, theirs) = state, tile
                 scores = _scores(query, key, mine, theirs, causal, number, place)
                 # A row without any key keeps -inf only until the first tile, whose first key every
@@ -276,10 +280,12 @@ class _Chunked:
         mine = (queries.query, queries.cotangent.astype(dtype), queries.log_weight, queries.delta)
         tiles = _numbered(*(_of_heads(x, heads) for x in mine), _of_rows(queries.segments))
 
-        def of_keys(of_query: Array, tile: Any) -> tuple[Array, tuple[Array, Array]]:
+        def of_keys(of_query: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
             place, key, value, theirs = tile
 
-            def add(sums: tuple[Array, Array], tile: Any) -> tuple[tuple[Array, Array], Array]:
+            def add(
+                sums: tuple[Array, Array], tile: tuple[Tile, Array]
+            ) -> tuple[tuple[Array, Array], Array]:
                 (number, query, cotangent, log_weight, delta, mine), of_query = tile
                 scores = _scores(query, key, mine, theirs, causal, number, place)
                 weights = jnp.exp(scores - log_weight[..., None])
@@ -361,7 +367,9 @@ class _Splash:
         given = (queries.log_weight, _result(queries), queries.cotangent)
         log_weight, out, cotangent = (x.swapaxes(1, 2) for x in given)
 
-        def of_sample(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        def of_sample(
+            query: Array, key: Array, value: Array, *rest: Array
+        ) -> tuple[Array, Array, Array]:
             *segments, log_weight, out, cotangent = rest
             ids = segments[0] if segments else None
             return splash_gradients(kernel, query, key, value, ids, log_weight, out, cotangent)
@@ -371,11 +379,13 @@ class _Splash:
         of_query, of_key, of_value = _wide(x.swapaxes(1, 2) for x in found)
         return of_query * query.shape[-1] ** -0.5, of_key, of_value
 
-    def _kernel(self, queries: Queries, causal: bool, save_residuals: bool = False) -> Any:
+    def _kernel(
+        self, queries: Queries, causal: bool, save_residuals: bool = False
+    ) -> splash_attention_kernel.SplashAttentionKernel:
         length, heads = queries.query.shape[1:3]
         return splash_kernel(length, heads, causal, self.interpret, save_residuals)
 
-    def _arrays(self, queries: Queries, keys: Keys) -> tuple[Any, ...]:
+    def _arrays(self, queries: Queries, keys: Keys) -> tuple[PyTree, ...]:
         query = queries.query * queries.query.shape[-1] ** -0.5
         arrays = tuple(x.swapaxes(1, 2) for x in (query, keys.key, keys.value))
         if queries.segments is None:
@@ -405,15 +415,22 @@ def _result(queries: Queries) -> Array:
     return (unit * (queries.delta[..., None] / largest / square)).astype(queries.query.dtype)
 
 
-def _wide(arrays: Iterable[Array]) -> Any:
-    return tuple(x.astype(jnp.float32) for x in arrays)
+def _wide(arrays: Iterable[Array]) -> tuple[Array, Array, Array]:
+    of_query, of_key, of_value = (x.astype(jnp.float32) for x in arrays)
+    return of_query, of_key, of_value
 
 
 _product: Callable[..., Array] = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _scores(
-    query: Array, key: Array, mine: Any, theirs: Any, causal: bool, number: Array, place: Array
+    query: Array,
+    key: Array,
+    mine: Array | None,
+    theirs: Array | None,
+    causal: bool,
+    number: Array,
+    place: Array,
 ) -> Array:
     """Scaled scores of a tile `[B, N, G, T, S]`, float32, what is not seen hidden.
 
@@ -427,7 +444,7 @@ def _scores(
         place: which tile of keys.
     """
     scores = _product("bngtk,bnsk->bngts", query, key) * query.shape[-1] ** -0.5
-    if mine is not None:
+    if mine is not None and theirs is not None:
         is_same = mine[:, :, None] == theirs[:, None, :]
         scores = jnp.where(is_same[:, None, None], scores, HIDDEN)
     if not causal:
@@ -444,7 +461,7 @@ def _count(length: int) -> int:
     return next(n for n in range(fewest, length + 1) if length % n == 0)
 
 
-def _numbered(first: Array, *more: Any) -> tuple[Any, ...]:
+def _numbered(first: Array, *more: Array | None) -> Tile:
     """Tiles with their numbers in front."""
     return (jnp.arange(first.shape[0]), first, *more)
 

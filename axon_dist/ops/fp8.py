@@ -7,13 +7,15 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
-from ..core.compat import new_operation
+from ..core.compat import Primitive, new_operation
 from ..core.errors import UnsupportedError
 from ..core.modules import stacks_of
 from ..core.typing import Array, Path
@@ -28,7 +30,19 @@ MULTIPLE = 16
 WEIGHT = "axon_fp8_weight"
 """The name of the equations that make eight bits of a weight, and read them."""
 
-DimensionNumbers: TypeAlias = Any
+DimensionNumbers: TypeAlias = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+"""The dims that a product contracts, of values and of weights, and those of a batch."""
+
+
+class DenseLayer(Protocol):
+    """A layer that multiplies by its kernel, as `nnx.Linear` and `nnx.LinearGeneral` do."""
+
+    kernel: nnx.Variable
+    dot_general: Callable[..., Array] | None
+    in_features: int | tuple[int, ...]
+    out_features: int | tuple[int, ...]
 
 
 class WeightGather(Protocol):
@@ -76,9 +90,9 @@ class Fp8Dot:
         lhs: Array,
         rhs: Array,
         dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        **others: Any,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        **others: object,
     ) -> Array:
         """Multiplies values by weights.
 
@@ -112,12 +126,17 @@ class Fp8Dot:
         return run(lhs, rhs)
 
 
+Residuals: TypeAlias = "tuple[Rounded, Rounded, Array, Array]"
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Array:
+def _product(dot: Fp8Dot, count: int, dtype: np.dtype, x: Array, w: Array) -> Array:
     return _forward(dot, count, dtype, x, w)[0]
 
 
-def _forward(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Any:
+def _forward(
+    dot: Fp8Dot, count: int, dtype: np.dtype, x: Array, w: Array
+) -> tuple[Array, Residuals]:
     x8, w8 = rounded(x, FORWARD, dot.axes), _rounded_weight(w, dot.gather)
     leading = tuple(range(x.ndim - count, x.ndim))
     y = _dot(x8, w8, (leading, tuple(range(count))), dtype)
@@ -125,8 +144,10 @@ def _forward(dot: Fp8Dot, count: int, dtype: Any, x: Array, w: Array) -> Any:
     return y, (x8, w8, jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
 
 
-def _backward(dot: Fp8Dot, count: int, dtype: Any, kept: Any, g: Array) -> Any:
-    x8, w8, like_x, like_w = kept
+def _backward(
+    dot: Fp8Dot, count: int, dtype: np.dtype, residuals: Residuals, g: Array
+) -> tuple[Array, Array]:
+    x8, w8, like_x, like_w = residuals
     g8 = rounded(g, BACKWARD, dot.axes)
     within, lead = w8.values.ndim - count, g.ndim - (w8.values.ndim - count)
     columns = tuple(range(lead, g.ndim)), tuple(range(count, count + within))
@@ -153,7 +174,7 @@ class Rounded:
     scale: Array
 
 
-def rounded(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Rounded:
+def rounded(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Rounded:
     """Rounds a tensor to fp8.
 
     Args:
@@ -173,7 +194,7 @@ def rounded(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Rounded:
     return Rounded(values_of(x, scale, dtype), scale)
 
 
-def _scale(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Array:
+def _scale(x: Array, dtype: DTypeLike, axes: Sequence[str] = ()) -> Array:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     manual = _manual(axes)
     largest = jax.lax.pmax(largest, manual) if manual else largest
@@ -186,7 +207,7 @@ def _scale(x: Array, dtype: Any, axes: Sequence[str] = ()) -> Array:
     return jnp.ldexp(jnp.float32(1), exponent)
 
 
-def values_of(x: Array, scale: Array, dtype: Any) -> Array:
+def values_of(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """A tensor, or a part of one, in fp8 by the scale of the whole."""
     # float16 has neither such scales nor their inverses: its values are scaled in float32.
     wide = jnp.promote_types(x.dtype, jnp.bfloat16)
@@ -207,16 +228,18 @@ def _rounded_weight(w: Array, gather: WeightGather | None) -> Rounded:
 
 # Equations, so that a rematerialisation policy can say of them that the weight is not kept.
 @functools.cache
-def _rounding() -> Any:
+def _rounding() -> Primitive:
     return new_operation(WEIGHT, lambda w, scale: (values_of(w, scale, FORWARD),))
 
 
 @functools.cache
-def _reading() -> Any:
+def _reading() -> Primitive:
     return new_operation(WEIGHT, lambda x: (jax.lax.bitcast_convert_type(x, FORWARD),))
 
 
-def _dot(a: Rounded, b: Rounded, contracting: Any, dtype: Any) -> Array:
+def _dot(
+    a: Rounded, b: Rounded, contracting: tuple[Sequence[int], Sequence[int]], dtype: DTypeLike
+) -> Array:
     # Where ranks add up parts of a sum, they send the dtype of the product. bfloat16 has the range
     # for values that are not scaled yet, and scaling by powers of two rounds no more.
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
@@ -261,10 +284,10 @@ class Fp8Layers:
             dot = dataclasses.replace(self.dot, gather=gather_of(layer.kernel))
             setattr(layer, "dot_general", dot)  # noqa: B010
 
-    def layers(self, model: nnx.Module) -> Iterator[Any]:
+    def layers(self, model: nnx.Module) -> Iterator[DenseLayer]:
         """The layers in a model."""
         for keys, module in nnx.iter_modules(model):
-            if "/".join(map(str, keys)) in self.paths:
+            if "/".join(map(str, keys)) in self.paths and is_dense(module):
                 yield module
 
 
@@ -302,18 +325,23 @@ def fp8_layers(model: nnx.Module, skip: Sequence[str] = ()) -> frozenset[Path]:
     return found
 
 
+def is_dense(module: object) -> TypeGuard[DenseLayer]:
+    """Whether a module multiplies by a kernel, and may be told how."""
+    return hasattr(module, "dot_general") and hasattr(module, "kernel")
+
+
 def fp8_reasons(model: nnx.Module, skip: Sequence[str] = ()) -> dict[Path, str]:
     """Why each dense layer of a model does not compute in fp8; "" for those that do."""
     stacks = tuple(stacks_of(model))
     found: dict[Path, str] = {}
     for keys, module in nnx.iter_modules(model):
-        if hasattr(module, "dot_general") and hasattr(module, "kernel"):
+        if is_dense(module):
             path = "/".join(map(str, keys))
             found[path] = _reason(path, module, stacks, skip)
     return found
 
 
-def _reason(path: Path, layer: Any, stacks: Sequence[Path], skip: Sequence[str]) -> str:
+def _reason(path: Path, layer: DenseLayer, stacks: Sequence[Path], skip: Sequence[str]) -> str:
     is_stacked = any(not stack or path.startswith(f"{stack}/") for stack in stacks)
     is_numbered = any(key.isdigit() for key in path.split("/"))
     if any(re.search(pattern, path) for pattern in skip):
@@ -331,11 +359,17 @@ def _reason(path: Path, layer: Any, stacks: Sequence[Path], skip: Sequence[str])
     return ""
 
 
-def _sizes(layer: Any) -> tuple[int | None, int]:
+def _sizes(layer: DenseLayer) -> tuple[int | None, int]:
     """How many rows and columns the kernel has as a matrix; no rows where they are not last."""
     rows, columns = layer.in_features, layer.out_features
     if isinstance(rows, int):
-        return rows, columns
-    axes = layer.axis if isinstance(layer.axis, tuple) else (layer.axis,)
+        return rows, size_of(columns)
+    axis = getattr(layer, "axis", -1)
+    axes = axis if isinstance(axis, tuple) else (axis,)
     is_last = sorted(axes) == list(range(-len(axes), 0)) and list(axes) == sorted(axes)
-    return math.prod(rows) if is_last else None, math.prod(columns)
+    return size_of(rows) if is_last else None, size_of(columns)
+
+
+def size_of(features: int | tuple[int, ...]) -> int:
+    """How many features a layer has, in all its dims of them."""
+    return features if isinstance(features, int) else math.prod(features)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from ..core.compat import new_operation
+from ..core.compat import Primitive, new_operation
 from ..core.tree import map_with_path
-from ..core.typing import Array, Path, PyTree, Shape
+from ..core.typing import Array, Leaf, Path, PyTree, Shape
 
 WIDEN = "axon_int8"
 """The name of the equation that makes a weight of whole numbers and scales."""
@@ -35,7 +35,7 @@ class Int8Form:
     """
 
     shape: Shape
-    dtype: Any
+    dtype: DTypeLike
     dim: int
 
     @property
@@ -59,7 +59,7 @@ class Int8Form:
         numbers = jnp.clip(jnp.round(wide / scale.astype(jnp.float32)), -127, 127)
         return {NUMBERS: numbers.astype(jnp.int8), SCALE: scale}
 
-    def widen(self, numbers: Array, scale: Array, dtype: Any = None) -> Array:
+    def widen(self, numbers: Array, scale: Array, dtype: DTypeLike | None = None) -> Array:
         """`int8 * scale`, in the weight's own dtype, or then cast to another.
 
         The product of eight bits and the eight of a bfloat16 is exact in float32, however a
@@ -89,7 +89,7 @@ class Int8:
         return self.numbers.shape
 
 
-def int8_form(path: Path, leaf: Any, stacked: int = 0) -> Int8Form | None:
+def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
     """How a weight is kept in eight bits, or None for one that is not.
 
     Weights that share a scale lie along the largest dim but the last: of a kernel `[in, out]` each
@@ -136,7 +136,11 @@ def as_values(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
     return _mapped(lambda _, x: x, weights, forms)
 
 
-def _mapped(function: Any, weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
+def _mapped(
+    function: Callable[[Int8Form | None, PyTree], PyTree],
+    weights: PyTree,
+    forms: Mapping[Path, Int8Form],
+) -> PyTree:
     def walk(tree: PyTree, path: Path) -> PyTree:
         if not isinstance(tree, dict):
             return function(None, tree)
@@ -147,12 +151,14 @@ def _mapped(function: Any, weights: PyTree, forms: Mapping[Path, Int8Form]) -> P
     return walk(weights, "") if forms else weights
 
 
-def _widen(numbers: Array, scale: Array, *, own: Any, dtype: Any) -> tuple[Array]:
+def _widen(numbers: Array, scale: Array, *, own: DTypeLike, dtype: DTypeLike) -> tuple[Array]:
     wide = numbers.astype(jnp.float32) * scale.astype(jnp.float32)
     return (wide.astype(own).astype(dtype),)
 
 
-def _batched(arrays: Sequence[Array], dims: Sequence[Any], **dtypes: Any) -> Any:
+def _batched(
+    arrays: Sequence[Array], dims: Sequence[object], **dtypes: DTypeLike
+) -> tuple[list[Array], list[int]]:
     pairs = zip(arrays, dims, strict=True)
     numbers, scale = (jnp.moveaxis(x, d, 0) if isinstance(d, int) else x[None] for x, d in pairs)
     numbers = jnp.broadcast_to(numbers, (max(len(numbers), len(scale)), *numbers.shape[1:]))
@@ -160,6 +166,6 @@ def _batched(arrays: Sequence[Array], dims: Sequence[Any], **dtypes: Any) -> Any
 
 
 @functools.cache
-def _operation() -> Any:
+def _operation() -> Primitive:
     # One equation, so that a rematerialisation policy can say of it that the weight is not kept.
     return new_operation(WIDEN, _widen, _batched)

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..core.compat import new_operation
+from ..core.compat import Primitive, new_operation
 from ..core.errors import ConfigError, DTypeError
 from ..core.reduction import all_max, all_min, all_sum
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from ..core.weighted import Weighted
 
 LINEAR_CROSS_ENTROPY = "linear_cross_entropy"
@@ -83,11 +83,25 @@ class Operands(NamedTuple):
         bias: `[V]`, or None.
     """
 
-    hidden: Any
-    kernel: Any
-    labels: Any
-    weights: Any
-    bias: Any = None
+    hidden: Array
+    kernel: Array
+    labels: Array
+    weights: Array
+    bias: Array | None = None
+
+
+class Tangents(NamedTuple):
+    """How the operands move; None for what does not."""
+
+    hidden: Array | None
+    kernel: Array | None
+    labels: Array | None
+    weights: Array | None
+    bias: Array | None = None
+
+
+Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None]
+"""By hidden, kernel and bias; None for those not asked for."""
 
 
 class Found(NamedTuple):
@@ -104,8 +118,11 @@ class Found(NamedTuple):
     total: Array
     hits: Array
     losses: Array
-    grads: tuple[Array | None, Array | None, Array | None]
+    grads: Gradients
 
+
+Values: TypeAlias = tuple[tuple[Array, Array], tuple[Array, Array]]
+"""Total and hits, and their tangents."""
 
 Wants: TypeAlias = tuple[bool, bool, bool]
 """Whether the gradients by hidden, kernel and bias are asked for."""
@@ -203,7 +220,12 @@ def linear_scores(
 
 
 def _bound(
-    how: HeadLoss, hidden: Array, kernel: Array, labels: Array, weights: Any, bias: Any
+    how: HeadLoss,
+    hidden: Array,
+    kernel: Array,
+    labels: Array,
+    weights: Array | None,
+    bias: Array | None,
 ) -> tuple[Array, Array, Array]:
     how.validate()
     weights = jnp.ones(jnp.shape(labels), jnp.float32) if weights is None else weights
@@ -214,7 +236,7 @@ def _bound(
     return total, hits, jnp.sum(weights)
 
 
-def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Any) -> None:
+def _check(hidden: Array, kernel: Array, labels: Array, weights: Array, bias: Array | None) -> None:
     shapes = {
         "hidden": jnp.shape(hidden),
         "kernel": jnp.shape(kernel),
@@ -261,7 +283,9 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
     empty = (jnp.zeros(x.shape, jnp.float32) if x is not None and w else None for x, w in heads)
     start = zero, zero, *empty
 
-    def chunk(carry: Any, piece: Any) -> Any:
+    def chunk(
+        carry: PyTree, piece: tuple[Array, Array, Array]
+    ) -> tuple[PyTree, tuple[Array, Array | None]]:
         hidden, labels, weights = piece
         found = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
         sums = found.total, found.hits, *found.grads[1:]
@@ -320,7 +344,7 @@ def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found
     if how.scores:
         first = jnp.where(logits == largest[:, None], ids, num_classes).min(-1)
         hits = jnp.sum(at.weights * (over(all_min, first) == at.labels))
-    grads: tuple[Any, Any, Any] = (None, None, None)
+    grads: Gradients = (None, None, None)
     if any(wants):
         # From the logits again: an exponential more costs less than an array of them in memory.
         back = jnp.exp(logits - log_total[:, None]) * (1 + 2 * how.z_loss * log_total)[:, None]
@@ -343,7 +367,7 @@ def _logits(how: HeadLoss, at: Operands) -> tuple[Array, Array | None]:
     return how.soft_cap * bent, 1 - bent**2
 
 
-def _gradients(at: Operands, back: Array, wants: Wants) -> tuple[Any, Any, Any]:
+def _gradients(at: Operands, back: Array, wants: Wants) -> Gradients:
     """Those by hidden, kernel and bias, of that by the logits, `[N, V]`.
 
     float16 has no room for probabilities of which no loss scale has made more yet.
@@ -367,9 +391,7 @@ def _product(left: Array, right: Array, dims: tuple[int, int]) -> Array:
     return jax.lax.dot_general(left, right, contracted, preferred_element_type=wide)
 
 
-def derivative(
-    run: Run, operands: Operands, tangents: Operands
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
     """Total and hits, and how they move with the operands.
 
     Args:
@@ -406,9 +428,9 @@ def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
     def loss(*operands: Array) -> tuple[Array, Array]:
         return run(Operands(*operands), (False, False, False))[:2]
 
-    def moved(operands: Sequence[Array], tangents: Sequence[Any]) -> Any:
+    def moved(operands: Sequence[Array], tangents: Sequence[Array]) -> Values:
         is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
-        moves = Operands(*(None if is_zero(x) else x for x in tangents))
+        moves = Tangents(*(None if is_zero(x) else x for x in tangents))
         return derivative(run, Operands(*operands), moves)
 
     loss.defjvp(moved, symbolic_zeros=True)
@@ -419,10 +441,10 @@ def _here(*operands: Array, how: HeadLoss) -> tuple[Array, Array]:
     return find(how, Operands(*operands), (False, False, False))[:2]
 
 
-def _moved(operands: Sequence[Array], tangents: Sequence[Any], how: HeadLoss) -> Any:
-    return derivative(functools.partial(find, how), Operands(*operands), Operands(*tangents))
+def _moved(operands: Sequence[Array], tangents: Sequence[Array | None], how: HeadLoss) -> Values:
+    return derivative(functools.partial(find, how), Operands(*operands), Tangents(*tangents))
 
 
 @functools.cache
-def _operation() -> Any:
+def _operation() -> Primitive:
     return new_operation(LINEAR_CROSS_ENTROPY, _here, moved=_moved)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.told import MODULE, NUMBER, Kind, told
 from ..core.tree import has_64_bits
 from ..core.typing import Array, PyTree
+
+DTypeField: TypeAlias = Any
+"""A dtype or its name, as a policy is given it; the dtype, as the policy has it."""
+
+Result = TypeVar("Result")
 
 NAMES = ("float32", "bfloat16", "float16", "float64")
 
@@ -55,11 +62,11 @@ class MixedPrecision:
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740.
     """
 
-    param: Any = "float32"
-    compute: Any = "float32"
-    reduce: Any = None
-    buffer: Any = None
-    output: Any = "float32"
+    param: DTypeField = "float32"
+    compute: DTypeField = "float32"
+    reduce: DTypeField = None
+    buffer: DTypeField = None
+    output: DTypeField = "float32"
     products: str | None = None
     skip: tuple[str, ...] = ()
     gather: str | None = None
@@ -131,7 +138,7 @@ class MixedPrecision:
         return presets[choice]
 
     @property
-    def reduce_dtype(self) -> Any:
+    def reduce_dtype(self) -> np.dtype:
         """The dtype in which gradients are reduced."""
         return self.reduce or self.compute
 
@@ -165,7 +172,7 @@ def without_gathers(
     return dataclasses.replace(choice, gather=None)
 
 
-def floating_dtype(value: Any, what: str) -> Any:
+def floating_dtype(value: DTypeField, what: str) -> np.dtype:
     """Reads a floating-point dtype or its name.
 
     Raises:
@@ -189,7 +196,7 @@ def floating_dtype(value: Any, what: str) -> Any:
     return dtype
 
 
-def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the floating-point leaves of a tree; integers, keys and flags stay.
 
     Example:
@@ -240,7 +247,9 @@ class Casting:
 
     policy: MixedPrecision
 
-    def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, method: Callable[..., Result], module: nnx.Module, *args: object, **kwargs: object
+    ) -> Result:
         """Runs it."""
         args, kwargs = cast_floating((args, kwargs), self.policy.compute)
         return cast_floating(method(module, *args, **kwargs), self.policy.output)
@@ -260,12 +269,20 @@ class LinenCasting:
 
     policy: MixedPrecision
 
-    def __call__(self, method: Any, bridge: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, method: Callable[..., Result], bridge: nnx.Module, *args: object, **kwargs: object
+    ) -> Result:
         """Runs it."""
         with nn.intercept_methods(self.tell):
             return method(bridge, *args, **kwargs)
 
-    def tell(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def tell(
+        self,
+        call: Callable[..., Result],
+        args: tuple,
+        kwargs: Mapping[str, object],
+        context: nn.module.InterceptorContext,
+    ) -> Result:
         """Runs one method of a module that has been told."""
         module = context.module
         fields = {field.name for field in dataclasses.fields(module)}
@@ -276,7 +293,7 @@ class LinenCasting:
         return call(*args, **kwargs)
 
 
-def _cast(leaf: Any, dtype: Any) -> Array:
+def _cast(leaf: PyTree, dtype: DTypeLike) -> PyTree:
     is_float = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     return leaf.astype(dtype) if is_float else leaf
 
@@ -382,11 +399,11 @@ class GradScaler:
             skipped=state.skipped + jnp.where(finite, 0, 1),
         )
 
-    def state_dict(self, state: ScalerState) -> dict[str, Any]:
+    def state_dict(self, state: ScalerState) -> dict[str, int | float]:
         """The state as plain numbers."""
         return {name: value.item() for name, value in vars(state).items()}
 
-    def load_state_dict(self, numbers: dict[str, Any]) -> ScalerState:
+    def load_state_dict(self, numbers: Mapping[str, int | float]) -> ScalerState:
         """The state of plain numbers; the reverse of `state_dict`."""
         return ScalerState(
             scale=jnp.asarray(numbers["scale"], jnp.float32),

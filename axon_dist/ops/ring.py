@@ -22,18 +22,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from .attention import BlockAttention, Keys, Queries, merged
 
 AROUND = "around_a_ring"
 """The name of what ring attention keeps under every remat policy: to recompute it would send all
 keys around once more, and it is one activation."""
+
+Tree = TypeVar("Tree")
+State = TypeVar("State")
+Visitor = TypeVar("Visitor")
+Given = TypeVar("Given")
+
+Residuals: TypeAlias = tuple[Array, Array, Array, Array | None, Array, Array]
+"""Query, key, value, segments, the result and the logarithms of its weights."""
 
 Attend: TypeAlias = Callable[..., Array]
 """(queries `[B, T, H, K]`, keys and values `[B, T, N, K]`, maybe segments) -> `[B, T, H, K]`."""
@@ -129,7 +137,7 @@ class Ring:
         """This rank's position on the axis."""
         return jax.lax.axis_index(self.axis)
 
-    def turn(self, tree: Any) -> Any:
+    def turn(self, tree: Tree) -> Tree:
         """Hands arrays to the next rank."""
         pairs = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
@@ -180,7 +188,9 @@ class Ring:
         pieces = (jnp.where(is_even, one, other), jnp.where(is_even, other, one))
         return jnp.concatenate(pieces, axis=1)
 
-    def pairs(self, precedes: Array | bool) -> tuple[tuple[Any, Any], ...]:
+    def pairs(
+        self, precedes: Array | bool
+    ) -> tuple[tuple[Array | int | None, Array | int | None], ...]:
         """Which pieces of queries meet which pieces of another rank's keys.
 
         The first piece of an earlier rank precedes both pieces of queries, and its second none;
@@ -196,7 +206,7 @@ class Ring:
         chosen = jnp.where(precedes, 0, 1)
         return ((1, 0), (chosen, chosen))
 
-    def piece(self, tree: Any, number: Any) -> Any:
+    def piece(self, tree: Tree, number: Array | int | None) -> Tree:
         """One of the two pieces that a rank has; None for all it has."""
         if number is None:
             return tree
@@ -205,7 +215,9 @@ class Ring:
             lambda x: jax.lax.dynamic_slice_in_dim(x, number * rows(x), rows(x), 1), tree
         )
 
-    def with_piece(self, tree: Any, number: Any, change: Callable[[Any], Any]) -> Any:
+    def with_piece(
+        self, tree: Tree, number: Array | int | None, change: Callable[[Tree], Tree]
+    ) -> Tree:
         """The tree, one of its two pieces changed; all of it for None."""
         new = change(self.piece(tree, number))
         if number is None:
@@ -215,10 +227,10 @@ class Ring:
 
     def around(
         self,
-        visit: Callable[[Any, Any, Any], tuple[Any, Any]],
-        state: Any,
-        held: Any,
-    ) -> tuple[Any, Any]:
+        visit: Callable[[State, Visitor, Array], tuple[State, Given]],
+        state: State,
+        sent: Visitor,
+    ) -> tuple[State, Given]:
         """Visits what every other rank holds, and brings home what it is given on its way.
 
         The next visitor is on its way while the present one is worked on, and what the last one was
@@ -227,31 +239,32 @@ class Ring:
         Args:
             visit: (state, what has come, from how many ranks back) -> (state, what it is given).
             state: what the first visit gets.
-            held: what this rank sends around.
+            sent: what this rank sends around.
 
         Returns:
             The last state, and the sum of what was given to what this rank holds, in whose dtypes
             it travels.
         """
-        held = self.turn(held)
-        ahead = self.turn(held) if self.size > 2 else None
-        state, given = visit(state, held, jnp.asarray(1))
+        sent = self.turn(sent)
+        if self.size <= 2:
+            state, given = visit(state, sent, jnp.asarray(1))
+            return state, self.turn(given)
+        ahead = self.turn(sent)
+        state, given = visit(state, sent, jnp.asarray(1))
 
-        def step(carry: Any, back: Array) -> tuple[Any, None]:
-            state, given, held = carry
-            arriving, ahead = self.turn(given), self.turn(held)
-            state, more = visit(state, held, back)
+        def step(carry: PyTree, back: Array) -> tuple[PyTree, None]:
+            state, given, sent = carry
+            arriving, ahead = self.turn(given), self.turn(sent)
+            state, more = visit(state, sent, back)
             return (state, _added(more, arriving), ahead), None
 
         if self.size > 3:
             steps = jnp.arange(2, self.size - 1)
             (state, given, ahead), _ = jax.lax.scan(step, (state, given, ahead), steps)
-        if self.size > 2:
-            # The last round need not send on what it has read.
-            arriving = self.turn(given)
-            state, more = visit(state, ahead, jnp.asarray(self.size - 1))
-            given = _added(more, arriving)
-        return state, self.turn(given)
+        # The last round need not send on what it has read.
+        arriving = self.turn(given)
+        state, more = visit(state, ahead, jnp.asarray(self.size - 1))
+        return state, self.turn(_added(more, arriving))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -273,12 +286,14 @@ def _forward(
     key: Array,
     value: Array,
     segments: Array | None,
-) -> tuple[Array, Any]:
+) -> tuple[Array, Residuals]:
     """Merges what one's own keys give with what those of every other rank do."""
     queries, keys = Queries(query, segments), Keys(key, value, segments)
     out, log_weight = kernel.forward(queries, keys, ring.causal)
 
-    def visit(state: Any, keys: Keys, back: Any) -> tuple[Any, tuple]:
+    def visit(
+        state: tuple[Array, Array], keys: Keys, back: Array
+    ) -> tuple[tuple[Array, Array], tuple[()]]:
         for mine, theirs in ring.pairs(back <= ring.rank):
             found = kernel.forward(ring.piece(queries, mine), ring.piece(keys, theirs))
             state = ring.with_piece(state, mine, functools.partial(merged, found))
@@ -292,30 +307,36 @@ def _forward(
 
 
 def _backward(
-    ring: Ring, kernel: BlockAttention, saved: Any, cotangent: Array
+    ring: Ring, kernel: BlockAttention, residuals: Residuals, cotangent: Array
 ) -> tuple[Array, Array, Array, None]:
     """Goes around once more; gradients travel with what they are gradients of, and come home."""
-    query, key, value, segments, out, log_weight = saved
+    query, key, value, segments, out, log_weight = residuals
     # sum_j p_j (dout . v_j) = dout . out: the softmax's own gradient without the probabilities (Dao
     # et al., FlashAttention, arXiv:2205.14135, appendix B.2).
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     queries = Queries(query, segments, cotangent, log_weight, delta, out)
     keys = Keys(key, value, segments)
-    of_query, *of_keys = kernel.backward(queries, keys, ring.causal)
+    of_query, of_key, of_value = kernel.backward(queries, keys, ring.causal)
     if ring.size > 1 and _queries_are_lighter(query, key):
-        of_keys, came = ring.around(
+        (of_key, of_value), came = ring.around(
             functools.partial(_host_queries, ring, kernel, keys),
-            tuple(of_keys),
+            (of_key, of_value),
             queries._replace(out=None),
         )
         of_query += came.astype(jnp.float32)
     elif ring.size > 1:
         visit = functools.partial(_host_keys, ring, kernel, queries)
         of_query, came = ring.around(visit, of_query, keys)
-        of_keys = [x + y.astype(jnp.float32) for x, y in zip(of_keys, came, strict=True)]
-    like = zip((of_query, *of_keys), (query, key, value), strict=True)
-    of_query, of_key, of_value = (gradient.astype(x.dtype) for gradient, x in like)
-    return of_query, of_key, of_value, None
+        of_key, of_value = (
+            of_key + came[0].astype(jnp.float32),
+            of_value + came[1].astype(jnp.float32),
+        )
+    return (
+        of_query.astype(query.dtype),
+        of_key.astype(key.dtype),
+        of_value.astype(value.dtype),
+        None,
+    )
 
 
 _attend.defvjp(_forward, _backward)
@@ -332,20 +353,25 @@ def _queries_are_lighter(query: Array, key: Array) -> bool:
 
 
 def _host_keys(
-    ring: Ring, kernel: BlockAttention, queries: Queries, of_query: Array, keys: Keys, back: Any
-) -> tuple[Array, tuple[Array, ...]]:
+    ring: Ring, kernel: BlockAttention, queries: Queries, of_query: Array, keys: Keys, back: Array
+) -> tuple[Array, tuple[Array, Array]]:
     """Adds to the gradients of one's queries, and gives the visiting keys theirs."""
-    given = tuple(x.astype(jnp.float32) * 0 for x in keys[:2])
+    given = keys.key.astype(jnp.float32) * 0, keys.value.astype(jnp.float32) * 0
     for mine, theirs in ring.pairs(back <= ring.rank):
         found = kernel.backward(ring.piece(queries, mine), ring.piece(keys, theirs))
         of_query = ring.with_piece(of_query, mine, functools.partial(_added, found[0]))
         given = ring.with_piece(given, theirs, functools.partial(_added, found[1:]))
-    return of_query, tuple(x.astype(y.dtype) for x, y in zip(given, keys[:2], strict=True))
+    return of_query, (given[0].astype(keys.key.dtype), given[1].astype(keys.value.dtype))
 
 
 def _host_queries(
-    ring: Ring, kernel: BlockAttention, keys: Keys, of_keys: Any, queries: Queries, back: Any
-) -> tuple[Any, Array]:
+    ring: Ring,
+    kernel: BlockAttention,
+    keys: Keys,
+    of_keys: tuple[Array, Array],
+    queries: Queries,
+    back: Array,
+) -> tuple[tuple[Array, Array], Array]:
     """Adds to the gradients of one's keys, and gives the visiting queries theirs."""
     given = queries.query.astype(jnp.float32) * 0
     for visiting, mine in ring.pairs(back > ring.rank):
@@ -355,7 +381,7 @@ def _host_queries(
     return of_keys, given.astype(queries.query.dtype)
 
 
-def _added(found: Any, so_far: Any) -> Any:
+def _added(addend: Tree, so_far: Tree) -> Tree:
     """The sums in float32, in the dtypes of what there is so far."""
     add = lambda x, y: (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
-    return jax.tree.map(add, so_far, found)
+    return jax.tree.map(add, so_far, addend)

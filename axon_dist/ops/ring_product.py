@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -122,12 +122,16 @@ def into_columns(
     return circle.joined([_apart(product, piece, kernel) for piece in pieces])
 
 
-def _columns_forward(circle: Circle, product: Product, pieces: Any, kernel: Array) -> Any:
+def _columns_forward(
+    circle: Circle, product: Product, pieces: tuple[Array, ...], kernel: Array
+) -> tuple[Array, tuple[tuple[Array, ...], Array]]:
     return into_columns(circle, product, pieces, kernel), (pieces, kernel)
 
 
-def _columns_backward(circle: Circle, product: Product, kept: Any, cotangent: Array) -> Any:
-    pieces, kernel = kept
+def _columns_backward(
+    circle: Circle, product: Product, residuals: tuple[tuple[Array, ...], Array], cotangent: Array
+) -> tuple[tuple[Array, ...], Array]:
+    pieces, kernel = residuals
     rank = jax.lax.axis_index(circle.axis)
     cotangents = (circle.piece(cotangent, (rank - i) % circle.size) for i in range(circle.size))
     of_pieces = tuple(
@@ -155,12 +159,16 @@ def into_rows(circle: Circle, product: Product, x: Array, kernel: Array) -> Arra
     return circle.summed(lambda number: _apart(product, circle.piece(x, number), kernel))
 
 
-def _rows_forward(circle: Circle, product: Product, x: Array, kernel: Array) -> Any:
+def _rows_forward(
+    circle: Circle, product: Product, x: Array, kernel: Array
+) -> tuple[Array, tuple[Array, Array]]:
     return into_rows(circle, product, x, kernel), (x, kernel)
 
 
-def _rows_backward(circle: Circle, product: Product, kept: Any, cotangent: Array) -> Any:
-    x, kernel = kept
+def _rows_backward(
+    circle: Circle, product: Product, residuals: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    x, kernel = residuals
     pieces = circle.pieces(cotangent)
     like = jax.lax.slice_in_dim(x, 0, x.shape[1] // circle.size, axis=1)
     of_x = circle.joined([_of_left(product, like, kernel, piece) for piece in pieces])

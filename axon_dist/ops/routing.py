@@ -26,12 +26,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 
 LEAST, MOST = 16, 512
 """Rows of a block: fewer are no work for matrix units, and more hide no latency better."""
@@ -88,22 +89,25 @@ def by_block(rows: Array, matrices: Array, groups: Array) -> Array:
     return _by_block(_varying(rows, matrices), _varying(matrices, rows, groups), groups)
 
 
+Residuals: TypeAlias = tuple[Array, Array, Array]
+
+
 @jax.custom_vjp
 def _by_block(rows: Array, matrices: Array, groups: Array) -> Array:
     return jax.lax.map(lambda one: one[0] @ matrices[one[1]], (rows, groups))
 
 
-def _forward(rows: Array, matrices: Array, groups: Array) -> Any:
+def _forward(rows: Array, matrices: Array, groups: Array) -> tuple[Array, Residuals]:
     return _by_block(rows, matrices, groups), (rows, matrices, groups)
 
 
-def _backward(kept: Any, cotangents: Array) -> tuple[Array, Array, None]:
-    rows, matrices, groups = kept
+def _backward(residuals: Residuals, cotangents: Array) -> tuple[Array, Array, None]:
+    rows, matrices, groups = residuals
     # In float32, as one product over all rows of a group would be added up.
     wide = jnp.promote_types(matrices.dtype, jnp.float32)
     sums = _varying(jnp.zeros_like(matrices, wide), matrices)
 
-    def step(sums: Array, one: Any) -> tuple[Array, Array]:
+    def step(sums: Array, one: Residuals) -> tuple[Array, Array]:
         x, ct, group = one
         own = jax.lax.dot_general(
             x, ct, (((0,), (0,)), ((), ())), preferred_element_type=sums.dtype
@@ -130,7 +134,7 @@ def _varying(x: Array, *others: Array) -> Array:
 Product: TypeAlias = Callable[[Array, Array], Array]
 """(rows, kernel `[E, D, H]`) -> each row multiplied with the matrix of its expert."""
 
-Feed: TypeAlias = Callable[[Product, Array, Any], Array]
+Feed: TypeAlias = Callable[[Product, Array, PyTree], Array]
 """(product, rows, kernels) -> what each expert makes of its rows."""
 
 Exchange: TypeAlias = Callable[[Array], Array]
@@ -149,13 +153,15 @@ class Choice:
     experts: Array
     gates: Array
 
-    def among(self, first: Any, count: int) -> Array:
+    def among(self, first: Array | int, count: int) -> Array:
         """The experts `[N k]`, counted from `first`; `count` stands for all others."""
         own = self.experts.reshape(-1) - first
         return jnp.where((own >= 0) & (own < count), own, count)
 
 
-def in_order(feed: Feed, tokens: Array, choice: Choice, kernels: Any, first: Any = 0) -> Array:
+def in_order(
+    feed: Feed, tokens: Array, choice: Choice, kernels: PyTree, first: Array | int = 0
+) -> Array:
     """Sums `gate * expert(token)` over those chosen experts of each token that are here.
 
     The assignments are sorted by expert, and each expert works on its consecutive rows, however
@@ -183,7 +189,9 @@ def in_order(feed: Feed, tokens: Array, choice: Choice, kernels: Any, first: Any
     return _summed(_permuted(made, jnp.argsort(order)), choice.gates, tokens.dtype)
 
 
-def in_blocks(feed: Feed, tokens: Array, choice: Choice, kernels: Any, first: Any = 0) -> Array:
+def in_blocks(
+    feed: Feed, tokens: Array, choice: Choice, kernels: PyTree, first: Array | int = 0
+) -> Array:
     """As `in_order`, block of rows by block (`grouped.by_block`).
 
     Args:
@@ -226,10 +234,10 @@ def in_slots(
     feed: Feed,
     tokens: Array,
     choice: Choice,
-    kernels: Any,
+    kernels: PyTree,
     num_experts: int,
     capacity: int,
-    first: Any = 0,
+    first: Array | int = 0,
     there: Exchange = lambda slots: slots,
     back: Exchange = lambda slots: slots,
 ) -> tuple[Array, Array]:
@@ -281,7 +289,7 @@ def slots_for(num_tokens: int, per_token: int, num_experts: int, factor: float) 
     return max(1, min(num_tokens, math.ceil(factor * num_tokens * per_token / num_experts)))
 
 
-def _num_experts(kernels: Any) -> int:
+def _num_experts(kernels: PyTree) -> int:
     return jax.tree.leaves(kernels)[0].shape[0]
 
 
@@ -319,7 +327,7 @@ _moved.defvjp(
 )
 
 
-def _summed(rows: Array, gates: Array, dtype: Any) -> Array:
+def _summed(rows: Array, gates: Array, dtype: DTypeLike) -> Array:
     """Weighs the rows of each token and adds them up in float32."""
     each = rows.reshape(*gates.shape, rows.shape[-1]).astype(jnp.float32)
     return jnp.sum(each * gates[..., None], axis=1).astype(dtype)

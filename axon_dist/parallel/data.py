@@ -109,7 +109,7 @@ class DistributedDataParallel:
         self.group: ProcessGroup = group
         self.sync: GradSyncStrategy = GradSyncStrategy(sync)
         self.bucket_capacity: int | None = bucket_capacity
-        self.reduce_dtype: Any = reduce_dtype
+        self.reduce_dtype = reduce_dtype
         self.broadcast_buffers: bool = broadcast_buffers
         self.is_training: bool = True
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.cudnn import MOST_BEFORE_HOPPER
 from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from ..jaxpr.rewrite import Rewriting
 from ..nn.attention import attended
 from ..nn.layout import Axes, Layout, manual_axes
@@ -158,7 +159,7 @@ class LossOverMesh:
             return None
         return Rewriting({LINEAR_CROSS_ENTROPY: cls(layout)}, lambda equation: None)
 
-    def __call__(self, equation: Any, operands: Sequence[Array]) -> list[Array] | None:
+    def __call__(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes one loss; None where nothing is left to divide."""
         manual = manual_axes()
         mesh = self.layout.mesh
@@ -207,26 +208,26 @@ class Spread:
         beside = bool(ranks) and not manual_axes()
         axis = self.vocabulary[0] if self.vocabulary else None
 
-        def summed(grad: Array | None, operand: Array) -> Array | None:
-            if grad is None or not ranks:
+        def summed(grad: Array | None, operand: Array | None) -> Array | None:
+            if grad is None or operand is None or not ranks:
                 return grad
             # On the wire as in the plain program: in the dtype of the product.
             is_narrow = operand.dtype == jax.numpy.float16
             grad = grad if is_narrow else grad.astype(operand.dtype)
             return grad[None] if beside else all_sum(grad, ranks)
 
-        def local(given: Operands) -> Any:
-            found = find(how, given, wants, axis)
+        def local(*operands: Array) -> PyTree:
+            found = find(how, Operands(*operands), wants, axis)
             total, hits = (all_sum(x, ranks) if ranks else x for x in (found.total, found.hits))
             of_hidden, *of_head = found.grads
-            of_kernel, of_bias = map(summed, of_head, (given.kernel, given.bias))
+            of_kernel, of_bias = map(summed, of_head, (operands[1], operands[4]))
             return total, hits, found.losses, (of_hidden, of_kernel, of_bias)
 
         lead = (ranks,) if beside else ()
         of_head = PartitionSpec(*lead, None, columns), PartitionSpec(*lead, columns)
-        specs = Operands(positions, kernel, positions, positions, bias)
-        results: Any = (whole, whole, positions, (positions, *of_head))
-        found = Found(*layout.mapped(local, (specs,), results, check_vma=False)(given))
+        specs = positions, kernel, positions, positions, bias
+        results = (whole, whole, positions, (positions, *of_head))
+        found = Found(*layout.mapped(local, specs, results, check_vma=False)(*given))
         if not beside:
             return found
         add = lambda x: None if x is None else jax.lax.reduce_sum(x, (0,))

@@ -155,7 +155,7 @@ class StageChain(nnx.Module):
     """
 
     def __init__(self, stages: Sequence[nnx.Module]):
-        self.stages: Any = nnx.List(stages)
+        self.stages = nnx.List(stages)
 
     def __call__(self, x: Any) -> Any:
         """Runs all stages."""

@@ -20,8 +20,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
 from ..jaxpr.layer_scan import is_unit
 from ..jaxpr.pieces import Piece, cut
-from ..jaxpr.rows import shape_of
-from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for
+from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for, struct_of
 from ..schedule import Phase, Schedule
 from .layout import Keys, flatten
 from .stage import Data
@@ -372,7 +371,7 @@ class _Interpreter:
         if id(program) not in self._units:
             inside = lambda *values: _Interpreter().run(program.jaxpr, program.consts, values)
             kinds = [
-                shape_of(v).update(weak_type=getattr(v.aval, "weak_type", False))
+                struct_of(v).update(weak_type=getattr(v.aval, "weak_type", False))
                 for v in program.jaxpr.invars
             ]
             self._units[id(program)] = program, jax.make_jaxpr(inside)(*kinds)
@@ -388,7 +387,7 @@ class _Interpreter:
         dims = (tuple(range(1, joined.ndim)), of_w), batch
         matrices = equation.replace(params={**equation.params, "dimension_numbers": dims})
         (result,) = eval_equation(matrices, (joined, w))
-        return result.reshape(shape_of(equation.outvars[0]).shape)
+        return result.reshape(struct_of(equation.outvars[0]).shape)
 
     def _join(self, x: Array, rows: int) -> Array:
         # An id is of one array for as long as the array is held.

@@ -16,8 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from ..core.compat import inner_programs
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import Piece, as_it_lies, cut
-from ..jaxpr.rows import shape_of
-from ..jaxpr.walk import depends_on, needed_for, opened
+from ..jaxpr.walk import depends_on, needed_for, opened, struct_of
 
 
 class Wire(NamedTuple):
@@ -340,7 +339,7 @@ class DividedBackward:
 
     def shapes(self, of: list[Var]) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is handed over: of `kept` or `held`."""
-        return [shape_of(v) for v in of]
+        return [struct_of(v) for v in of]
 
     def forward(self, at: Operands) -> tuple[Wire, list[Array]]:
         """Runs the stage; returns its output and what it keeps."""
@@ -374,8 +373,8 @@ def _light(
     found = []
     for gradient in (v for v in gradients if not isinstance(v, Literal)):
         piece = cut(jaxpr, [gradient], known=known)
-        operands = sum(math.prod(shape_of(v).shape) for v in piece.needs & varying)
-        size = math.prod(shape_of(gradient).shape)
+        operands = sum(math.prod(struct_of(v).shape) for v in piece.needs & varying)
+        size = math.prod(struct_of(gradient).shape)
         if size < operands and not any(map(_has_product, piece.equations)):
             found.append(gradient)
     return found

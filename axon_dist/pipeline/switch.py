@@ -20,8 +20,7 @@ from jax.extend.core import Jaxpr, Var
 from ..core.errors import UnsupportedError
 from ..core.typing import Array
 from ..jaxpr.pieces import Piece
-from ..jaxpr.rows import shape_of
-from ..jaxpr.walk import depends_on, variables
+from ..jaxpr.walk import depends_on, struct_of, variables
 from ..schedule import Schedule
 from .layout import Keys, Stages
 from .loss_trace import LossTrace
@@ -370,7 +369,7 @@ class SwitchStages:
     @cached_property
     def _packings(self) -> tuple[Packing, Packing]:
         split = [_by_kind(values, values) for values in self._crossing]
-        shapes = lambda kind: [[shape_of(v) for v in wire[kind]] for wire in split]
+        shapes = lambda kind: [[struct_of(v) for v in wire[kind]] for wire in split]
         return Packing.of(shapes(0)), Packing.of(shapes(1))
 
     def _pack(self, at: int, values: Sequence[Array]) -> Wire:
@@ -473,6 +472,6 @@ class SwitchStages:
 
 def _by_kind(atoms: Sequence[Var], values: Sequence[T]) -> tuple[list[T], list[T]]:
     """Values with gradients, and those without."""
-    is_float = [jnp.issubdtype(shape_of(atom).dtype, jnp.inexact) for atom in atoms]
+    is_float = [jnp.issubdtype(struct_of(atom).dtype, jnp.inexact) for atom in atoms]
     pairs = list(zip(values, is_float, strict=True))
     return [v for v, f in pairs if f], [v for v, f in pairs if not f]

@@ -16,8 +16,7 @@ from ..core.reduction import all_sum
 from ..core.typing import Array
 from ..jaxpr.pieces import BOUNDS, Readers, Rows, readers_of
 from ..jaxpr.rewrite import Rewriting
-from ..jaxpr.rows import shape_of
-from ..jaxpr.walk import depends_on, made_by, variables
+from ..jaxpr.walk import depends_on, made_by, struct_of, variables
 from ..nn import own_rows
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY, Operands, differentiable, find
 from .layout import Keys
@@ -249,7 +248,7 @@ def parted_by_tokens(
                 f"{-(-count // size) * size}, {LEFT_OUT}"
             )
         found[named[way.source]] = way.dim
-    count = shape_of(loss.invars[1]).shape[1]
+    count = struct_of(loss.invars[1]).shape[1]
     tables = [keys for keys in rest if keys not in found and embedding]
     return found | {keys: 0 for keys in tables if _is_embedding(trace, keys, count, axis)}
 
@@ -268,7 +267,7 @@ def readings_of(trace: LossTrace, table: Any) -> Readers:
 def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
     """Whether the loss looks up tokens in a parameter, of as many as the head has."""
     variable = trace.params[keys]
-    shape = shape_of(variable).shape
+    shape = struct_of(variable).shape
     if len(shape) != 2 or shape[0] != count:
         return False
     reads = readings_of(trace, variable)
