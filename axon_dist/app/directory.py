@@ -82,6 +82,13 @@ class RunDirectory:
         """Writes `summary.json`, whole or not at all."""
         self._replace(self.summary, json.dumps(summary, indent=2) + "\n")
 
+    def write_missing(self, config: RunConfig, summary: Mapping[str, object]) -> None:
+        """Writes `config.yaml` and `summary.json` where a run that was cut off left none."""
+        if kind_at(self.config) is None:
+            self.write_config(config)
+        if kind_at(self.summary) is None:
+            self.write_summary(summary)
+
     def write_program(self, program: Mapping[str, object]) -> None:
         """Writes `program.json`, whole or not at all."""
         self._replace(self.program, json.dumps(program) + "\n")

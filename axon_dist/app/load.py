@@ -27,17 +27,13 @@ from axon_dist.core.typing import Path as LeafPath
 from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
 from axon_dist.nn import merge_lora
-from axon_dist.ops import int8
-from axon_dist.ops.int8 import Int8Form, narrowed, widened
+from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
 from axon_dist.ops.precision import without_gathers
 from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
 from axon_dist.step.replicas import mean_rows
-from axon_dist.weights import MAX_FILE, find_tensors, save_weights
-from axon_dist.weights.formats import NATIVE_NAME, format_of
+from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
-from ..config.build import build_world, model_of
-from ..config.load import load_config
-from ..config.schema import RunConfig
+from ..config import RunConfig, build_world, load_config, model_of
 from .directory import RunDirectory
 
 BEST = "best"
@@ -232,9 +228,7 @@ def load_arrays(
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
     wanted["buffers"] = parts.buffers
     # Scales are few, and lie on every device.
-    beside = lambda path, place: (
-        {int8.NUMBERS: place, int8.SCALE: buffers_where} if path in forms else place
-    )
+    beside = lambda path, place: {NUMBERS: place, SCALE: buffers_where} if path in forms else place
     places = {**divided(map_with_path(beside, where)), "buffers": everywhere}
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
@@ -257,8 +251,8 @@ def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[Le
     """The weights that a checkpoint has in eight bits."""
     found: dict[LeafPath, Int8Form] = {}
     for path, leaf in leaves_with_paths(weights):
-        scale = saved.get(f"frozen/{path}/{int8.SCALE}")
-        if scale is not None and f"frozen/{path}/{int8.NUMBERS}" in saved:
+        scale = saved.get(f"frozen/{path}/{SCALE}")
+        if scale is not None and f"frozen/{path}/{NUMBERS}" in saved:
             pairs = zip(scale.shape, leaf.shape, strict=True)
             dim = next((dim for dim, (one, size) in enumerate(pairs) if one != size), 0)
             found[path] = Int8Form(tuple(leaf.shape), leaf.dtype, dim - len(leaf.shape))

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import AxonDistError, CheckpointError, ConfigError, NonfiniteError
-from axon_dist.core.files import kind_at
 from axon_dist.core.told import told
 from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size, plural, si
@@ -38,9 +37,7 @@ from axon_dist.loop import (
 from axon_dist.mesh import World, build_mesh
 from axon_dist.step import PortableForm, TrainState
 
-from ..config.build import Run, abstract_batch, build_run, step_for
-from ..config.load import CONFIG
-from ..config.schema import RunConfig
+from ..config import CONFIG, Run, RunConfig, abstract_batch, build_run, step_for
 from .directory import RunDirectory, check_directory, create_directory, take_folders
 from .examine import read_program
 from .out_of_memory import explained
@@ -235,11 +232,7 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
     )
     summary = summarize(run, result)
     if _is_main(run):
-        # What the run was made from and came to stays as it is, unless it was cut off before.
-        if kind_at(directory.config) is None:
-            directory.write_config(run.config)
-        if kind_at(directory.summary) is None:
-            directory.write_summary(summary)
+        directory.write_missing(run.config, summary)
     return RunResult(result, directory, summary)
 
 

@@ -68,9 +68,10 @@ def _plan_size(arguments: argparse.Namespace, memory: int | None) -> int:
     }
     if num_devices < 1:
         raise ConfigError(f"got --devices {num_devices}; it must be at least 1")
+    whole = -(-_GLOBAL_BATCH // num_devices) * num_devices
     config = config_of_size(
         parse_count(arguments.params),
-        global_batch=arguments.batch or -(-_GLOBAL_BATCH // num_devices) * num_devices,
+        global_batch=whole if arguments.batch is None else arguments.batch,
         **{name: value for name, value in given.items() if value is not None},
     )
     model, console = config.model, Console(highlight=False)

@@ -7,10 +7,13 @@ Start reading in `schema.py`, then `build.py`; `read.py` turns YAML into types.
 import importlib
 
 from .build import Run as Run
+from .build import abstract_batch as abstract_batch
 from .build import build_loader as build_loader
 from .build import build_run as build_run
 from .build import build_step as build_step
 from .build import build_world as build_world
+from .build import model_of as model_of
+from .build import step_for as step_for
 from .data import DATA as DATA
 from .data import ImageData as ImageData
 from .data import JsonlData as JsonlData
