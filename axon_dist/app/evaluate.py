@@ -332,8 +332,11 @@ def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Modu
     """The model of a checkpoint, its parameters where the strategy lays them."""
     step = build_step(config, world, optax.identity(), meeting=lambda slow: None)
     targets: Any = step.weight_targets
+
     # In device memory, where a strategy that offloads them would not have them.
-    place = lambda path, _: NamedSharding(world.mesh, targets[path].sharding.spec)
+    def place(path, _):
+        return NamedSharding(world.mesh, targets[path].sharding.spec)
+
     where = map_with_path(place, step.parts.weights)
     whole = NamedSharding(world.mesh, PartitionSpec())
     # Widened and cast once rather than for every token.

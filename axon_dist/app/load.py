@@ -223,12 +223,18 @@ def load_arrays(
     frozen = {path for path, _ in leaves_with_paths(weights) if f"frozen/{path}" in saved}
     kept = ("ema", "outer", "params")
     params = next(name for name in kept if any(path.startswith(f"{name}/") for path in saved))
-    divided = lambda tree: dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
+
+    def divided(tree):
+        return dict(zip((params, "frozen"), parted(tree, frozen), strict=True))
+
     everywhere = jax.tree.map(lambda _: buffers_where, parts.buffers)
     wanted = {name: tree for name, tree in divided(weights).items() if tree}
     wanted["buffers"] = parts.buffers
+
     # Scales are few, and lie on every device.
-    beside = lambda path, place: {NUMBERS: place, SCALE: buffers_where} if path in forms else place
+    def beside(path, place):
+        return {NUMBERS: place, SCALE: buffers_where} if path in forms else place
+
     places = {**divided(map_with_path(beside, where)), "buffers": everywhere}
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))

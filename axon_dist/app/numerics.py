@@ -86,7 +86,10 @@ def _recurrent(x: Array, kernel: Array) -> Array:
 
 def _attend(x: Array, kernel: Array) -> Array:
     query, key, value = jnp.split(x @ kernel, 3, -1)
-    heads = lambda y: y.reshape(*y.shape[:2], 2, -1)
+
+    def heads(y):
+        return y.reshape(*y.shape[:2], 2, -1)
+
     return jax.nn.dot_product_attention(heads(query), heads(key), heads(value), is_causal=True)
 
 
@@ -113,7 +116,10 @@ def _ragged(x: Array, kernel: Array) -> Array:
 
 def _segments(x: Array, kernel: Array) -> Array:
     y, numbers = x @ kernel, _numbers(x)
-    add = lambda y, numbers: jax.ops.segment_sum(y, numbers, FEATURES)
+
+    def add(y, numbers):
+        return jax.ops.segment_sum(y, numbers, FEATURES)
+
     return jax.vmap(add)(y, numbers)
 
 
@@ -264,7 +270,10 @@ class SplitPositions:
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
         """Pins the input of every operation."""
-        pin = lambda call, module, x: call(module, layout.constrain(x))
+
+        def pin(call, module, x):
+            return call(module, layout.constrain(x))
+
         for _, module in list(nnx.iter_modules(model)):
             if isinstance(module, Guarded):
                 wrap_calls(module, {"__call__": pin})
@@ -316,7 +325,9 @@ class Guarded(nnx.Module):
     """
 
     def __init__(self, sentinel: Sentinel, rngs: nnx.Rngs):
-        draw = lambda *shape: nnx.Param(0.5 * jax.random.normal(rngs.params(), shape))
+        def draw(*shape):
+            return nnx.Param(0.5 * jax.random.normal(rngs.params(), shape))
+
         self.inner, self.kernel = draw(FEATURES, FEATURES), draw(*sentinel.kernel)
         self.run = sentinel.run
 
@@ -395,7 +406,10 @@ def _loss(model: nnx.Module, batch: Batch) -> Array:
 
 def _on_one(model: nnx.Module, batch: Batch, device: object) -> dict[str, Array]:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    loss = lambda params, batch: _loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+
+    def loss(params, batch):
+        return _loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+
     given = jax.device_put((params, batch), device)
     return _by_path(nnx.to_pure_dict(jax.jit(jax.grad(loss))(*given)))
 

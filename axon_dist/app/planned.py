@@ -357,7 +357,10 @@ def _least_split(
     search: _Search, group: list[Arrangement], refused: dict[str, str]
 ) -> tuple[float, Arrangement | None]:
     """Of a kind the first whose train state fits, or the smallest; and the bytes of its state."""
-    splits = lambda one: one.tp * one.cp * one.pp * one.ep
+
+    def splits(one):
+        return one.tp * one.cp * one.pp * one.ep
+
     best: tuple[float, Arrangement | None] = (float("inf"), None)
     for one in sorted(group, key=splits):
         try:

@@ -159,8 +159,13 @@ def lines(curves: Mapping[str, Curve], unit: str = "") -> str:
     left, right, low, high = min(xs), max(xs), min(ys), max(ys)
     pad = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
     low, high = low - pad, high + pad
-    across = lambda x: _LEFT + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 16)
-    up = lambda y: _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
+
+    def across(x):
+        return _LEFT + (x - left) / ((right - left) or 1) * (_WIDTH - _LEFT - 16)
+
+    def up(y):
+        return _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
+
     parts = [f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">']
     for y in _ticks(low, high):
         parts.append(f'<path class="grid" d="M{_LEFT} {up(y):.1f}H{_WIDTH - 16}"/>')

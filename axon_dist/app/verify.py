@@ -71,7 +71,10 @@ def train_replicas(
     """
     plan: Any = step.strategy.slow
     count = step.world.mesh.shape[plan.axis]
-    start = lambda state: dataclasses.replace(state, params=first(state.params))
+
+    def start(state):
+        return dataclasses.replace(state, params=first(state.params))
+
     states = [_of_replica(start(alone.init()), number) for number in range(count)]
     # A step uses up the memory of its state, which shares none with what is agreed on.
     outer = jax.tree.map(jnp.copy, states[0].params)
@@ -86,15 +89,24 @@ def train_replicas(
                 total = found.setdefault(metric_of(name, number), 0.0)
                 found[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
         for part in plan.due(number + 1):
-            mean = lambda o, *p: o - sum(p) / count
+
+            def mean(o, *p):
+                return o - sum(p) / count
+
             went = jax.tree.map(mean, outer, *(state.params for state in states))
             updates, outer_states[part] = plan.outer.update(went, outer_states[part], outer)
             met = optax.apply_updates(outer, updates)
-            pick = lambda path, new, old, of=parts[part]: new if path in of else old
+
+            def pick(path, new, old, of=parts[part]):
+                return new if path in of else old
+
             outer = map_with_path(pick, met, outer)
-            follow = lambda state, met=met, pick=pick: dataclasses.replace(
-                state, params=jax.tree.map(jnp.copy, map_with_path(pick, met, state.params))
-            )
+
+            def follow(state, met=met, pick=pick):
+                return dataclasses.replace(
+                    state, params=jax.tree.map(jnp.copy, map_with_path(pick, met, state.params))
+                )
+
             states = [follow(state) for state in states]
     return found, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
 
@@ -112,8 +124,13 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
 
 def _of_replica(state: TrainState, number: int) -> TrainState:
     """The first replica draws as the model would, the others from keys folded with their number."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    fold = lambda x: jax.random.fold_in(x, number) if number and is_key(x) else x
+
+    def is_key(x):
+        return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    def fold(x):
+        return jax.random.fold_in(x, number) if number and is_key(x) else x
+
     return dataclasses.replace(state, buffers=jax.tree.map(fold, state.buffers))
 
 

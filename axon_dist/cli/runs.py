@@ -86,7 +86,10 @@ def _dry_run(config: RunConfig, resume: str | None) -> int:
 
 def evaluate_run(arguments: argparse.Namespace) -> int:
     """Evaluates the model of a run, and prints its metrics."""
-    tell = lambda text: Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def tell(text):
+        return Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
     evaluation = evaluate(
         arguments.folder,
         step=arguments.step,

@@ -43,13 +43,19 @@ def all_min(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
 
 def sum_scatter(x: Array, axes: str | tuple[str, ...], dim: int) -> Array:
     """Adds up over mesh axes and keeps this rank's equal slice of `dim`."""
-    scatter = lambda x, axes: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+    def scatter(x, axes):
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
     return _each(scatter, x, axes)
 
 
 def gathered(x: Array, axes: str | tuple[str, ...], dim: int, tiled: bool = True) -> Array:
     """Joins the values of all ranks along `dim`; its gradient is a sum, and as safe as one."""
-    gather = lambda x, axes: jax.lax.all_gather(x, axes, axis=dim, tiled=tiled)
+
+    def gather(x, axes):
+        return jax.lax.all_gather(x, axes, axis=dim, tiled=tiled)
+
     return _each(gather, x, axes)
 
 

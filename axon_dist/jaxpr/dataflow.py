@@ -146,7 +146,9 @@ def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
     Returns:
         What is known about its outputs.
     """
-    unknown = lambda atom: Value(flow.new(shape_of(atom)))
+
+    def unknown(atom):
+        return Value(flow.new(shape_of(atom)))
 
     def run(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
         flow.order += 1
@@ -194,10 +196,12 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
     if len(results) != 1:
         return False
     (shape,) = results
-    repeats = lambda given: (
-        len(given) == len(shape)
-        and all(size in (full, 1) for size, full in zip(given, shape, strict=True))
-    )
+
+    def repeats(given):
+        return len(given) == len(shape) and all(
+            size in (full, 1) for size, full in zip(given, shape, strict=True)
+        )
+
     return all(not shape_of(v) or repeats(shape_of(v)) for v in equation.invars)
 
 
@@ -308,8 +312,11 @@ class _Step:
         if self.name == "gather":
             return first.origin if self._takes_rows() else None
         arrays = [operand for operand in self.operands if operand.dims]
+
         # A kernel times a scalar, cast or negated is that kernel; a sum of two is neither.
-        shape = lambda value: [self.flow.sizes[node] for node in value.dims]
+        def shape(value):
+            return [self.flow.sizes[node] for node in value.dims]
+
         is_same = len(arrays) == 1 and shape(arrays[0]) == shape(result)
         return arrays[0].origin if is_same else None
 

@@ -137,7 +137,10 @@ class _Draft:
             for dim, size in enumerate(shape):
                 if not self.results[number][dim] and size != 1:
                     self.add(Role.NEW, (), [(number, dim)])
-        freeze = lambda side: tuple(map(tuple, side))
+
+        def freeze(side):
+            return tuple(map(tuple, side))
+
         return Factors(tuple(self.roles), freeze(self.operands), freeze(self.results))
 
 
@@ -196,7 +199,10 @@ def _reshape(draft: _Draft) -> None:
     (before, *_), (after,) = draft.inputs, draft.outputs
     left = [dim for dim, size in enumerate(before) if size != 1]
     right = [dim for dim, size in enumerate(after) if size != 1]
-    size = lambda shape, dims: math.prod(shape[dim] for dim in dims)
+
+    def size(shape, dims):
+        return math.prod(shape[dim] for dim in dims)
+
     while left and right:
         mine, theirs = [left.pop(0)], [right.pop(0)]
         while size(before, mine) != size(after, theirs):

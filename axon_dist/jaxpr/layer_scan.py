@@ -308,9 +308,14 @@ def _remat_of_model(
     barrier = equation.params["prevent_cse"]
     if _runs_one_unit(jaxpr):
         policy = _both(how.remat, policy)
-        run = lambda *values: interpret(jaxpr, (), values, _without_remat)
+
+        def run(*values):
+            return interpret(jaxpr, (), values, _without_remat)
     else:
-        run = lambda *values: _evaluate(ClosedJaxpr(jaxpr, ()), values, how)
+
+        def run(*values):
+            return _evaluate(ClosedJaxpr(jaxpr, ()), values, how)
+
     return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
 
 
@@ -423,10 +428,16 @@ def grouped_scan(
             protect(body, length), carry, stacked, length, reverse=reverse, unroll=unroll
         )
     if reverse:
-        turn = lambda rows: [jnp.flip(row, 0) for row in rows]
+
+        def turn(rows):
+            return [jnp.flip(row, 0) for row in rows]
+
         carry, outputs = grouped_scan(body, carry, turn(stacked), length, group, protect)
         return carry, turn(outputs)
-    several = lambda size: lambda carry, rows: jax.lax.scan(body, carry, rows, size)
+
+    def several(size):
+        return lambda carry, rows: jax.lax.scan(body, carry, rows, size)
+
     whole = length // group * group
     parts: list[Any] = []
     if whole:

@@ -26,7 +26,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import eval_equation
 from ..core.typing import Path
-from .walk import Atom, interpret, same_program, same_value
+from .equality import same_program, same_value
+from .walk import Atom, interpret
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -75,7 +76,10 @@ def linen_named(model: nnx.Module, names: Collection[str]) -> list[Keys]:
         >>> linen_named(model, ["layers"])
         [('layers_0',), ('layers_1',)]
     """
-    is_one = lambda name: any(f"/{name}".endswith(f"/{each}") for each in names)
+
+    def is_one(name):
+        return any(f"/{name}".endswith(f"/{each}") for each in names)
+
     return [keys for keys, name in linen_modules(model) if is_one(name)]
 
 
@@ -403,7 +407,10 @@ class Intercepted:
 def _outermost(scopes: Any) -> list[Path]:
     """The paths of those scopes that lie in no other, as Flax packs their variables."""
     paths = list(dict.fromkeys(scope.path for scope in jax.tree.leaves(scopes)))
-    is_below = lambda one, other: one != other and one[: len(other)] == other
+
+    def is_below(one, other):
+        return one != other and one[: len(other)] == other
+
     return ["/".join(p) for p in paths if not any(is_below(p, other) for other in paths)]
 
 

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Literal
 from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Path
-from .walk import hashable_params, same_params
+from .equality import hashable_params, same_params
 
 Owner: TypeAlias = Hashable
 """Whoever has values of its own; None stands for all."""
@@ -158,7 +158,10 @@ class OwnedProgram:
         known: dict[Hashable, tuple[int, ...]] = {}
         for op in self.operations:
             if op.owner is None and op.key is not None:
-                spell = lambda a: found.get(a, a) if isinstance(a, int) else self.spelled(a)
+
+                def spell(a):
+                    return found.get(a, a) if isinstance(a, int) else self.spelled(a)
+
                 key = (op.key, tuple(map(spell, op.inputs)))
                 first = known.setdefault(key, op.outputs)
                 found.update(zip(op.outputs, first, strict=True))
@@ -238,7 +241,10 @@ class _Flat:
             v: Constant(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)
         }
         env.update(zip(jaxpr.invars, values, strict=True))
-        read = lambda v: Constant(v.val, v.aval) if isinstance(v, Literal) else env[v]
+
+        def read(v):
+            return Constant(v.val, v.aval) if isinstance(v, Literal) else env[v]
+
         for equation in jaxpr.eqns:
             operands = [read(v) for v in equation.invars]
             made = self._equation(equation, operands)
@@ -401,7 +407,9 @@ def _selection(which: Any, case: Any, count: int) -> Any:
             which = jnp.clip(which, 0, count - 1).astype(jnp.int32)
         return jax.lax.select_n(which, *cases)
 
-    shape = lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    def shape(aval):
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
     return jax.make_jaxpr(select)(shape(which), *[shape(case)] * count)
 
 

@@ -215,7 +215,10 @@ def _rows_of(equation: Any, read: set[Any]) -> Rows | None:
         if places != [0] or not _is_by_rows(equation):
             return None
         params = equation.params
-        first = lambda operands: operands[0][..., 0]
+
+        def first(operands):
+            return operands[0][..., 0]
+
         return Rows(equation, others, first, (), params["mode"], params["fill_value"])
     inner = called(equation)
     if inner is None or equation.primitive.name not in CALLS | REMATS or has_units(equation):

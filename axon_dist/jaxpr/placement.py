@@ -43,8 +43,13 @@ def of_spec(spec: PartitionSpec | Sequence[object], ndim: int) -> Splits:
         >>> [sorted(axes) for axes in of_spec((None, ("dp", "tp")), 3)]
         [[], ['dp', 'tp'], []]
     """
-    named = lambda entry: isinstance(entry, (str, tuple))
-    one = lambda entry: frozenset([entry] if isinstance(entry, str) else entry)
+
+    def named(entry):
+        return isinstance(entry, (str, tuple))
+
+    def one(entry):
+        return frozenset([entry] if isinstance(entry, str) else entry)
+
     found = [one(entry) if named(entry) else NONE for entry in tuple(spec)]
     return (*found, *whole(ndim - len(found)))
 
@@ -230,10 +235,13 @@ def flops_of(
     """
     name = equation.primitive.name
     shapes: list[tuple[int, ...]] = [getattr(a.aval, "shape", ()) for a in equation.invars]
-    ways = lambda names: math.prod(axes[axis] for axis in names)
-    local = lambda shape, where: math.prod(
-        -(-n // ways(a)) for n, a in zip(shape, where, strict=True)
-    )
+
+    def ways(names):
+        return math.prod(axes[axis] for axis in names)
+
+    def local(shape, where):
+        return math.prod(-(-n // ways(a)) for n, a in zip(shape, where, strict=True))
+
     out = equation.outvars[0].aval.shape
     if name == "dot_general":
         dims = equation.params["dimension_numbers"][0]

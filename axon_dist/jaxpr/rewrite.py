@@ -69,7 +69,10 @@ class Rewriting:
 
             def traced(*args: Any) -> Any:
                 results = function(*args)
-                is_number = lambda leaf: isinstance(leaf, (bool, int, float))
+
+                def is_number(leaf):
+                    return isinstance(leaf, (bool, int, float))
+
                 numbers[:] = [x if is_number(x) else None for x in jax.tree.leaves(results)]
                 return results
 
@@ -203,9 +206,17 @@ class ByRank:
         batch = self._splitting(equation, operands[0].shape[dims.lhs_spec[0]], manual)
         samples, results = _at(dims.lhs_spec[0], batch), _at(dims.out_spec[0], batch)
         mesh = here if manual else self.mesh
-        mapped = lambda function, ins, outs: jax.shard_map(
-            function, mesh=mesh, axis_names={*left}, in_specs=ins, out_specs=outs, check_vma=False
-        )
+
+        def mapped(function, ins, outs):
+            return jax.shard_map(
+                function,
+                mesh=mesh,
+                axis_names={*left},
+                in_specs=ins,
+                out_specs=outs,
+                check_vma=False,
+            )
+
         whole, run = PartitionSpec(), lambda x, k: equation.primitive.bind(x, k, **equation.params)
 
         def backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:

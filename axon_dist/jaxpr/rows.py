@@ -176,7 +176,10 @@ def _by_row(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     row = equation.replace(params=_of_a_row(equation.params))
     # What is left to do within a row may be nothing.
     is_done = row.params.get("axes") == ()
-    run = lambda x: x if is_done else eval_equation(row, [x, *map(whole, more)])[0]
+
+    def run(x):
+        return x if is_done else eval_equation(row, [x, *map(whole, more)])[0]
+
     if equation.primitive.name in MONOIDS:
         made = [run(x) for x in stacked.rows]
         both = MONOIDS[equation.primitive.name]
@@ -339,7 +342,10 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     origins = _origins(jaxpr)
     known: dict[Var, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known.update(zip(jaxpr.invars, values, strict=True))
-    read = lambda atoms: [a.val if isinstance(a, Literal) else known[a] for a in atoms]
+
+    def read(atoms):
+        return [a.val if isinstance(a, Literal) else known[a] for a in atoms]
+
     waiting = list(jaxpr.eqns)
     while waiting:
         ready, later = [], []

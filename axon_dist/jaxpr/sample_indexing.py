@@ -259,10 +259,13 @@ Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 def operation(pair: Pair) -> Operation:
     """What a rule gets to see of an equation."""
     one, two = pair
-    shapes = lambda left, right: tuple(
-        (shape_of(a), shape_of(b)) for a, b in zip(left, right, strict=True)
-    )
-    dtype = lambda atoms: _dtype(atoms[0]) if atoms else np.dtype("float32")
+
+    def shapes(left, right):
+        return tuple((shape_of(a), shape_of(b)) for a, b in zip(left, right, strict=True))
+
+    def dtype(atoms):
+        return _dtype(atoms[0]) if atoms else np.dtype("float32")
+
     return Operation(
         one.primitive.name,
         one.params,

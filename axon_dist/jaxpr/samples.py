@@ -214,8 +214,11 @@ class Walk:
         if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in given):
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
+
         # The cotangent is smaller, the more samples there are; only what is linear in it stays so.
-        smaller = lambda v: dataclasses.replace(v, degree=v.degree - 1, known=None, number=0)
+        def smaller(v):
+            return dataclasses.replace(v, degree=v.degree - 1, known=None, number=0)
+
         seeds = [smaller(CONSTANT if v.kind is Kind.TOTAL else v) for v in results]
         seeds = [v for v, out in zip(seeds, pair[0].outvars, strict=True) if is_float(out.aval)]
         programs = pullback(pair[0], floats), pullback(pair[1], floats)
@@ -247,7 +250,10 @@ class Walk:
             if value.is_rows and value.dim is not None:
                 value = value.at(value.dim - 1, value.outer)
             each.append(value if not value.numbers else coupled(LOOPED, at))
-        run = lambda carry: self._body(bodies, [*consts, *carry, *each])
+
+        def run(carry):
+            return self._body(bodies, [*consts, *carry, *each])
+
         carry, outputs = _settled(loop, run, carry, at)
         for number, value in enumerate(outputs):
             if value.is_rows and value.dim is not None:

@@ -291,9 +291,14 @@ def run_call(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> An
     # What never changes is not handed on from block to block.
     changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
     weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
+
     # What the call has left alone is not written back: within `jax.grad` it could not be.
-    is_new = lambda keys, variable: variable.get_value() is not before.get(keys)
-    is_changed = lambda keys, variable: keys not in weights and is_new(keys, variable)
+    def is_new(keys, variable):
+        return variable.get_value() is not before.get(keys)
+
+    def is_changed(keys, variable):
+        return keys not in weights and is_new(keys, variable)
+
     return output, nnx.state(module, is_changed), changed
 
 

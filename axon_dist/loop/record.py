@@ -232,7 +232,10 @@ class Record:
         """Training and validation curve of every metric that was validated, but for the loss."""
         found = {name for kind, _, means in self._curves if kind == VALIDATION for name in means}
         names = sorted(found - {"loss"})
-        curve = lambda kind, name: tuple(self._curve(kind, name))
+
+        def curve(kind, name):
+            return tuple(self._curve(kind, name))
+
         return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
 
     def _curve(self, kind: str, name: str) -> list[tuple[int, float]]:

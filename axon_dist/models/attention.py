@@ -157,7 +157,10 @@ def auto_attention(
     if splash_obstacle(query) is None:
         return flash_attention(query, key, value, causal, segments)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
-    einsum = lambda q, k, v, s=None: einsum_attention(q, k, v, causal, s)
+
+    def einsum(q, k, v, s=None):
+        return einsum_attention(q, k, v, causal, s)
+
     if cudnn_obstacle(*arrays) is not None:
         return einsum(*arrays)
     cudnn = functools.partial(_cudnn, causal=causal)

@@ -113,7 +113,10 @@ class Experts(nnx.Module):
         Returns:
             `[B, T, D]`, and the share of assignments that were left out, which is 0 here.
         """
-        rows = lambda x: x.reshape(-1, x.shape[-1])
+
+        def rows(x):
+            return x.reshape(-1, x.shape[-1])
+
         choice = Choice(rows(chosen), rows(gates))
         mixed = in_order(self.feed, rows(tokens), choice, kernels)
         return mixed.reshape(tokens.shape), jnp.zeros((), jnp.float32)

@@ -34,9 +34,10 @@ class Past:
 
     def extended(self, keys: Array, values: Array, start: Array) -> Past:
         """The same with `[B, T, N, K]` written at the positions from `start` on."""
-        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(
-            old, new.astype(old.dtype), start, axis=1
-        )
+
+        def write(old, new):
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=1)
+
         return Past(write(self.keys, keys), write(self.values, values))
 
 

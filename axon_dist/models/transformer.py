@@ -187,7 +187,10 @@ class Transformer(nnx.Module):
         config = self.config
         shape = (padding.shape[0], length, config.kv_heads, config.key_size)
         dtype = config.dtype or self.token_embedding.embedding.dtype
-        empty = lambda *lead: Past(*(jnp.zeros((*lead, *shape), dtype) for _ in range(2)))
+
+        def empty(*lead):
+            return Past(*(jnp.zeros((*lead, *shape), dtype) for _ in range(2)))
+
         layers = range(config.num_layers)
         past = empty(config.num_layers) if config.scan_layers else tuple(empty() for _ in layers)
         return Cache(past, Place(jnp.zeros((), jnp.int32), padding))

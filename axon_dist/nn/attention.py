@@ -217,7 +217,10 @@ def _check_heads(
     if group is None:
         return
     size, axis = group.size, "×".join(group.axes)
-    fits = lambda n: heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    def fits(n):
+        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
     if not fits(size):
         valid = [n for n in range(1, heads + 1) if fits(n)]
         raise DivisibilityError(

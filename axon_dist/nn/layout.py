@@ -95,12 +95,17 @@ class Layout:
         if set(manual) >= set(self.mesh.axis_names):
             return function
         mesh = jax.sharding.get_abstract_mesh() if manual else self.mesh
-        fixed = lambda spec: PartitionSpec(*(None if e is FREE else e for e in spec))
-        left = lambda tree: jax.tree.map(
-            lambda spec: without(fixed(spec), manual),
-            tree,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
+
+        def fixed(spec):
+            return PartitionSpec(*(None if e is FREE else e for e in spec))
+
+        def left(tree):
+            return jax.tree.map(
+                lambda spec: without(fixed(spec), manual),
+                tree,
+                is_leaf=lambda x: isinstance(x, PartitionSpec),
+            )
+
         return jax.shard_map(
             function,
             mesh=mesh,

@@ -459,7 +459,10 @@ def vocab_parallel_cross_entropy(
 
 def _cross_entropy(logits: Array, labels: Array, start: Array | int, axis: str | None) -> Array:
     """Cross-entropy of one rank's classes, which begin at `start`; whole without an axis."""
-    total = lambda x: x if axis is None else all_sum(x, axis)
+
+    def total(x):
+        return x if axis is None else all_sum(x, axis)
+
     largest = jax.lax.stop_gradient(logits.max(-1))
     largest = largest if axis is None else all_max(largest, axis)
     exponentials = total(jnp.exp(logits - largest[..., None]).sum(-1))

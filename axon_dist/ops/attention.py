@@ -210,7 +210,9 @@ class BlockAttention:
         return self._run("backward", queries, keys, causal)
 
     def _run(self, method: str, queries: Queries, keys: Keys, causal: bool) -> Any:
-        run = lambda name: functools.partial(getattr(BLOCK_KERNELS[name], method), causal=causal)
+        def run(name):
+            return functools.partial(getattr(BLOCK_KERNELS[name], method), causal=causal)
+
         if self.form in BLOCK_KERNELS:
             why = BLOCK_KERNELS[self.form].obstacle(queries, keys)
             if why is not None:

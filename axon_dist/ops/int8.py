@@ -121,13 +121,19 @@ def int8_form(path: Path, leaf: Leaf, stacked: int = 0) -> Int8Form | None:
 
 def narrowed(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
     """Nested dicts of weights, those that have a form as `{"int8": ..., "scale": ...}`."""
-    one = lambda path, x: forms[path].narrow(x) if path in forms else x
+
+    def one(path, x):
+        return forms[path].narrow(x) if path in forms else x
+
     return map_with_path(one, weights) if forms else weights
 
 
 def widened(weights: PyTree, forms: Mapping[Path, Int8Form]) -> PyTree:
     """The weights that `narrowed` made something of, each in its own dtype."""
-    one = lambda form, x: x if form is None else form.widen(x.numbers, x.scale)
+
+    def one(form, x):
+        return x if form is None else form.widen(x.numbers, x.scale)
+
     return _mapped(one, weights, forms)
 
 

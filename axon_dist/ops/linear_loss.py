@@ -275,7 +275,10 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
     """
     shape, (width, classes) = operands.labels.shape, operands.kernel.shape
     count, size = _chunks(how, math.prod(shape), classes)
-    cut = lambda x, *dims: _padded(x.reshape(-1, *dims), count * size).reshape(count, size, *dims)
+
+    def cut(x, *dims):
+        return _padded(x.reshape(-1, *dims), count * size).reshape(count, size, *dims)
+
     pieces = cut(operands.hidden, width), cut(operands.labels), cut(operands.weights)
     rest = operands.kernel, operands.bias
     zero = jnp.zeros((), jnp.float32)
@@ -289,7 +292,10 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
         hidden, labels, weights = piece
         found = _chunk(how, Operands(hidden, rest[0], labels, weights, rest[1]), wants, axis)
         sums = found.total, found.hits, *found.grads[1:]
-        add = lambda a, b: None if a is None else a + b
+
+        def add(a, b):
+            return None if a is None else a + b
+
         return tuple(map(add, carry, sums)), (found.losses, found.grads[0])
 
     if count == 1:
@@ -297,7 +303,10 @@ def find(how: HeadLoss, operands: Operands, wants: Wants, axis: str | None = Non
     else:
         sums, made = jax.lax.scan(chunk, start, pieces)
     total, hits, of_kernel, of_bias = sums
-    restored = lambda x, *dims: x.reshape(-1, *dims)[: math.prod(shape)].reshape(*shape, *dims)
+
+    def restored(x, *dims):
+        return x.reshape(-1, *dims)[: math.prod(shape)].reshape(*shape, *dims)
+
     of_hidden = None if made[1] is None else restored(made[1], width)
     if axis is not None and of_hidden is not None:
         of_hidden = all_sum(of_hidden, axis)
@@ -322,7 +331,10 @@ def _padded(x: Array, length: int) -> Array:
 
 def _chunk(how: HeadLoss, at: Operands, wants: Wants, axis: str | None) -> Found:
     """The losses of some positions, `[N]`, and the gradients of their weighted sum."""
-    over = lambda reduce, x: x if axis is None else reduce(x, axis)
+
+    def over(reduce, x):
+        return x if axis is None else reduce(x, axis)
+
     classes = at.kernel.shape[1]
     start = 0 if axis is None else jax.lax.axis_index(axis) * classes
     num_classes = classes * (1 if axis is None else jax.lax.axis_size(axis))
@@ -404,7 +416,10 @@ def derivative(run: Run, operands: Operands, tangents: Tangents) -> Values:
     """
     moves = tangents.hidden, tangents.kernel, tangents.bias
     found = run(operands, tuple(x is not None for x in moves))  # type: ignore[arg-type]
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def wide(x):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
     of_total = jnp.zeros((), found.total.dtype)
     for grad, move in zip(found.grads, moves, strict=True):
         if move is not None and grad is not None:
@@ -429,7 +444,9 @@ def differentiable(run: Run) -> Callable[..., tuple[Array, Array]]:
         return run(Operands(*operands), (False, False, False))[:2]
 
     def moved(operands: Sequence[Array], tangents: Sequence[Array]) -> Values:
-        is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+        def is_zero(x):
+            return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
         moves = Tangents(*(None if is_zero(x) else x for x in tangents))
         return derivative(run, Operands(*operands), moves)
 

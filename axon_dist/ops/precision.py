@@ -376,7 +376,10 @@ class GradScaler:
 
     def unscale(self, grads: PyTree, state: ScalerState) -> PyTree:
         """Divides gradients by the scale, in float32 or wider."""
-        wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+
+        def wide(g):
+            return g.astype(jnp.promote_types(g.dtype, jnp.float32))
+
         return jax.tree.map(lambda g: wide(g) / state.scale, grads)
 
     def update(self, state: ScalerState, finite: Array) -> ScalerState:
@@ -452,8 +455,11 @@ def clip_by_global_norm(grads: PyTree, max_norm: float | None) -> tuple[PyTree, 
         >>> float(norm), [round(float(x), 3) for x in grads["w"]]
         (5.0, [0.6, 0.8])
     """
+
     # Squares of bfloat16 must not be added up in bfloat16.
-    wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
+    def wide(g):
+        return g.astype(jnp.promote_types(g.dtype, jnp.float32))
+
     norm = optax.tree.norm(jax.tree.map(wide, grads))
     if max_norm is None:
         return grads, norm

@@ -177,7 +177,10 @@ class Ring:
 
     def _send(self, half: Array, parity: int, back: bool = False) -> Array:
         """Sends pieces 2r + parity to the ranks that work on them, or back."""
-        owner = lambda piece: min(piece, 2 * self.size - 1 - piece)
+
+        def owner(piece):
+            return min(piece, 2 * self.size - 1 - piece)
+
         pairs = [(rank, owner(2 * rank + parity)) for rank in range(self.size)]
         pairs = [(b, a) for a, b in pairs] if back else pairs
         return jax.lax.ppermute(half, self.axis, pairs)
@@ -210,7 +213,10 @@ class Ring:
         """One of the two pieces that a rank has; None for all it has."""
         if number is None:
             return tree
-        rows = lambda x: x.shape[1] // 2
+
+        def rows(x):
+            return x.shape[1] // 2
+
         return jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, number * rows(x), rows(x), 1), tree
         )
@@ -222,7 +228,10 @@ class Ring:
         new = change(self.piece(tree, number))
         if number is None:
             return new
-        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, number * new.shape[1], 1)
+
+        def put(x, new):
+            return jax.lax.dynamic_update_slice_in_dim(x, new, number * new.shape[1], 1)
+
         return jax.tree.map(put, tree, new)
 
     def around(
@@ -383,5 +392,8 @@ def _host_queries(
 
 def _added(addend: Tree, so_far: Tree) -> Tree:
     """The sums in float32, in the dtypes of what there is so far."""
-    add = lambda x, y: (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+
+    def add(x, y):
+        return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+
     return jax.tree.map(add, so_far, addend)

@@ -184,7 +184,10 @@ def in_order(
     is_here = (jnp.arange(own.shape[0]) < jnp.sum(sizes))[:, None]
     # Masked on both ways: what a product leaves in the rows behind the last group is its own.
     rows = jnp.where(is_here, _permuted(jnp.repeat(tokens, per_token, axis=0), order), 0)
-    product = lambda rows, kernel: jax.lax.ragged_dot(rows, kernel, sizes)
+
+    def product(rows, kernel):
+        return jax.lax.ragged_dot(rows, kernel, sizes)
+
     made = jnp.where(is_here, feed(product, rows, kernels), 0)
     return _summed(_permuted(made, jnp.argsort(order)), choice.gates, tokens.dtype)
 
@@ -224,7 +227,10 @@ def in_blocks(
     there = _Way(source.reshape(-1), is_filled.reshape(-1))
     back = _Way(jnp.where(is_here, place, 0), is_here)
     rows = _moved(jnp.repeat(tokens, per_token, axis=0), there, back)
-    product = lambda rows, kernel: by_block(rows, kernel, groups)
+
+    def product(rows, kernel):
+        return by_block(rows, kernel, groups)
+
     made = feed(product, rows.reshape(*is_filled.shape, -1), kernels)
     made = _moved(made.reshape(-1, made.shape[-1]), back, there)
     return _summed(made, choice.gates, tokens.dtype)
@@ -268,7 +274,10 @@ def in_slots(
     is_taken = number < sizes[:, None]
     source = order[jnp.where(is_taken, starts[:, None] + number, 0)] // choice.experts.shape[1]
     slots = jnp.where(is_taken[..., None], tokens[source], 0)
-    product = lambda rows, kernel: jnp.einsum("ecd,edh->ech", rows, kernel)
+
+    def product(rows, kernel):
+        return jnp.einsum("ecd,edh->ech", rows, kernel)
+
     made = back(feed(product, there(slots), kernels)).reshape(-1, tokens.shape[-1])
     place = jnp.argsort(order) - jnp.append(starts, 0)[own]
     is_kept = (own < num_experts) & (place < capacity)

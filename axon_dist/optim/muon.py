@@ -86,7 +86,10 @@ class NewtonSchulz:
         """
         counting = tuple(d for d in range(x.ndim) if d not in (*self.rows, *self.columns))
         order = (*counting, *self.rows, *self.columns)
-        size = lambda dims: math.prod(x.shape[d] for d in dims)
+
+        def size(dims):
+            return math.prod(x.shape[d] for d in dims)
+
         matrices = x.transpose(order).reshape(-1, size(self.rows), size(self.columns))
         made = jax.vmap(lambda matrix: self._of_matrix(matrix, coefficients))(matrices)
         back = sorted(range(x.ndim), key=order.__getitem__)
@@ -323,7 +326,10 @@ class _Orthogonal:
         pairs = zip(leaves, self._dims_of(ahead), strict=True)
         made = [self._orthogonalised(x, dims, state.ns_coeffs) for x, dims in pairs]
         if self.adaptive:
-            dual = lambda x, y: jnp.sum(x.conj() * y) * y
+
+            def dual(x, y):
+                return jnp.sum(x.conj() * y) * y
+
             made = [dual(x, y) for x, y in zip(leaves, made, strict=True)]
         mu = optax.tree.cast(mu, self.mu_dtype)
         return structure.unflatten(made), MuonState(count, mu, state.ns_coeffs)
@@ -347,7 +353,10 @@ class _Orthogonal:
         lead = 0
         while lead not in (*rows, *columns):
             lead += 1
-        within = lambda some: tuple(d - lead for d in some)
+
+        def within(some):
+            return tuple(d - lead for d in some)
+
         rows, columns = within(rows), within(columns)
         is_matrix = (rows, columns) == ((0,), (1,)) and x.ndim == lead + 2
         if not is_matrix:
@@ -364,7 +373,10 @@ class _Orthogonal:
             return [Dims() if x.ndim == 2 else None for x in jax.tree.leaves(tree)]
         dims = self.dims(tree) if callable(self.dims) else self.dims
         found: list[Dims | None] = []
-        note = lambda own, part: found.extend(own for _ in jax.tree.leaves(part))
+
+        def note(own, part):
+            return found.extend(own for _ in jax.tree.leaves(part))
+
         jax.tree.map(note, dims, tree, is_leaf=_is_dims)
         return found
 
@@ -376,7 +388,10 @@ def _is_dims(x: Any) -> bool:
 def _axes(x: Any, dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims of rows and of columns, counted from the first."""
     assert dims is not None, "what is no matrix is masked out"
-    read = lambda axes: tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))
+
+    def read(axes):
+        return tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))
+
     rows, columns = read(dims.reduction_axis), read(dims.output_axis)
     if set(rows) & set(columns) or x.ndim < 2:
         raise ConfigError(

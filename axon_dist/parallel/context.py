@@ -186,7 +186,10 @@ class SplitAttention:
                 how = {"form": getattr(module, "form", "auto"), "is_dealt": self.is_dealt}
                 return ring_attention(query, key, value, self.axis, causal, *segments, **how)
             names = ("query", "key", "value", "segments")
-            whole = lambda *x: attend(module, **dict(zip(names, x, strict=False)))
+
+            def whole(*x):
+                return attend(module, **dict(zip(names, x, strict=False)))
+
             return ulysses_attention(query, key, value, self.axis, whole, *segments)
 
         more = () if segments is None else (segments,)
@@ -275,7 +278,10 @@ class DealtOnce:
         if not inner or unknown or length % (2 * self.attention.size):
             return residual(module, tokens, segments, positions)
         ring = Ring(self.attention.axis, self.attention.size, causal=True)
-        deal = lambda *arrays: tuple(map(ring.deal, arrays))
+
+        def deal(*arrays):
+            return tuple(map(ring.deal, arrays))
+
         arrays = [x for x in (tokens, segments, positions) if x is not None]
         specs = tuple(PartitionSpec(*layout.spec((*x.shape, 1))[:2]) for x in arrays)
         tokens, *more = layout.mapped(deal, specs, specs, check_vma=False)(*arrays)
@@ -303,7 +309,10 @@ class DealtOnce:
 
     def _dealt(self, layers: Layers) -> Layers:
         dealt = dataclasses.replace(self.attention, is_dealt=True)
-        change = lambda around: dealt if around == self.attention else around
+
+        def change(around):
+            return dealt if around == self.attention else around
+
         return Layers(tuple((name, change(around)) for name, around in layers.layers))
 
 

@@ -283,7 +283,10 @@ def zero(
         )
     label = name or f"zero{int(stage)}"
     split = LargestDim(over, min_elements, label)
-    place = lambda is_split: split if is_split else Replicate()
+
+    def place(is_split):
+        return split if is_split else Replicate()
+
     return Strategy(
         label,
         batch_axes=axes,

@@ -358,7 +358,9 @@ class SplitExperts:
         }
 
         def local(tokens: Array, gates: Array, chosen: Array, kernels: Any) -> Any:
-            rows = lambda x: x.reshape(-1, x.shape[-1])
+            def rows(x):
+                return x.reshape(-1, x.shape[-1])
+
             choice = Choice(rows(chosen), rows(gates))
             mixed, dropped = self._mix(module.feed, rows(tokens), choice, kernels, split)
             if features:
@@ -395,7 +397,10 @@ class SplitExperts:
             return all_sum(mixed, axis), all_sum(dropped, axis)
         if self._sends_slots(tokens.shape[0], choice.experts.shape[1], own * size, size):
             return self._exchange(feed, tokens, choice, kernels, size)
-        every = lambda x: gathered(x, axis, 0)
+
+        def every(x):
+            return gathered(x, axis, 0)
+
         everyone = Choice(every(choice.experts), every(choice.gates))
         mixed, dropped = self._here(feed, every(tokens), everyone, kernels, first, size)
         return sum_scatter(mixed, axis, 0), dropped
@@ -440,7 +445,10 @@ class SplitExperts:
     ) -> tuple[Array, Array]:
         """Slots go to the ranks of their experts, and come back filled."""
         axis, experts = self.axis, size * jax.tree.leaves(kernels)[0].shape[0]
-        swap = lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+
+        def swap(x):
+            return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+
         slots = self._slots(tokens.shape[0], choice.experts.shape[1], experts)
 
         def there(x: Array) -> Array:

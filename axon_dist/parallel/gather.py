@@ -283,6 +283,9 @@ def reduce_tree(
     # Buckets hold one dtype each, so what is sent is cast before it is packed.
     wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
     buckets = plan_buckets(wire, reduction.bucket_capacity)
-    total = lambda x: all_sum(x, axes)
+
+    def total(x):
+        return all_sum(x, axes)
+
     reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
     return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)

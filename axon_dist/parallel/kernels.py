@@ -76,11 +76,17 @@ class OverMesh:
             module = nnx.clone(module)
             module.form = "einsum"
         more = () if segments is None else (segments,)
-        call = lambda q, k, v, *s: attend(module, q, k, v, **({"segments": s[0]} if s else {}))
+
+        def call(q, k, v, *s):
+            return attend(module, q, k, v, **({"segments": s[0]} if s else {}))
+
         manual = manual_axes()
         batch = tuple(axis for axis in self.batch if axis not in manual)
         heads = tuple(axis for axis in self.heads if axis not in manual)
-        ways = lambda axes: math.prod(self.mesh.shape[axis] for axis in axes)
+
+        def ways(axes):
+            return math.prod(self.mesh.shape[axis] for axis in axes)
+
         if key.shape[2] % ways(heads):
             heads = ()
         if self.is_opaque and query.shape[0] % ways(batch):
@@ -167,7 +173,10 @@ class LossOverMesh:
             return None
         spread = Spread.of(self.layout, Operands(*operands), manual)
         how = equation.params["how"]
-        run = lambda given, wants: spread.run(self.layout, how, given, wants)
+
+        def run(given, wants):
+            return spread.run(self.layout, how, given, wants)
+
         return list(differentiable(run)(*operands))
 
 
@@ -189,8 +198,13 @@ class Spread:
     def of(cls, layout: Layout, operands: Operands, manual: Axes) -> Spread:
         """The axes of a layout, each where sizes divide."""
         shape, classes = operands.labels.shape, operands.kernel.shape[1]
-        left = lambda axes: tuple(axis for axis in axes if axis not in manual)
-        fits = lambda axes, size: left(axes) if size % layout.size(axes) == 0 else ()
+
+        def left(axes):
+            return tuple(axis for axis in axes if axis not in manual)
+
+        def fits(axes, size):
+            return left(axes) if size % layout.size(axes) == 0 else ()
+
         return cls(
             samples=fits(layout.batch, shape[0]) if shape else (),
             sequence=fits(layout.sequence, shape[1]) if len(shape) > 1 else (),
@@ -230,5 +244,8 @@ class Spread:
         found = Found(*layout.mapped(local, specs, results, check_vma=False)(*given))
         if not beside:
             return found
-        add = lambda x: None if x is None else jax.lax.reduce_sum(x, (0,))
+
+        def add(x):
+            return None if x is None else jax.lax.reduce_sum(x, (0,))
+
         return found._replace(grads=(found.grads[0], *map(add, found.grads[1:])))

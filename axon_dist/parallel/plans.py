@@ -103,7 +103,10 @@ class SlowPlan:
             >>> [plan.due(step) for step in range(1, 5)]
             [(), (0,), (), (1,)]
         """
-        at = lambda part: (self.every * (part + 1) // self.fragments) % self.every
+
+        def at(part):
+            return (self.every * (part + 1) // self.fragments) % self.every
+
         return tuple(part for part in range(self.fragments) if step % self.every == at(part))
 
     def parts(self, sizes: Mapping[Path, int]) -> tuple[frozenset[Path], ...]:

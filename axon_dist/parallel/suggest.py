@@ -187,7 +187,10 @@ def _every_expert(mix: Any, module: Any, tokens: Any, gates: Any, chosen: Any, k
     count = jax.tree.leaves(kernels)[0].shape[0]
     weights = jnp.sum(jax.nn.one_hot(chosen, count) * gates[..., None], axis=-2)
     rows = jnp.broadcast_to(tokens, (count, *tokens.shape))
-    product = lambda rows, kernel: jnp.einsum("ebtd,edh->ebth", rows, kernel)
+
+    def product(rows, kernel):
+        return jnp.einsum("ebtd,edh->ebth", rows, kernel)
+
     made = module.feed(product, rows, kernels)
     return jnp.einsum("ebtd,bte->btd", made, weights.astype(made.dtype)), jnp.zeros(())
 
@@ -305,7 +308,10 @@ class _Placement:
 
     def _place_hidden(self, group: int) -> None:
         """Makers of a hidden dim become columns, its consumers rows."""
-        of_group = lambda nodes: [node for node in nodes if self._of(node) == group]
+
+        def of_group(nodes):
+            return [node for node in nodes if self._of(node) == group]
+
         products = self.flow.products
         makers = [(p, of_group(p.free)) for p in products if of_group(p.free)]
         users = [(p, of_group(p.contracted)) for p in products if of_group(p.contracted)]
@@ -314,7 +320,10 @@ class _Placement:
             return
         if any(p.path in self.rules for p, _ in (*makers, *users)):
             return
-        names = lambda pairs: ", ".join(dict.fromkeys(_layer(p.path)[0] for p, _ in pairs))
+
+        def names(pairs):
+            return ", ".join(dict.fromkeys(_layer(p.path)[0] for p, _ in pairs))
+
         most = max(self._units(node) for _, nodes in (*makers, *users) for node in nodes)
         for product, (node, *_) in makers:
             why = f"its outputs reach {names(users)} feature by feature"

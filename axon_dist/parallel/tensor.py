@@ -258,7 +258,10 @@ class Pin:
         x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
         features = (self.axis,) if self.is_split else ()
         dim = self.rule.dim or -1
-        run = lambda layer: self.layout.constrain(call(layer, x, *args, **kwargs), features, dim)
+
+        def run(layer):
+            return self.layout.constrain(call(layer, x, *args, **kwargs), features, dim)
+
         if parts == 1 or not self.is_split or not isinstance(module, nnx.Module):
             return run(module)
         blocks = [run(layer) for layer in cut_outputs(module, parts, dim)]
@@ -395,7 +398,10 @@ def _lookup(call: Any, module: Any) -> tuple[Any, Callable[[Any, Array], Array]]
         if type(module).__call__ is not nn.Embed.__call__:
             return None
         layer: Any = module
-        take = lambda table, ids: jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
+
+        def take(table, ids):
+            return jnp.take(table.astype(layer.dtype or table.dtype), ids, axis=0)
+
         return layer.embedding, take
     if getattr(call, "__wrapped__", None) not in LOOKUPS:
         return None
@@ -412,9 +418,12 @@ def cut_outputs(module: nnx.Module, parts: int, dim: int) -> list[nnx.Module]:
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     flat = nnx.to_flat_state(params)
     pieces = [_pieces(keys, variable[...], parts, dim) for keys, variable in flat]
-    block = lambda index: nnx.from_flat_state(
-        [(k, v.replace(piece[index])) for (k, v), piece in zip(flat, pieces, strict=True)]
-    )
+
+    def block(index):
+        return nnx.from_flat_state(
+            [(k, v.replace(piece[index])) for (k, v), piece in zip(flat, pieces, strict=True)]
+        )
+
     return [nnx.merge(graphdef, block(index), rest, copy=True) for index in range(parts)]
 
 

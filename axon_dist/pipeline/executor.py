@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from .stage import (
 from .tables import (
     NONE,
     Channel,
+    Into,
     Lane,
     Packing,
     Program,
@@ -42,12 +43,10 @@ from .tables import (
     lookups_of,
     program_of,
     put,
+    where,
     zeros,
 )
 from .vocabulary import Embedding, Lookup
-
-Into: TypeAlias = tuple[Sums, list[Array]]
-"""Where gradients of what stands before the first block go: sums, and slots of what is not one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,16 +97,15 @@ class Executor:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
         rank = jax.lax.axis_index(self.axis)
         # All ranks run one program; what differs between them is this row of the tables.
-        own = lambda table: jnp.asarray(table)[rank]
-        lanes = [lane.columns(own) for lane in self.program.lanes]
-        channels = [own(channel.slot) for channel in self.program.channels]
+        lanes = [lane.columns(lambda x: jnp.asarray(x)[rank]) for lane in self.program.lanes]
+        channels = [jnp.asarray(channel.slot)[rank] for channel in self.program.channels]
         # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
         # is kept per tick and memory is that of the slots.
         state, _ = jax.lax.scan(self._tick, self._start(), (lanes, channels))
         homes = {i: stage for program in self.stages for i, stage in program.learns.items()}
-        is_home = lambda i: rank == self.schedule.placement[homes[i]]
-        found = {i: from_rank(x[-1], is_home(i), self.axis) for i, x in state.learned.items()}
-        return state.sums._replace(learned=found)
+        ranks = {i: self.schedule.placement[stage] for i, stage in homes.items()}
+        made = {i: from_rank(x[-1], rank == ranks[i], self.axis) for i, x in state.learned.items()}
+        return state.sums._replace(learned=made)
 
     @cached_property
     def slots(self) -> SlotPlan:
@@ -123,8 +121,8 @@ class Executor:
     def _wire(self) -> Wire:
         """The shapes of what stages pass on."""
         rows = zeros(self._embedding.shapes)
-        make = lambda: self.stages[0].first(self._all_rest, self._example._replace(rows=rows))
-        return jax.eval_shape(make)
+        example = self._example._replace(rows=rows)
+        return jax.eval_shape(lambda: self.stages[0].first(self._all_rest, example))
 
     @cached_property
     def _embedding(self) -> Embedding:
@@ -161,9 +159,8 @@ class Executor:
 
     def _divide(self, program: StageProgram) -> DividedBackward:
         rest = self._pick(program.middle_uses)
-        shapes = lambda: (self._example, jnp.int32(0), zeros(self._wire))
-        frozen = self._frozen(program)
-        at = Operands(self._rows(program), rest, *jax.eval_shape(shapes), frozen=frozen)
+        shapes = jax.eval_shape(lambda: (self._example, jnp.int32(0), zeros(self._wire)))
+        at = Operands(self._rows(program), rest, *shapes, frozen=self._frozen(program))
         return DividedBackward.of(program, at, self._wire.floats, self.keeps)
 
     def _start(self) -> State:
@@ -188,8 +185,11 @@ class Executor:
 
     @property
     def _used(self) -> list[int]:
-        is_float = lambda x: x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
-        return [i for i, x in enumerate(self.rest) if is_float(x)]
+        return [
+            i
+            for i, x in enumerate(self.rest)
+            if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
 
     @cached_property
     def _all_rest(self) -> Rest:
@@ -198,8 +198,7 @@ class Executor:
     @cached_property
     def _loss_shape(self) -> Loss:
         wire = zeros(self._wire)
-        make = lambda: self.stages[-1].last(self._all_rest, self._example, wire)
-        return jax.eval_shape(make)
+        return jax.eval_shape(lambda: self.stages[-1].last(self._all_rest, self._example, wire))
 
     def _tick(self, state: State, tables: tuple[list[Tick], list[Array]]) -> tuple[State, None]:
         lanes, arrivals = tables
@@ -215,8 +214,7 @@ class Executor:
         return state, None
 
     def _transfer(self, channel: Channel, slot: Array, value: PyTree, state: State) -> State:
-        move = lambda x: jax.lax.ppermute(x, self.axis, channel.pairs)
-        arrived = jax.tree.map(move, value)
+        arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, channel.pairs), value)
         return self._receive(self.program.lanes[channel.lane].phase, slot, arrived, state)
 
     def _receive(self, phase: Phase, slot: Array, value: PyTree, state: State) -> State:
@@ -257,6 +255,12 @@ class Executor:
         ]
         return jax.lax.switch(index, [lambda x: as_it_lies(idle(x)), *branches], operand)
 
+    def _idle(self, operand: Sequence[Any]) -> tuple:
+        return (zeros(self._wire), zeros(self._wire), *operand[1:])
+
+    def _no_gradient(self, operand: Sequence[Any]) -> tuple:
+        return (zeros(self._wire.floats), *operand[1:])
+
     @cached_property
     def _leaves_last(self) -> bool:
         """Whether the last stage's forward pass is left to its backward pass.
@@ -277,8 +281,8 @@ class Executor:
             inputs, stash, learned = operand
             data = self._data(tick, learned)
             looked_up = data._replace(rows=get(state.lookups, tick["lookups"]))
-            before = lambda: program.first(self._all_rest, looked_up)
-            x = program.at(0, stage, before, lambda: get(inputs, tick["inputs"]))
+            first = partial(program.first, self._all_rest, looked_up)
+            x = program.at(0, stage, first, lambda: get(inputs, tick["inputs"]))
             rest = self._pick(program.middle_uses)
             at = Operands(self._rows(program), rest, data, stage, x, self._frozen(program))
             if not self.keeps:
@@ -291,11 +295,9 @@ class Executor:
             learned = self._learned(program, tick, y, learned)
             return x, y.sent, put(stash, tick["stash"], values), learned
 
-        idle = lambda operand: (zeros(self._wire), zeros(self._wire), *operand[1:])
-        is_left = (stage == last) & (stage > 0) & self._leaves_last
-        active = tick["active"] & ~is_left
+        active = tick["active"] & ~((stage == last) & (stage > 0) & self._leaves_last)
         operand = (state.inputs, state.stash, state.learned)
-        x, y, stash, learned = self._choose(tick, active, run, idle, operand)
+        x, y, stash, learned = self._choose(tick, active, run, self._idle, operand)
         state = state._replace(learned=learned)
         if self.schedule.splits_vocabulary:
             kept = put(state.outputs, tick["outputs"], y, active & (stage == last))
@@ -322,12 +324,10 @@ class Executor:
             y = from_rank(get(outputs, tick["outputs"]), is_home, self.axis)
             return self._loss(self.stages[-1], tick, y, sums, is_home)
 
-        idle = lambda operand: (zeros(self._wire.floats), operand[1])
         # All ranks take this branch in the same ticks: sums within it wait for nobody.
         operand = state.outputs, state.sums
-        result, sums = jax.lax.cond(tick["active"], run, idle, operand)
-        when = tick["active"] & is_home
-        gradients = put(state.gradients, tick["gradients"], result, when)
+        result, sums = jax.lax.cond(tick["active"], run, self._no_gradient, operand)
+        gradients = put(state.gradients, tick["gradients"], result, tick["active"] & is_home)
         return state._replace(sums=sums, gradients=gradients), result
 
     def _backward(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
@@ -348,12 +348,13 @@ class Executor:
             back = self._before(program, tick, inputs, state, (sums, scatters))
             return inputs, *back, learned
 
-        idle = lambda operand: (zeros(self._wire.floats), *operand[1:])
         # A branch gets what it changes as an operand of its own: XLA writes such a buffer in place
         # and copies one that stands among others that are only read.
         read = state._replace(sums=None, scatters=[], learned={})
         operand = (read, state.sums, state.scatters, state.learned)
-        result, sums, back, learned = self._choose(tick, tick["active"], run, idle, operand)
+        result, sums, back, learned = self._choose(
+            tick, tick["active"], run, self._no_gradient, operand
+        )
         return state._replace(sums=sums, scatters=back, learned=learned), result
 
     def _input_gradient(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
@@ -371,10 +372,11 @@ class Executor:
             back = self._before(program, tick, result, state, (sums, scatters))
             return result, buffers, *back, learned
 
-        idle = lambda operand: (zeros(self._wire.floats), *operand[1:])
         read = state._replace(sums=None, held=[], scatters=[], learned={})
         operand = (read, state.held, state.sums, state.scatters, state.learned)
-        result, held, sums, back, learned = self._choose(tick, tick["active"], run, idle, operand)
+        result, held, sums, back, learned = self._choose(
+            tick, tick["active"], run, self._no_gradient, operand
+        )
         return state._replace(sums=sums, held=held, scatters=back, learned=learned), result
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
@@ -439,11 +441,11 @@ class Executor:
         self, program: StageProgram, tick: Tick, output: Wire, state: State, sums: Sums
     ) -> tuple[list[Array], Sums]:
         """The gradient of a stage's output: received, or that of the loss at the last stage."""
-        of_loss = lambda: self._loss(program, tick, output, sums)
-        received = lambda: (get(state.gradients, tick["gradients"]), sums)
         if self.schedule.splits_vocabulary:
-            return received()
-        return program.at(self.schedule.num_stages - 1, tick["stage"], of_loss, received)
+            return get(state.gradients, tick["gradients"]), sums
+        of_loss = partial(self._loss, program, tick, output, sums)
+        last, slot = self.schedule.num_stages - 1, tick["gradients"]
+        return program.at(last, tick["stage"], of_loss, lambda: (get(state.gradients, slot), sums))
 
     def _loss(
         self, program: StageProgram, tick: Tick, y: Wire, sums: Sums, counts: Array | None = None
@@ -458,9 +460,8 @@ class Executor:
 
         rest, frozen = self._pick(program.last_uses), self._pick_frozen(program.last_uses)
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
-        once = lambda x: x if counts is None else jnp.where(counts, x, jnp.zeros_like(x))
-        of_rest = {i: grad if i in self.parted else once(grad) for i, grad in grads[0].items()}
-        return grads[1], sums.add_loss(jax.tree.map(once, loss)).add_rest(of_rest)
+        of_rest = {i: x if i in self.parted else where(counts, x) for i, x in grads[0].items()}
+        return grads[1], sums.add_loss(where(counts, loss)).add_rest(of_rest)
 
     def _before(
         self, program: StageProgram, tick: Tick, gradient: list[Array], state: State, into: Into

@@ -36,9 +36,10 @@ def flatten(tree: PyTree) -> dict[Keys, PyTree]:
 
 def keys_of(tree: PyTree) -> dict[Keys, PyTree]:
     """The leaves of any tree by keys, names and positions, in the order of `jax.tree.leaves`."""
-    name = lambda entry: next(
-        getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)
-    )
+
+    def name(entry):
+        return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
+
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {tuple(map(name, path)): leaf for path, leaf in paths}
 
@@ -194,7 +195,10 @@ def has_apart(buffers: PyTree) -> bool:
 
 def buffers_together(apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack) -> PyTree:
     """The inverse of `Stacks.buffers_apart`."""
-    one = lambda leaf: stack(leaf.rows) if isinstance(leaf, Apart) else leaf
+
+    def one(leaf):
+        return stack(leaf.rows) if isinstance(leaf, Apart) else leaf
+
     return jax.tree.map(one, apart, is_leaf=_is_apart)
 
 

@@ -358,7 +358,10 @@ class _Interpreter:
         if name in CALLS and inner is not None:
             return self.run(inner.jaxpr, inner.consts, operands)
         if name in REMATS and inner is not None:
-            again = lambda *values: _Interpreter().run(inner.jaxpr, inner.consts, values)
+
+            def again(*values):
+                return _Interpreter().run(inner.jaxpr, inner.consts, values)
+
             policy, barrier = params["policy"], params["prevent_cse"]
             return jax.checkpoint(again, policy=policy, prevent_cse=barrier)(*operands)
         if name == "dot_general":
@@ -369,7 +372,10 @@ class _Interpreter:
         """The program of a block with its products so seen, the same one for each of its calls."""
         # An id is of one program for as long as the program is held.
         if id(program) not in self._units:
-            inside = lambda *values: _Interpreter().run(program.jaxpr, program.consts, values)
+
+            def inside(*values):
+                return _Interpreter().run(program.jaxpr, program.consts, values)
+
             kinds = [
                 struct_of(v).update(weak_type=getattr(v.aval, "weak_type", False))
                 for v in program.jaxpr.invars

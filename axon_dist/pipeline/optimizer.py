@@ -31,7 +31,10 @@ class _Form:
     def __init__(self, stacks: Stacks, params: PyTree, shapes: PyTree):
         self._stacks = stacks
         names, self._top = frozenset(flatten(params)), tuple(params)
-        like = lambda tree: is_like(tree, params.keys(), names)
+
+        def like(tree):
+            return is_like(tree, params.keys(), names)
+
         parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
         self._is_like = [like(part) for part in parts]
         self._inner = [jax.tree.structure(part) for part in parts]

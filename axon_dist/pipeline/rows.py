@@ -59,8 +59,12 @@ class Share:
     def _is_like(
         self, program: OwnedProgram, mine: Operation, other: Share, theirs: Operation
     ) -> bool:
-        spell = lambda names, atom: names.get(atom, program.aval_of(atom))
-        shape = lambda found: (found.shape, found.dtype) if hasattr(found, "shape") else found
+        def spell(names, atom):
+            return names.get(atom, program.aval_of(atom))
+
+        def shape(found):
+            return (found.shape, found.dtype) if hasattr(found, "shape") else found
+
         return (
             mine.computes_as(theirs)
             and mine.level == theirs.level
@@ -248,11 +252,16 @@ class RowProgram:
             vectorised = jax.vmap(lambda *own: part(*own, shared), axis_size=self._num_ranks)
             return vectorised(given, rows)
         split, whole = PartitionSpec(self._axis), PartitionSpec()
-        place = lambda spec, values: [
-            jax.lax.with_sharding_constraint(jnp.asarray(x), NamedSharding(self._mesh, spec))
-            for x in values
-        ]
-        entries = lambda values: [x[0] for x in values]
+
+        def place(spec, values):
+            return [
+                jax.lax.with_sharding_constraint(jnp.asarray(x), NamedSharding(self._mesh, spec))
+                for x in values
+            ]
+
+        def entries(values):
+            return [x[0] for x in values]
+
         mapped = jax.shard_map(
             lambda given, rows, shared: [
                 x[None] for x in part(entries(given), entries(rows), shared)
@@ -300,7 +309,10 @@ class RowProgram:
             if self._program.owner_of(term) is not None:
                 at.setdefault(self._homes[term], []).append(term)  # type: ignore[index]
         ranks = {home: tuple(self._variants[home[0]][1].members) for home in at}
-        is_whole = lambda home: len(at[home]) == len(set(at[home])) == len(ranks[home])
+
+        def is_whole(home):
+            return len(at[home]) == len(set(at[home])) == len(ranks[home])
+
         rows = {home: ranks[home] for home in at if is_whole(home)}
         single = [term for term in terms if self._homes.get(term) not in rows]  # type: ignore[arg-type]
         return _Sum(rows, tuple(single))

@@ -85,7 +85,10 @@ class Frozen(NamedTuple):
         if not self.weights:
             return weights
         rows = zip(weights, self.weights, strict=True)
-        either = lambda row, other: [b if a is None else a for a, b in zip(row, other, strict=True)]
+
+        def either(row, other):
+            return [b if a is None else a for a, b in zip(row, other, strict=True)]
+
         return [either(row, other) for row, other in rows]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import jax
@@ -300,8 +300,8 @@ class FlatStorage(ModelStorage):
             at = {self.stages.placement[s]: self._by_stage[s] for s in self.stages.stages_of(chunk)}
             for number, form in enumerate(self.packing.packed):
                 held = [at.get(rank, ()) for rank in range(self.stages.num_devices)]
-                of_dtype = lambda keys, dtype=form.dtype: self.flat_shapes[keys].dtype == dtype
-                found[chunk, number] = [tuple(filter(of_dtype, keys)) for keys in held]
+                alike = {k for k, x in self.flat_shapes.items() if x.dtype == form.dtype}
+                found[chunk, number] = [tuple(k for k in keys if k in alike) for keys in held]
         return found
 
     @cached_property
@@ -344,12 +344,14 @@ class FlatStorage(ModelStorage):
 def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
     """The storage for the blocks of a model: rows of blocks where they are equal, else vectors."""
     flat = flatten(shapes)
-    form = lambda block: [
-        (keys[len(block) :], leaf.shape, leaf.dtype)
-        for keys, leaf in flat.items()
-        if keys[: len(block)] == block and not stages.is_shared(keys)
+    forms = [
+        [
+            (keys[len(block) :], leaf.shape, leaf.dtype)
+            for keys, leaf in flat.items()
+            if keys[: len(block)] == block and not stages.is_shared(keys)
+        ]
+        for block in stages.blocks
     ]
-    forms = [form(block) for block in stages.blocks]
     kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage
     return kind(stages, shapes)
 
@@ -390,7 +392,7 @@ class StoredForm:
     def __init__(self, storage: ModelStorage, shapes: PyTree):
         self.shapes = shapes
         names = frozenset(flatten(storage.shapes))
-        like = lambda tree: is_like(tree, storage.shapes.keys(), names)
+        like = partial(is_like, top=storage.shapes.keys(), names=names)
         parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
         is_part = [like(part) for part in parts]
         self._inner = [jax.tree.structure(part) for part in parts]

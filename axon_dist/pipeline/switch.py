@@ -369,7 +369,10 @@ class SwitchStages:
     @cached_property
     def _packings(self) -> tuple[Packing, Packing]:
         split = [_by_kind(values, values) for values in self._crossing]
-        shapes = lambda kind: [[struct_of(v) for v in wire[kind]] for wire in split]
+
+        def shapes(kind):
+            return [[struct_of(v) for v in wire[kind]] for wire in split]
+
         return Packing.of(shapes(0)), Packing.of(shapes(1))
 
     def _pack(self, at: int, values: Sequence[Array]) -> Wire:
@@ -417,7 +420,10 @@ class SwitchStages:
 
     def _check_calls(self) -> None:
         stages = self.storage.stages
-        path = lambda number: "/".join(map(str, stages.blocks[number]))
+
+        def path(number):
+            return "/".join(map(str, stages.blocks[number]))
+
         paths = list(map(path, range(len(stages.blocks))))
         if unseen := why_not_seen(paths, self._calls.owners, self._readers):
             raise UnsupportedError(unseen)
@@ -444,8 +450,13 @@ class SwitchStages:
     def _check_weights(self, stage: int, piece: Piece) -> None:
         stages = self.storage.stages
         is_loss = stage == self._num_stages
-        rank_of = lambda number: stages.placement[stages.stage_of(number)]
-        is_own = lambda number: not is_loss and rank_of(number) == stages.placement[stage]
+
+        def rank_of(number):
+            return stages.placement[stages.stage_of(number)]
+
+        def is_own(number):
+            return not is_loss and rank_of(number) == stages.placement[stage]
+
         if foreign := {number for number in self._owners(piece.needs) if not is_own(number)}:
             path = "/".join(map(str, stages.blocks[min(foreign)]))
             where = "the loss" if is_loss else f"stage {stage}"

@@ -261,7 +261,10 @@ class Sums(NamedTuple):
     def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Sums:
         """Adds gradients of rows, by their numbers; None at the places of frozen leaves."""
         rows = list(self.rows)
-        each = lambda total, grad: add([total], [grad])[0]
+
+        def each(total, grad):
+            return add([total], [grad])[0]
+
         for row, of_row in zip(numbers, grads, strict=True):
             rows[row] = jax.tree.map(each, list(rows[row]), list(of_row))
         return self._replace(rows=rows)
@@ -275,6 +278,10 @@ class Sums(NamedTuple):
         """Adds the outputs of the loss."""
         totals, structure = jax.tree.flatten(self.loss)
         return self._replace(loss=structure.unflatten(add(totals, jax.tree.leaves(loss))))
+
+
+Into: TypeAlias = tuple[Sums, list[Array]]
+"""Where gradients of what stands before the first block go: sums, and slots of what is not one."""
 
 
 class State(NamedTuple):
@@ -311,7 +318,10 @@ def empty(shapes: PyTree, num_slots: int) -> PyTree:
 
 def zeros(shapes: PyTree, wide: bool = False) -> PyTree:
     """Values of zeros of some shapes; `wide` makes sums that start there float32 at least."""
-    dtype = lambda x: jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype
+
+    def dtype(x):
+        return jnp.promote_types(x.dtype, jnp.float32) if wide else x.dtype
+
     return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype(x)), shapes)
 
 
@@ -358,6 +368,13 @@ def from_rank(tree: PyTree, is_source: Array, axis: str) -> PyTree:
     return jax.tree.map(of, tree)
 
 
+def where(counts: Array | None, tree: PyTree) -> PyTree:
+    """The values where they count, and zeros elsewhere; all of them where nothing is said."""
+    if counts is None:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
+
+
 def add(totals: Sequence[Array], values: Sequence[Array]) -> list[Array]:
     """Adds values to totals, in the dtype of the totals."""
     return [t + v.astype(t.dtype) for t, v in zip(totals, values, strict=True)]
@@ -389,7 +406,10 @@ class Packing:
     @classmethod
     def of(cls, variants: Sequence[Sequence[Any]]) -> Packing:
         """The packing of arrays, or of anything with shapes and dtypes."""
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+        def shape(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
         return cls(tuple(tuple(shape(x) for x in variant) for variant in variants))
 
     @property
@@ -402,7 +422,10 @@ class Packing:
         """The common form."""
         if self.is_uniform:
             return self._plain[0]
-        length = lambda dtype: max(sum(_sizes(v, dtype)) for v in self._plain)
+
+        def length(dtype):
+            return max(sum(_sizes(v, dtype)) for v in self._plain)
+
         return tuple(jax.ShapeDtypeStruct((length(dtype),), dtype) for dtype in self._dtypes)
 
     def pack(self, variant: int, values: Sequence[Array]) -> list[Array]:
@@ -436,7 +459,10 @@ class Packing:
     @property
     def _plain(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
         """The variants, keys as integers."""
-        shape = lambda x: jax.eval_shape(plain, x) if _is_key(x.dtype) else x
+
+        def shape(x):
+            return jax.eval_shape(plain, x) if _is_key(x.dtype) else x
+
         return tuple(tuple(shape(x) for x in variant) for variant in self.variants)
 
     @property

@@ -145,7 +145,10 @@ class UniformStages:
     @cached_property
     def _found(self) -> list[int]:
         """The results of blocks that the loss reads of each, and no other block."""
-        read = lambda r: any(call.outvars[r] in self._epilogue.needs for call in self._calls)
+
+        def read(r):
+            return any(call.outvars[r] in self._epilogue.needs for call in self._calls)
+
         count = len(self._calls[0].outvars)
         return [r for r in range(count) if r not in self.chain.carried and read(r)]
 
@@ -220,9 +223,10 @@ class UniformStages:
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
         left = []
         for row, leaves in enumerate(weights):
-            run = lambda wire, row=row, leaves=leaves: self._block(
-                leaves, shared, known, starts[stage] + row, wire
-            )
+
+            def run(wire, row=row, leaves=leaves):
+                return self._block(leaves, shared, known, starts[stage] + row, wire)
+
             # No branch for rows that every stage fills: a conditional would keep XLA from fusing
             # and from overlapping across it.
             if row < always:
@@ -235,7 +239,10 @@ class UniformStages:
             left.append(own)
         own_stages = stages.stages_of(chunk)
         of_chunk = [at for i, at in (self._learned or {}).items() if self._homes[i] in own_stages]
-        row_of = lambda number: number - stages.boundaries[stages.stage_of(number)]
+
+        def row_of(number):
+            return number - stages.boundaries[stages.stage_of(number)]
+
         return wire._replace(left=[left[row_of(number)][r] for number, r in of_chunk])
 
     def _block(

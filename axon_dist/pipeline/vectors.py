@@ -79,7 +79,10 @@ class VectorLayout:
                     return None
                 for chunk, number in order:
                     slots[(chunk, number), side, tree, part] = other.row_names[chunk][number]
-        size = lambda keys: sum(math.prod(storage.flat_shapes[k].shape) for k in keys)
+
+        def size(keys):
+            return sum(math.prod(storage.flat_shapes[k].shape) for k in keys)
+
         lengths = {v: tuple(size(keys) for keys in ranks) for v, ranks in order.items()}
         sizes = {v: storage.packing.packed[v[1]].shape[0] for v in order}
         return cls(owners, slots, {v: row for row, v in enumerate(order)}, sizes, lengths)
@@ -227,7 +230,10 @@ class _Rewriting:
         self._cells: dict[LeafOwner, Cell] = {o: (o[1], layout.rows[o[0]]) for o in leaves}
         self._avals = list(program.avals)
         self._levels = list(program.levels)
-        cell_of = lambda owner: None if owner is None else self._cells.get(owner)
+
+        def cell_of(owner):
+            return None if owner is None else self._cells.get(owner)
+
         self._owners = [cell_of(_leaf_owner(owner)) for owner in program.owners]
         self._functions: dict[tuple[Vector, str, str], Equation] = {}
         for owner, leaf in leaves.items():

@@ -97,7 +97,10 @@ def lookup_of(trace: LossTrace, table: int, rows: Rows) -> Lookup:
         rows: what is read of it.
     """
     piece = trace.cut(rows.operands)
-    ids = lambda data: rows.ids(piece.run(trace.known({}, data.buffers, data.batch)))
+
+    def ids(data):
+        return rows.ids(piece.run(trace.known({}, data.buffers, data.batch)))
+
     return Lookup(table, rows, ids)
 
 
@@ -259,7 +262,10 @@ def readings_of(trace: LossTrace, table: Any) -> Readers:
     made = made_by(trace.jaxpr.eqns[call] for call in trace.calls)
     learned = [trace.buffers[i] for i in trace.learned]
     late = depends_on(trace.jaxpr, [*trace.params.values(), *made, *learned])
-    is_early = lambda rows: late.isdisjoint(variables(rows.operands))
+
+    def is_early(rows):
+        return late.isdisjoint(variables(rows.operands))
+
     others = (rows.equation for rows in found.rows if not is_early(rows))
     return Readers(tuple(filter(is_early, found.rows)), (*found.others, *others), found.forms)
 
@@ -339,7 +345,10 @@ def with_parted_loss(program: StageProgram, axis: str) -> StageProgram:
 
     def of_all(equation: Any, operands: Sequence[Array]) -> list[Array]:
         how = equation.params["how"]
-        run = lambda given, wants: find(how, Operands(*given), wants, axis)
+
+        def run(given, wants):
+            return find(how, Operands(*given), wants, axis)
+
         return list(differentiable(run)(*operands))
 
     rewriting = Rewriting({LINEAR_CROSS_ENTROPY: of_all}, lambda equation: None)

@@ -79,10 +79,13 @@ def idle_share(schedule: str, num_stages: int, num_microbatches: int, recomputed
         return 0.0
     costs = Costs(f=1, i=1 + recomputed, w=1)
     work = 3 + recomputed
-    idle = lambda count: (
-        simulate(build_schedule(schedule, num_stages, count), costs, lockstep=True).makespan
-        - count * work
-    )
+
+    def idle(count):
+        return (
+            simulate(build_schedule(schedule, num_stages, count), costs, lockstep=True).makespan
+            - count * work
+        )
+
     short = num_stages
     if schedule not in STEADY or num_microbatches <= 2 * short:
         return idle(num_microbatches) / (num_microbatches * work)

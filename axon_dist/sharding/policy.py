@@ -182,7 +182,10 @@ class LargestDim(Policy):
         if not divisible:
             why = f"no free dim of {shape} divides by {'×'.join(self.axes)}={count}"
             return Decision(PartitionSpec(), self.name, f"stays whole: {why}")
-        tiled = lambda d: elements >= LARGE and shape[d] // count % TILE == 0
+
+        def tiled(d):
+            return elements >= LARGE and shape[d] // count % TILE == 0
+
         dim = max(divisible, key=lambda d: (tiled(d), shape[d], -d))
         entry = self.axes[0] if len(self.axes) == 1 else self.axes
         spec = PartitionSpec(*(None,) * dim, entry)

@@ -83,7 +83,9 @@ class Padding:
         return filled
 
     def _check(self, batch: dict, shared: PyTree) -> None:
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        def shape(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
         shapes, beside = jax.tree.map(shape, (batch, shared))
         key = tuple((path, x.shape, x.dtype) for path, x in leaves_with_paths((shapes, beside)))
         if key not in self._checked:
@@ -295,7 +297,10 @@ class BatchLayout:
             return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.sharding)
 
         everywhere = NamedSharding(self.mesh, PartitionSpec())
-        whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+
+        def whole(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+
         return Placed(jax.tree.map(shape_of, batch), jax.tree.map(whole, shared))
 
     def _filled(self, batch: Batch, num_processes: int, shared: PyTree) -> Batch:

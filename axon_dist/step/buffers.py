@@ -18,7 +18,10 @@ from .parts import own_and_given
 
 def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
     """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
-    whole = lambda _: PartitionSpec()
+
+    def whole(_):
+        return PartitionSpec()
+
     if reduction.sync_buffers:
         return jax.tree.map(whole, buffers)
     return _of_ranks(lambda _: PartitionSpec(axes), buffers, whole)
@@ -45,7 +48,10 @@ def _of_ranks(
 ) -> PyTree:
     """Maps over the statistics of the model, of which ranks may have their own."""
     own, given = own_and_given(buffers)
-    one = lambda leaf: function(leaf) if _per_rank(leaf) else otherwise(leaf)
+
+    def one(leaf):
+        return function(leaf) if _per_rank(leaf) else otherwise(leaf)
+
     return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
 
 

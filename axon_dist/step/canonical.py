@@ -53,8 +53,13 @@ class PortableForm:
             return
         storage, optimizer = step.storage, step.spec.stored_optimizer
         paths = step.parts.frozen_paths
-        apart = lambda params, frozen: parted(storage.weights(params, frozen), paths)
-        stored = lambda params, frozen: storage.store(joined(params, frozen))
+
+        def apart(params, frozen):
+            return parted(storage.weights(params, frozen), paths)
+
+        def stored(params, frozen):
+            return storage.store(joined(params, frozen))
+
         to_model = functools.partial(_convert, apart, optimizer.state_to_model)
         to_rows = functools.partial(_convert, stored, optimizer.state_from_model)
         portable = jax.eval_shape(to_model, step.abstract_state)

@@ -106,7 +106,10 @@ def evaluation(spec: StepSpec) -> Callable[[PyTree, PyTree, Batch], dict[str, We
             size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
             outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
         loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
-        own = lambda x: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
+
+        def own(x):
+            return x if isinstance(x, Weighted) else Weighted(x, loss.weight)
+
         return {"loss": loss} | {name: own(x) for name, x in weighed_metrics(outcome).items()}
 
     return evaluate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -68,7 +67,10 @@ def made_whole(spec: StepSpec, params: PyTree) -> PyTree:
         params: as they lie between steps.
     """
     gather = gather_of(spec)
-    whole: Any = lambda path, p: gather(path).forward(p)  # type: ignore[union-attr]
+
+    def whole(path, p):
+        return gather(path).forward(p)  # type: ignore[union-attr]
+
     return map_with_path(whole, spec.view.cast(params))
 
 
@@ -83,7 +85,10 @@ def _read_in_loops(spec: StepSpec, batch: Batch) -> frozenset[Path]:
     lead = 0 if spec.num_microbatches == 1 else 1
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
     forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
-    run = lambda p, b, x: forward(p, b, x).loss
+
+    def run(p, b, x):
+        return forward(p, b, x).loss
+
     jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, few).jaxpr
     return read_in_loops(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
 

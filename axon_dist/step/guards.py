@@ -73,7 +73,10 @@ def jit_of(spec: StepSpec) -> Callable[..., Any]:
         return jax.jit
     by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
     left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
-    guarded = lambda *args, **options: DeadlockGuard(jax.jit(*args, **options))
+
+    def guarded(*args, **options):
+        return DeadlockGuard(jax.jit(*args, **options))
+
     return guarded if left else jax.jit
 
 

@@ -68,8 +68,13 @@ class Stacking:
     def stack(self, tree: PyTree) -> dict[Path, Array]:
         """The arrays, by the path of their first row."""
         leaves = dict(leaves_with_paths(tree))
-        alone = lambda paths: leaves[paths[0]]
-        together = lambda paths: jnp.stack([leaves[path] for path in paths])
+
+        def alone(paths):
+            return leaves[paths[0]]
+
+        def together(paths):
+            return jnp.stack([leaves[path] for path in paths])
+
         return {paths[0]: (together if paths[1:] else alone)(paths) for paths in self.rows}
 
     def unstack(self, stacked: dict[Path, Array]) -> PyTree:
@@ -210,7 +215,10 @@ class LocalPlan:
         reduction, count = self.spec.reduction, self.spec.num_microbatches
         own = own_buffers(buffers, reduction)
         drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
-        share = lambda weight: all_mean(weight, self.axes)
+
+        def share(weight):
+            return all_mean(weight, self.axes)
+
         parts = count * self.spec.num_ranks
         if self.gathers_once:
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
@@ -303,9 +311,10 @@ class LocalPlan:
 
             def forward(slots: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
                 slot = dict(leaves_with_paths(slots))
-                bundle = lambda path, weight: (
-                    Held(weight, held[path], slot[path]) if path in trained else weight
-                )
+
+                def bundle(path, weight):
+                    return Held(weight, held[path], slot[path]) if path in trained else weight
+
                 within = once.__contains__
                 run = self._plain(reduce_held, bundle=bundle, by_units=within)
                 return beside(run, frozen)(whole, buffers, batch)
@@ -329,7 +338,10 @@ class LocalPlan:
         """The weights that one call of one unit reads; those of Linen are not looked into."""
         spec = self.spec
         forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
-        run = lambda p, b, x: forward(p, b, x).loss
+
+        def run(p, b, x):
+            return forward(p, b, x).loss
+
         jaxpr = jax.make_jaxpr(run)(spec.parts.weights, buffers, batch).jaxpr
         found = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
         bridges = ["/".join(map(str, keys)) for keys, _ in bridges_of(spec.parts.abstract)]
@@ -337,8 +349,11 @@ class LocalPlan:
 
     def _whole(self, shards: PyTree, places: PyTree) -> PyTree:
         view, int8 = self.spec.view, self.spec.parts.int8
+
         # The scales of eight bits stay as they are, and so travel with them.
-        is_kept = lambda path: path.rpartition("/")[0] in int8
+        def is_kept(path):
+            return path.rpartition("/")[0] in int8
+
         cast = map_with_path(lambda path, x: x if is_kept(path) else view.cast(x), shards)
         return jax.tree.map(all_gather_by, cast, places)
 
@@ -394,7 +409,10 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((count, *x.shape[lead + 1 :]), x.dtype), batch
         )
-        run = lambda p, b, x: forward(p, b, x).loss
+
+        def run(p, b, x):
+            return forward(p, b, x).loss
+
         return jax.make_jaxpr(run)(*spec.parts.arguments, shapes)
 
     return find_rows(trace, samples // ranks, ranks)
@@ -413,7 +431,10 @@ def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
     """
     forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-    run = lambda p, b, x: forward(p, b, x).loss
+
+    def run(p, b, x):
+        return forward(p, b, x).loss
+
     jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, shapes).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):

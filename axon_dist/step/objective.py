@@ -154,16 +154,24 @@ def mean_loss(loss: Weighted) -> Array:
 
 def mean_metrics(outcome: Outcome) -> dict[str, Array]:
     """The metrics of a whole batch, those with a weight of their own divided by it."""
-    mean = lambda x: mean_loss(x) if isinstance(x, Weighted) else x
+
+    def mean(x):
+        return mean_loss(x) if isinstance(x, Weighted) else x
+
     return {name: mean(value) for name, value in outcome.metrics.items()}
 
 
 def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     """The metrics as sums over parts of a batch, weighed by the loss where they have no weight."""
     own = outcome.loss.weight
+
     # A mean over nothing may be NaN, and must not spoil the means of others.
-    counted = lambda x: x if _is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
-    weigh = lambda x: jax.tree.map(_float, x) if isinstance(x, Weighted) else counted(_float(x))
+    def counted(x):
+        return x if _is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
+
+    def weigh(x):
+        return jax.tree.map(_float, x) if isinstance(x, Weighted) else counted(_float(x))
+
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
 
@@ -188,7 +196,10 @@ class Sums:
     def means(self) -> tuple[PyTree, dict[str, Array]]:
         """Divides by the weight: the gradient of the mean loss, and loss and metrics."""
         grads = jax.tree.map(lambda g: _divided(g, self.loss.weight), self.grads)
-        mean = lambda x: mean_loss(x) if isinstance(x, Weighted) else _divided(x, self.loss.weight)
+
+        def mean(x):
+            return mean_loss(x) if isinstance(x, Weighted) else _divided(x, self.loss.weight)
+
         metrics = {name: mean(value) for name, value in self.metrics.items()}
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
@@ -237,7 +248,10 @@ def gradient_sums(
     Returns:
         A function of (params, buffers, batch) giving the sums and the new buffers.
     """
-    weight_of = lambda loss: loss.weight if _is_one(loss.weight) else (common or _own)(loss.weight)
+
+    def weight_of(loss):
+        return loss.weight if _is_one(loss.weight) else (common or _own)(loss.weight)
+
     per_part = None if scale is None else scale / parts
     differentiate = _differentiated(forward, weight_of, per_part, _per_weight)
 
@@ -320,7 +334,10 @@ def weigh(grads: PyTree, outcome: Outcome, grad_weight: Any) -> Sums:
     Returns:
         The sums.
     """
-    scaled = lambda x, weight: x if _is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
+
+    def scaled(x, weight):
+        return x if _is_one(weight) else x * jnp.asarray(weight).astype(x.dtype)
+
     return Sums(
         grads=jax.tree.map(lambda g: scaled(_wide(g), grad_weight), grads),
         loss=jax.tree.map(_float, outcome.loss),

@@ -154,18 +154,27 @@ def _as_state(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
     trained = {path for path, _ in leaves_with_paths(parts.params)}
-    is_trained = lambda keys, _: "/".join(map(str, keys)) in trained
+
+    def is_trained(keys, _):
+        return "/".join(map(str, keys)) in trained
+
     structure = jax.tree.structure(nnx.state(parts.abstract, is_trained))
     # The leaves of the two forms may be ordered differently: numbers among names.
     numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
     order = jax.tree.leaves(numbered)
-    show = lambda params: structure.unflatten(
-        leaf for _, leaf in sorted(zip(order, jax.tree.leaves(params), strict=True), key=_first)
-    )
-    is_state = lambda tree: isinstance(tree, nnx.State)
-    hide = lambda tree: jax.tree.map(
-        lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state
-    )
+
+    def show(params):
+        return structure.unflatten(
+            leaf for _, leaf in sorted(zip(order, jax.tree.leaves(params), strict=True), key=_first)
+        )
+
+    def is_state(tree):
+        return isinstance(tree, nnx.State)
+
+    def hide(tree):
+        return jax.tree.map(
+            lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state
+        )
 
     def inside(state: PyTree) -> PyTree:
         """The state as the optimizer itself has it."""
@@ -216,9 +225,10 @@ class DistributedUpdate:
     @cached_property
     def _traced(self) -> tuple[ClosedJaxpr, PyTree]:
         """The update as a program, and the shapes that it returns."""
-        update = lambda grads, state, params, loss: self.optimizer.update(
-            grads, state, params, value=loss
-        )
+
+        def update(grads, state, params, loss):
+            return self.optimizer.update(grads, state, params, value=loss)
+
         loss = jax.ShapeDtypeStruct((), jnp.float32)
         trace = jax.make_jaxpr(update, return_shape=True)
         return trace(self.params, self.state, self.params, loss)

@@ -63,7 +63,10 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
                 f"trainable={trainable!r} is no regular expression: {error}; give one that is "
                 "found in the paths of what is trained, such as 'blocks/.*/kernel'"
             ) from None
-        named = lambda keys: pattern.search("/".join(map(str, keys))) is not None
+
+        def named(keys):
+            return pattern.search("/".join(map(str, keys))) is not None
+
         return lambda keys, variable: isinstance(variable, nnx.Param) and named(keys)
     is_variable = isinstance(trainable, type) and issubclass(trainable, nnx.Variable)
     if not is_variable and (isinstance(trainable, type) or not _is_filter(trainable)):
@@ -329,7 +332,10 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
     a statistic does not grow wider because its inputs are.
     """
     after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
-    keep = lambda new, old: new if is_key(old) else new.astype(old.dtype)
+
+    def keep(new, old):
+        return new if is_key(old) else new.astype(old.dtype)
+
     own, given = own_and_given(before)
     return map_with_path(lambda path, old: keep(after[path], old), own) | given
 
@@ -363,7 +369,10 @@ def stored_as(
         parts, frozen = dataclasses.replace(parts, int8=_forms(parts)), None
     if dtypes is None and frozen is None:
         return parts, source
-    cast = lambda tree, dtype: tree if dtype is None else cast_floating(tree, dtype)
+
+    def cast(tree, dtype):
+        return tree if dtype is None else cast_floating(tree, dtype)
+
     param, buffer = (None, None) if dtypes is None else (dtypes.param, dtypes.buffer)
 
     def recast(weights: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree]:
@@ -381,7 +390,10 @@ def stored_as(
 
 def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
     stacks = stacks_of(parts.abstract)
-    is_stacked = lambda path: any(path.startswith(f"{stack}/") for stack in stacks)
+
+    def is_stacked(path):
+        return any(path.startswith(f"{stack}/") for stack in stacks)
+
     found = {
         path: int8_form(path, leaf, int(is_stacked(path)))
         for path, leaf in leaves_with_paths(parts.frozen)

@@ -86,7 +86,10 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         parts = plan.pipeline.num_microbatches * spec.num_ranks
         # As in `gradient_sums`: scaled like the mean of the whole batch.
         scale = None if scale is None else scale / parts
-        of_ranks = lambda stored: (plan.rows.rows_of(stored), plan.rows.rest_of(stored))
+
+        def of_ranks(stored):
+            return (plan.rows.rows_of(stored), plan.rows.rest_of(stored))
+
         given = of_ranks(params), of_ranks(frozen) if frozen else ([], [])
         rows, rest, unit, loss, buffers = mapped(*given, buffers, batch, scale)
         reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
@@ -233,12 +236,18 @@ class StagedPlan:
         """
         if not self.is_whole_mesh:
             axis, beside = self.pipeline.axis, self._added_over
-            of_row = lambda row: PartitionSpec(axis, beside(row) or None, *row[1:])
+
+            def of_row(row):
+                return PartitionSpec(axis, beside(row) or None, *row[1:])
+
             addends = PartitionSpec(axis, self.strategy.batch_axes)
             return jax.tree.map(of_row, self.row_specs), addends
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
         rest = enumerate(self.rows.rest_of(kept))
-        place = lambda i, spec: None if spec is None else self._by_tokens(parted.get(i), spec)
+
+        def place(i, spec):
+            return None if spec is None else self._by_tokens(parted.get(i), spec)
+
         return self.rows.rows_of(kept), [place(i, spec) for i, spec in rest]
 
     def run(
@@ -271,7 +280,9 @@ class StagedPlan:
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
-            at = lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
+            def at(x):
+                return jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
+
             return Data(buffers_at(microbatch), [at(leaf) for leaf in leaves])
 
         weight = mean_weight(trace, data, count, self.strategy.batch_axes)
@@ -319,7 +330,9 @@ class StagedPlan:
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
             return evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
 
-        of_mesh = lambda forward: spelled(forward, self.strategy, self.mesh)
+        def of_mesh(forward):
+            return spelled(forward, self.strategy, self.mesh)
+
         return traced(run, spelling or of_mesh, self.stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
@@ -330,9 +343,12 @@ class StagedPlan:
             programs = [with_parted_loss(program, self.pipeline.axis) for program in programs]
         if not self.is_whole_mesh:
             return programs
-        join = lambda p: dataclasses.replace(
-            p, middle=with_joined_rows(p.middle), last=with_joined_rows(p.last)
-        )
+
+        def join(p):
+            return dataclasses.replace(
+                p, middle=with_joined_rows(p.middle), last=with_joined_rows(p.last)
+            )
+
         return [join(program) for program in programs]
 
     def samples(self, batch: Batch) -> Mapping[Shape, Rows]:
@@ -346,16 +362,29 @@ class StagedPlan:
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
         if not self.is_whole_mesh:
-            beside = lambda *dims: lambda x: jnp.expand_dims(x, dims)
+
+            def beside(*dims):
+                return lambda x: jnp.expand_dims(x, dims)
+
             return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
-        reduce_row = lambda x, spec, axes: reduce_by(x, only_axes(spec, axes), axes, wire)
-        reduce_rest = lambda x, spec: reduce_by(x, spec, self.axes, wire)
-        reduce_part = lambda x, spec: reduce_row(x, spec, batch_axes)
+
+        def reduce_row(x, spec, axes):
+            return reduce_by(x, only_axes(spec, axes), axes, wire)
+
+        def reduce_rest(x, spec):
+            return reduce_by(x, spec, self.axes, wire)
+
+        def reduce_part(x, spec):
+            return reduce_row(x, spec, batch_axes)
+
         of_rest = [
             jax.tree.map(reduce_part if i in parted else reduce_rest, x, spec)
             for i, (x, spec) in enumerate(zip(rest, rest_specs, strict=True))
         ]
-        each = lambda x, spec, row: x if x is None else reduce_row(x, spec, self._added_over(row))
+
+        def each(x, spec, row):
+            return x if x is None else reduce_row(x, spec, self._added_over(row))
+
         triples = (
             zip(*lists, strict=True) for lists in zip(rows, row_specs, self.row_specs, strict=True)
         )
@@ -381,7 +410,9 @@ class StagedPlan:
             part = total(x, 1, PartitionSpec(stages, *only_axes(spec, others)))
             return total(part, 0, spec).astype(x.dtype)
 
-        row = lambda x, spec: total(x, 1, spec).astype(x.dtype)
+        def row(x, spec):
+            return total(x, 1, spec).astype(x.dtype)
+
         return jax.tree.map(row, rows, own[0]), jax.tree.map(over_all, rest, own[1])
 
     def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:

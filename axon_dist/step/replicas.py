@@ -64,7 +64,9 @@ def replica_steps(spec: StepSpec) -> tuple[Gradients, Take]:
     take = one_step(inner, gradients)
 
     def differentiate(state: TrainState, placed: Placed) -> GradientResult:
-        run = lambda state, placed: _stacked(tuple(gradients(_own_row(state), placed)))
+        def run(state, placed):
+            return _stacked(tuple(gradients(_own_row(state), placed)))
+
         return GradientResult(*_on_each(spec, inner, run, _rows(spec))(state, placed))
 
     def step(
@@ -107,7 +109,10 @@ def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
     Args:
         metrics: rows of scalars, one for each replica.
     """
-    one = lambda name, x: jnp.any(x) if name == FLAG else jnp.mean(x, axis=0)
+
+    def one(name, x):
+        return jnp.any(x) if name == FLAG else jnp.mean(x, axis=0)
+
     return {name: one(name, x) for name, x in metrics.items()}
 
 
@@ -125,7 +130,10 @@ def first_rows(state: TrainState, replicas: int) -> TrainState:
 
 def mean_rows(buffers: PyTree) -> PyTree:
     """The buffers to evaluate with: the mean of statistics, and of the rest the first replica's."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
     return jax.tree.map(lambda x: x.mean(0).astype(x.dtype) if is_float(x) else x[0], buffers)
 
 
@@ -214,13 +222,19 @@ class Outer:
         Returns:
             `outer` and `meeting` of a state.
         """
-        wide = lambda p: jnp.array(p, _wide(p.dtype), copy=True)
+
+        def wide(p):
+            return jnp.array(p, _wide(p.dtype), copy=True)
+
         outer = jax.tree.map(wide, params)
         states = tuple(self.plan.outer.init(self._part(outer, n)) for n in range(self._count))
         if self.plan.compression is None:
             return outer, {"opt_state": states}
         rows = self.spec.mesh.shape[self.plan.axis]
-        missing = lambda p: jnp.zeros((rows, *p.shape), jnp.float32)
+
+        def missing(p):
+            return jnp.zeros((rows, *p.shape), jnp.float32)
+
         return outer, {"opt_state": states, "missing": jax.tree.map(missing, params)}
 
     def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, dict[str, Any]]:
@@ -262,7 +276,10 @@ class Outer:
             with jax.named_scope("outer_optimizer"):
                 updates, states[number] = self.plan.outer.update(grads, states[number], outer)
                 outer = optax.apply_updates(outer, updates)
-            follow = lambda o, p: jnp.broadcast_to(o.astype(p.dtype), p.shape)
+
+            def follow(o, p):
+                return jnp.broadcast_to(o.astype(p.dtype), p.shape)
+
             params = jax.tree.map(follow, outer, params)
             left = {"missing": joined(others, missing)} if missing else {}
             return dataclasses.replace(
@@ -280,7 +297,10 @@ class Outer:
         places = shardings(policy, self.spec.stored_shapes, mesh)
         shapes = leaves_with_paths(self.spec.stored_shapes)
         where = dict(leaves_with_paths(places))
-        shard = lambda path, x: jax.ShapeDtypeStruct(where[path].shard_shape(x.shape), x.dtype)
+
+        def shard(path, x):
+            return jax.ShapeDtypeStruct(where[path].shard_shape(x.shape), x.dtype)
+
         sizes = {path: num_params(shard(path, x)) for path, x in shapes}
         return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
 
@@ -411,7 +431,10 @@ class ReplicaForm(StateForm):
     @property
     def _stored_places(self) -> tuple[Any, Any]:
         spec = self.spec
-        place = lambda shapes: shardings(spec.storage.strategy.params, shapes, spec.mesh)
+
+        def place(shapes):
+            return shardings(spec.storage.strategy.params, shapes, spec.mesh)
+
         return place(spec.stored_shapes), place(spec.stored_frozen)
 
 

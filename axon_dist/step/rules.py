@@ -55,7 +55,9 @@ def _stage_experts(spec: StepSpec) -> Found:
     axis = strategy.resident[0]
 
     def along(policy: Policy, tree: PyTree) -> list[Path]:
-        split = lambda path, leaf: axis in spec_axes(policy(path, leaf.shape, spec.mesh))
+        def split(path, leaf):
+            return axis in spec_axes(policy(path, leaf.shape, spec.mesh))
+
         return [path for path, leaf in leaves_with_paths(tree) if split(path, leaf)]
 
     held, where = along(strategy.params, spec.parts.weights), "in blocks that are not all alike"

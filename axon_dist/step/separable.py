@@ -99,7 +99,10 @@ class Separator:
                 couples the samples; naming what does, and where.
         """
         lead = 0 if self._microbatches == 1 else 1
-        cut = lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
+
+        def cut(x):
+            return jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
+
         shapes = jax.tree.map(cut, batch)
         leaves, structure = jax.tree.flatten(shapes)
         key = (structure, *((x.shape, x.dtype) for x in leaves))
@@ -197,7 +200,10 @@ class Separator:
         if not reduction.sync_buffers:
             # Each rank keeps statistics of its own then, as it was told to.
             shapes = dict(leaves_with_paths(self._parts.arguments[1]))
-            is_own = lambda path: jnp.issubdtype(shapes[path].dtype, jnp.floating)
+
+            def is_own(path):
+                return jnp.issubdtype(shapes[path].dtype, jnp.floating)
+
             kept = {path: found for path, found in use.buffers.items() if not is_own(path)}
             use = dataclasses.replace(use, buffers=kept)
         return use.coupled

@@ -43,7 +43,10 @@ def traced(
 
     def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
         outcome = run(params, buffers, batch)
-        wide = lambda x: jnp.asarray(x, jnp.float32)
+
+        def wide(x):
+            return jnp.asarray(x, jnp.float32)
+
         loss, metrics = outcome.loss, _flat(weighed_metrics(outcome))
         return wide(loss.total), wide(loss.weight), metrics, outcome.buffers
 
@@ -107,7 +110,10 @@ def calls_in(
 
     # What samples have in common stands in the batch itself here, as the loss sees it.
     weights, buffers = dataclasses.replace(parts, shared={}).arguments
-    as_it_is = lambda forward: forward
+
+    def as_it_is(forward):
+        return forward
+
     trace = traced(run, as_it_is, stacks, stacks.apart(weights), buffers, batch)
     block_of = {
         variable: number

@@ -62,7 +62,10 @@ def averaged(state: TrainState) -> TrainState:
             "ema=True, and the state has no moving average of the parameters; ask for one: "
             "build_train_step(..., ema=0.999)"
         )
-    narrow = lambda e, p: e if e.dtype == p.dtype else e.astype(p.dtype)
+
+    def narrow(e, p):
+        return e if e.dtype == p.dtype else e.astype(p.dtype)
+
     params = jax.tree.map(narrow, state.ema, state.params)
     return dataclasses.replace(state, params=params)
 

@@ -65,8 +65,13 @@ def whole_buffers(spec: StepSpec, buffers: PyTree) -> PyTree:
     """
     whole = NamedSharding(spec.mesh, PartitionSpec())
     at_rest = dict(leaves_with_paths(_buffers_at_rest(spec)))
-    is_divided = lambda path: path in spec.parts.others and at_rest[path] != PartitionSpec()
-    gather = lambda path, x: jax.lax.with_sharding_constraint(x, whole) if is_divided(path) else x
+
+    def is_divided(path):
+        return path in spec.parts.others and at_rest[path] != PartitionSpec()
+
+    def gather(path, x):
+        return jax.lax.with_sharding_constraint(x, whole) if is_divided(path) else x
+
     return map_with_path(gather, buffers)
 
 
@@ -78,9 +83,10 @@ def _buffers_at_rest(spec: StepSpec) -> PyTree:
         return specs
     # Rules about paths are about parameters; what divides any leaf divides these too.
     policy = spec.strategy.params.flexible_part
-    place = lambda path, leaf, whole: (
-        policy(path, leaf.shape, spec.mesh) if path in parts.others else whole
-    )
+
+    def place(path, leaf, whole):
+        return policy(path, leaf.shape, spec.mesh) if path in parts.others else whole
+
     return map_with_path(place, parts.buffers, specs)
 
 
@@ -159,7 +165,10 @@ class Claims:
         """
         for check in self.programs:
             check(compiled)
-        placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        def placed(x, sharding):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         self.check(jax.tree.map(placed, state, compiled.output_shardings[0]))
 
     def __rich__(self) -> Group:
@@ -208,7 +217,10 @@ class StateForm:
     def shapes(self) -> TrainState:
         """A `TrainState` of shapes."""
         parts, store = self.spec.parts, self.spec.storage.store
-        first = lambda weights, buffers: self._around(store(weights), buffers)
+
+        def first(weights, buffers):
+            return self._around(store(weights), buffers)
+
         return jax.eval_shape(first, parts.weights, parts.buffers)
 
     @cached_property
@@ -248,7 +260,10 @@ class StateForm:
     @property
     def placed_shapes(self) -> TrainState:
         """A `TrainState` of shapes with shardings."""
-        placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+        def placed(x, place):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
         return jax.tree.map(placed, self.shapes, self.places)
 
     def near(self, state: TrainState) -> TrainState:
@@ -278,7 +293,10 @@ class StateForm:
         where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
         values = self.values
         if self.spec.storage.rows is not None:
-            near = lambda state: self.values(self.near(state))
+
+            def near(state):
+                return self.values(self.near(state))
+
             values = jax.jit(near, out_shardings=(where, self.whole))
         found = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: found[path] for path in targets}

@@ -160,7 +160,10 @@ def _frozen_rows(parts: ModelParts, rows: ModelStorage, stacks: Stacks) -> froze
     Raises:
         UnsupportedError: when a stored leaf would hold both kinds.
     """
-    path_of = lambda keys: "/".join(map(str, keys))
+
+    def path_of(keys):
+        return "/".join(map(str, keys))
+
     held: dict[Path, dict[bool, Path]] = {}
     for keys in flatten(rows.shapes):
         number = rows.block_of(keys)
@@ -290,7 +293,10 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         if chosen and not _is_in(keys, found):
             found[keys] = None
     found |= dict.fromkeys(k for k in _in_linen(model, classes) if not _is_in(k, found))
-    layers = lambda keys: [(*keys, row) for row in range(stacks[keys])]
+
+    def layers(keys):
+        return [(*keys, row) for row in range(stacks[keys])]
+
     blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
     return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
 
@@ -332,8 +338,13 @@ def _has_params(module: nnx.Module) -> bool:
 def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
     plan: Any = strategy.pipeline
     of_rows = frozenset("/".join(map(str, keys)) for keys in rows.row_keys)
-    of_blocks = lambda policy: OfBlocks(policy, stacks) if stacks.depths else policy
-    wrap = lambda policy: Staged(of_blocks(policy), plan.axis, of_rows)
+
+    def of_blocks(policy):
+        return OfBlocks(policy, stacks) if stacks.depths else policy
+
+    def wrap(policy):
+        return Staged(of_blocks(policy), plan.axis, of_rows)
+
     return dataclasses.replace(
         strategy,
         params=wrap(strategy.params),

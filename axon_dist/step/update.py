@@ -77,9 +77,12 @@ def first_average(decay: float | None, params: PyTree) -> PyTree:
     """The average that a run starts with: the first parameters, in float32 or wider."""
     if decay is None:
         return None
+
     # Half precision would round away the small steps that an average is made of. A copy, since a
     # state gives the memory of all its arrays to the next.
-    wide = lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True)
+    def wide(p):
+        return jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True)
+
     return jax.tree.map(wide, params)
 
 
@@ -137,8 +140,13 @@ def undo_nonfinite(
 
 def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    kept = lambda n, o: jnp.where(applies, n, o) if is_float(n) else n
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def kept(n, o):
+        return jnp.where(applies, n, o) if is_float(n) else n
+
     return dataclasses.replace(
         new,
         params=keep_if(applies, new.params, old.params),

@@ -127,9 +127,15 @@ def load_weights(
     shapes = weight_shapes(parts)
     sources = _find(parts.abstract, shapes, files, rules, cast, keep)
     here = jnp.zeros(()).sharding
-    on = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
+    def on(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
     arrays = {path: place(x, on(shapes[path])) for path, x in sources.items()}
-    replaced = lambda tree: map_with_path(lambda path, leaf: arrays.get(path, leaf), tree)
+
+    def replaced(tree):
+        return map_with_path(lambda path, leaf: arrays.get(path, leaf), tree)
+
     first: Any = source.arrays
     if source.make is not None:
         both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]

@@ -354,7 +354,10 @@ def _is_same(one: TensorEntry, other: TensorEntry) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     rows = range(0, max(one.shape[:1], default=0) or 1, 4096)
-    bits = lambda entry, row: np.ascontiguousarray(entry.open()[row : row + 4096]).tobytes()
+
+    def bits(entry, row):
+        return np.ascontiguousarray(entry.open()[row : row + 4096]).tobytes()
+
     if not one.shape:
         return one.open().tobytes() == other.open().tobytes()
     return all(bits(one, row) == bits(other, row) for row in rows)
