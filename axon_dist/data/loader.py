@@ -58,8 +58,8 @@ class Loader:
         self.global_batch = global_batch
         self.seed = seed
         self.num_samples: int = samples.identity["num_samples"]
-        self._rows_of = lambda batch: local_rows(batch, process, num_processes)
-        self._rows = self._rows_of(global_batch)
+        self._share = process, num_processes
+        self._rows = local_rows(global_batch, *self._share)
         self._order = getattr(samples, "order", self._epochs)(seed)
         self._vocab_size = vocab_size
         self._num_ahead = num_ahead
@@ -151,7 +151,7 @@ class Loader:
         Raises:
             DivisibilityError: the batch does not divide by the processes.
         """
-        rows = places[self._rows_of(len(places))]
+        rows = places[local_rows(len(places), *self._share)]
         return _known(self.samples.validation(rows), self._vocab_size)
 
     def _start(self) -> grain.DatasetIterator[LocalBatch]:

@@ -16,6 +16,10 @@ from .samples import LocalBatch, checksum, held_fraction, num_windows, spread_st
 from .tokenizer import load_tokenizer
 
 
+def _numbers(tokens: np.ndarray) -> str:
+    return " ".join(map(str, tokens.tolist()))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Text:
     """Two streams of tokens and what they are.
@@ -37,7 +41,7 @@ class Text:
     description: str
     document_end: int | None = None
     validation_bytes: int | None = None
-    show: Callable[[np.ndarray], str] = lambda tokens: " ".join(map(str, tokens.tolist()))
+    show: Callable[[np.ndarray], str] = _numbers
 
 
 class Windows:

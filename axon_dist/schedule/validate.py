@@ -315,9 +315,10 @@ def _delayed(schedule: Schedule, delay: int) -> Schedule:
     ticks = {
         Phase.E: lambda m: where[Action(0, Phase.F, m)].tick,
         Phase.G: lambda m: _back(schedule, 0, m) + delay + 2,
+        Phase.V: lambda m: where[Action(last, Phase.F, m)].tick + 2,
     }
-    if not schedule.splits_vocabulary:
-        ticks[Phase.V] = lambda m: where[Action(last, Phase.F, m)].tick + 2
+    if schedule.splits_vocabulary:
+        del ticks[Phase.V]
     microbatches = {
         phase: {tick_of(m): m for m in range(schedule.num_microbatches)}
         for phase, tick_of in ticks.items()

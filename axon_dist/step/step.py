@@ -50,7 +50,7 @@ class TrainStep(MadeOfSpec):
     def __init__(self, spec: StepSpec, form: StateForm):
         super().__init__(spec)
         self._form, self._agreed = form, set[str]()
-        self._own: Callable[[], TrainState | None] = lambda: None
+        self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
         self.abstract_state: TrainState = form.shapes
         self.state_shardings: TrainState = form.places
@@ -107,9 +107,9 @@ class TrainStep(MadeOfSpec):
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
         check_usable(state)
-        if self._own() is not state:
+        if self._last is None or self._last() is not state:
             check_fits(state, self.abstract_state, self.state_shardings)
-            self._own = weakref.ref(state)
+            self._last = weakref.ref(state)
 
     @property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
@@ -171,7 +171,7 @@ class TrainStep(MadeOfSpec):
             for number in self._form.due(taken):
                 state = self._meetings[number](state)
             self._counted = weakref.ref(state), taken
-        self._own = weakref.ref(state)
+        self._last = weakref.ref(state)
         self._in_flight.add(metrics["loss"])
         return state, metrics
 

@@ -40,6 +40,10 @@ CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
 
 
+def _unchanged(params: PyTree) -> PyTree:
+    return params
+
+
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """The stored form of parameters, and the strategy that lays it out.
@@ -54,8 +58,8 @@ class Storage:
     """
 
     strategy: Strategy
-    from_model: Callable[[PyTree], PyTree] = lambda params: params
-    to_model: Callable[[PyTree], PyTree] = lambda params: params
+    from_model: Callable[[PyTree], PyTree] = _unchanged
+    to_model: Callable[[PyTree], PyTree] = _unchanged
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
