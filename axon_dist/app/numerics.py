@@ -27,7 +27,7 @@ from ..step import build_train_step
 POSITIONS, FEATURES = 8, 8
 """T and D of the samples."""
 
-Operation: TypeAlias = Callable[[Array, Array], Array]
+NumericsCase: TypeAlias = Callable[[Array, Array], Array]
 """(samples `[B, T, D]`, kernel) -> any array."""
 
 
@@ -41,14 +41,14 @@ class Sentinel:
         core: whether it is among the quick ones, one of each kind.
     """
 
-    run: Operation
+    run: NumericsCase
     kernel: tuple[int, ...] = (FEATURES, FEATURES)
     core: bool = True
 
 
 def _convolution(
     dims: int, groups: int = 1, padding: Any = "SAME", image: bool = False, **options: Any
-) -> Operation:
+) -> NumericsCase:
     """A convolution over positions, or over images `[B, T, D / 4, 4]` of the same samples."""
     letters = "WHD"[:dims][::-1]
     numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")

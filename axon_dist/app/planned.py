@@ -19,10 +19,10 @@ from axon_dist.mesh.targets import compute_capability
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.parallel.plans import APART
 from axon_dist.planner import (
-    Apart,
     Arrangement,
     Reading,
-    StepTime,
+    SlowReplicas,
+    StepCost,
     Workload,
     candidates,
     idle_share,
@@ -79,7 +79,7 @@ class ReadPlan:
     arrangement: Arrangement
     config: RunConfig
     reading: Reading
-    time: StepTime
+    time: StepCost
     device_bytes: int
     measured: Report | None = None
     changed: str | None = None
@@ -203,7 +203,7 @@ class _Search:
     hardware: Hardware
     num_devices: int
     device_bytes: int | None
-    apart: Apart | None = None
+    apart: SlowReplicas | None = None
     replicas: int = 1
     changed: str | None = None
 
@@ -279,18 +279,18 @@ class _Search:
         nodes = self.hardware.num_nodes(self.num_devices)
         shares = not (self.num_devices % nodes or self.work.global_batch % nodes)
         if self.apart is None and nodes > 1 and shares:
-            apart = Apart()
+            apart = SlowReplicas()
             changed = f"replicas meet every {apart.every} steps"
             yield dataclasses.replace(self, apart=apart, replicas=nodes, changed=changed)
 
 
-def _apart_in(config: RunConfig, nodes: int) -> tuple[Apart | None, int]:
+def _apart_in(config: RunConfig, nodes: int) -> tuple[SlowReplicas | None, int]:
     """How the replicas of a config train apart, and how many they are."""
     named = next((name for name in APART if name in (config.parallel or {})), None)
     if named is None:
         return None, 1
     own = config.parallel[named]
-    apart = Apart(named, own["every"], own.get("axis", "nodes"))
+    apart = SlowReplicas(named, own["every"], own.get("axis", "nodes"))
     return apart, max(config.mesh[apart.axis], nodes)
 
 
@@ -417,8 +417,8 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
 
 
 def _with_meetings(
-    time: StepTime, step: Any, mesh: dict[str, int], search: _Search, apart: Apart | None
-) -> tuple[StepTime, float]:
+    time: StepCost, step: Any, mesh: dict[str, int], search: _Search, apart: SlowReplicas | None
+) -> tuple[StepCost, float]:
     """The time of a step with its share of what replicas do where they meet, and the bytes."""
     if apart is None:
         return time, 0.0
@@ -438,7 +438,7 @@ def _with_meetings(
 
 def _time(
     reading: Reading, arrangement: Arrangement, work: Workload, hardware: Hardware
-) -> StepTime:
+) -> StepCost:
     if arrangement.pp == 1:
         return reading.step_time(hardware, work.policy.compute)
     # The turns of a pipeline are branches of a conditional, of which the program tells no number.

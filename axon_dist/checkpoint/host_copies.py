@@ -45,7 +45,7 @@ from .layout import (
 from .manifest import spec_of
 from .tensorfile import open_tensors, write_tensors
 
-Place: TypeAlias = tuple[tuple[int, int], ...]
+Slices: TypeAlias = tuple[tuple[int, int], ...]
 """Where a piece lies in its leaf: the first index along each dim, and the one after the last."""
 
 _HEADER, _PLACES, _CHECKSUMS = "header", "places", "checksums"
@@ -110,7 +110,7 @@ class CopyHeader:
             raise CheckpointError(f"{str(path)!r} is no copy of a state: {error}") from error
 
 
-def place_of(index: Sequence[slice], shape: Sequence[int]) -> Place:
+def place_of(index: Sequence[slice], shape: Sequence[int]) -> Slices:
     """The place of a shard.
 
     Example:
@@ -123,7 +123,7 @@ def place_of(index: Sequence[slice], shape: Sequence[int]) -> Place:
 def write_copy(
     folder: Path,
     header: CopyHeader,
-    pieces: Sequence[tuple[LeafPath, Place, np.dtype, jax.Array]],
+    pieces: Sequence[tuple[LeafPath, Slices, np.dtype, jax.Array]],
 ) -> None:
     """Writes the pieces of one process; the file appears under its name when all of it is there.
 
@@ -170,11 +170,11 @@ class Pieces:
     def __init__(self, files: Sequence[Path], header: CopyHeader):
         self.header: CopyHeader = header
         self.damaged: set[LeafPath] = set()
-        self._files, self._checked = files, set[tuple[LeafPath, Place]]()
+        self._files, self._checked = files, set[tuple[LeafPath, Slices]]()
 
     @functools.cached_property
-    def _by_leaf(self) -> dict[LeafPath, list[tuple[Place, np.ndarray, int]]]:
-        pieces: dict[LeafPath, list[tuple[Place, np.ndarray, int]]] = {}
+    def _by_leaf(self) -> dict[LeafPath, list[tuple[Slices, np.ndarray, int]]]:
+        pieces: dict[LeafPath, list[tuple[Slices, np.ndarray, int]]] = {}
         for path in self._files:
             arrays = open_tensors(path)
             rows = zip(json.loads(bytes(arrays[_PLACES])), arrays[_CHECKSUMS], strict=True)
@@ -194,7 +194,7 @@ class Pieces:
             for leaf, spec in wanted
         )
 
-    def read(self, leaf: LeafPath, dtype: Any, place: Place) -> np.ndarray:
+    def read(self, leaf: LeafPath, dtype: Any, place: Slices) -> np.ndarray:
         """The values at a place, put together from the pieces that meet it; remembers damage."""
         values = np.empty([stop - start for start, stop in place], dtype)
         for there, raw, crc in self._by_leaf.get(leaf, []):
@@ -224,11 +224,11 @@ def complete_copies(folder: Path) -> Iterator[Pieces]:
             yield pieces
 
 
-def _size(place: Place) -> int:
+def _size(place: Slices) -> int:
     return math.prod(stop - start for start, stop in place)
 
 
-def _within(meet: Sequence[tuple[int, int]], place: Place) -> tuple[slice, ...]:
+def _within(meet: Sequence[tuple[int, int]], place: Slices) -> tuple[slice, ...]:
     return tuple(
         slice(start - first, stop - first)
         for (start, stop), (first, _) in zip(meet, place, strict=True)
@@ -358,11 +358,11 @@ class HostCopies:
 
     def _own_pieces(
         self, stored: Mapping[LeafPath, Array]
-    ) -> list[tuple[LeafPath, Place, np.dtype, jax.Array]]:
+    ) -> list[tuple[LeafPath, Slices, np.dtype, jax.Array]]:
         me = process_index()
         shards = []
         for path, leaf in stored.items():
-            owners: dict[Place, int] = {}
+            owners: dict[Slices, int] = {}
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
                 place, process = place_of(index, leaf.shape), int(device.process_index)
                 if self._hosts[process] == self._hosts[me]:

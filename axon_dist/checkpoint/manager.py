@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..core.files import as_path, kind_at
-from ..core.told import NUMBER, WHOLE, Kind
+from ..core.told import NUMBER, WHOLE, ArgumentKind
 from ..core.typing import PyTree
 from .layout import UNFINISHED, from_main, is_main, on_main, step_name, step_of
 from .load import load_checkpoint
@@ -87,7 +87,7 @@ def _score(entry: Entry) -> float:
     return math.nan if entry.score is None else entry.score
 
 
-_RETENTION = Kind(
+_RETENTION = ArgumentKind(
     "a Retention, such as Retention(last=3)", lambda x: isinstance(x, Retention)
 ).or_none()
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import Choice, ConfigError, did_you_mean
+from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..core.typing import Array, PyTree, Shape
 
 DEFAULT_CAPACITY = 25_000_000
@@ -213,7 +213,7 @@ def _split(leaves: Sequence[Array]) -> tuple[list[int], list[int]]:
     return [index for index in everything if leaves[index].size >= SMALL], small
 
 
-class GradSyncStrategy(Choice):
+class GradSyncStrategy(NamedChoice):
     """When the buckets of gradients are reduced."""
 
     SYNCHRONOUS = "synchronous"

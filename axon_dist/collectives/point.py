@@ -11,12 +11,12 @@ import numpy as np
 
 from ..core.errors import GroupError
 from ..core.reduction import varying
-from ..core.told import WHOLE, Kind, is_whole, told
+from ..core.told import WHOLE, ArgumentKind, is_whole, told
 from ..core.typing import Array, PyTree
 from ..mesh import GROUP, ProcessGroup
 from .place import each_leaf, keep_outside, pad_dim, position
 
-PAIRS = Kind(
+PAIRS = ArgumentKind(
     "pairs of ranks, as in [(0, 1), (1, 2)]",
     lambda perm: (
         not isinstance(perm, (str, Mapping))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import Choice, ConfigError, DTypeError, GroupError, did_you_mean
+from ..core.errors import ConfigError, DTypeError, GroupError, NamedChoice, did_you_mean
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from .place import all_max, all_min, all_sum, each_leaf, keep_outside, members_or, position
@@ -73,7 +73,7 @@ def _floating_jvp(
     return result, all_sum(tangent * share, group)
 
 
-class ReduceOp(Choice):
+class ReduceOp(NamedChoice):
     """How the values of several ranks become one."""
 
     SUM = "sum"

@@ -11,11 +11,11 @@ from yaml.scanner import ScannerError
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, read_text
-from axon_dist.core.told import Kind
+from axon_dist.core.told import ArgumentKind
 
 from .schema import RunConfig
 
-CONFIG = Kind(
+CONFIG = ArgumentKind(
     "a RunConfig, such as axon_dist.config.load_config('configs/quickstart.yaml')",
     lambda x: isinstance(x, RunConfig),
 )

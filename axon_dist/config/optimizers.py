@@ -21,7 +21,7 @@ from .read import Fraction, Natural, NonNegative, OneOf, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule(abc.ABC):
+class RateSchedule(abc.ABC):
     """How the learning rate moves over a run.
 
     Args:
@@ -64,7 +64,7 @@ class Schedule(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
+class ConstantRate(RateSchedule):
     """Stays at the peak."""
 
     def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
@@ -73,7 +73,7 @@ class Constant(Schedule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cosine(Schedule):
+class Cosine(RateSchedule):
     """Falls along half a cosine (arXiv:1608.03983, without restarts).
 
     Args:
@@ -88,7 +88,7 @@ class Cosine(Schedule):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear(Schedule):
+class Linear(RateSchedule):
     """Falls along a straight line.
 
     Args:
@@ -102,8 +102,8 @@ class Linear(Schedule):
         return optax.linear_schedule(peak, peak * self.final_fraction, num_steps)
 
 
-SCHEDULES: MappingProxyType[str, type[Schedule]] = MappingProxyType(
-    {"cosine": Cosine, "linear": Linear, "constant": Constant}
+SCHEDULES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
+    {"cosine": Cosine, "linear": Linear, "constant": ConstantRate}
 )
 
 
@@ -117,7 +117,7 @@ class Optimizer(abc.ABC):
     """
 
     learning_rate: Positive = 3e-4
-    schedule: Annotated[Schedule, OneOf(SCHEDULES)] = Cosine()
+    schedule: Annotated[RateSchedule, OneOf(SCHEDULES)] = Cosine()
 
     def build(
         self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None

@@ -104,7 +104,7 @@ def unknown(cls: type[enum.Enum], value: Any) -> ConfigError:
     return ConfigError(f"{cls.__name__} got {value!r:.80}, and has no such member.{hint}")
 
 
-class Choice(enum.StrEnum):
+class NamedChoice(enum.StrEnum):
     """A `StrEnum` whose members are looked up by their values.
 
     Raises:

@@ -20,7 +20,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ArgumentKind:
     """What an argument can be.
 
     Args:
@@ -44,12 +44,14 @@ class Kind:
         if not self.holds(value):
             raise self.error(f"{who} got {name}={_brief(value)}; give {self.advice}")
 
-    def or_none(self) -> Kind:
+    def or_none(self) -> ArgumentKind:
         """The kind, or None."""
-        return Kind(f"{self.advice}, or None", lambda x: x is None or self.holds(x), self.error)
+        return ArgumentKind(
+            f"{self.advice}, or None", lambda x: x is None or self.holds(x), self.error
+        )
 
 
-def told(who: str | None = None, /, **kinds: Kind) -> Callable[[_Function], _Function]:
+def told(who: str | None = None, /, **kinds: ArgumentKind) -> Callable[[_Function], _Function]:
     """Has a function compare some of its arguments, by name, before it runs.
 
     Args:
@@ -121,16 +123,16 @@ def _brief(value: Any) -> str:
     return f"{value!r:.60}, {kind}" if is_plain else kind
 
 
-WHOLE = Kind("a whole number", is_whole)
-SEED = Kind("a whole number in [0, 2^32)", lambda x: is_whole(x) and 0 <= x < 2**32)
-COUNT = Kind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
-NUMBER = Kind("a finite number", is_number)
-REAL = Kind(
+WHOLE = ArgumentKind("a whole number", is_whole)
+SEED = ArgumentKind("a whole number in [0, 2^32)", lambda x: is_whole(x) and 0 <= x < 2**32)
+COUNT = ArgumentKind("a whole number, at least 1", lambda x: is_whole(x) and x >= 1)
+NUMBER = ArgumentKind("a finite number", is_number)
+REAL = ArgumentKind(
     "a number", lambda x: isinstance(x, (int, float, np.number)) and not isinstance(x, bool)
 )
 """A number, of which somebody else says what it must be."""
-TEXT = Kind("a text", lambda x: isinstance(x, str))
-TEXTS = Kind(
+TEXT = ArgumentKind("a text", lambda x: isinstance(x, str))
+TEXTS = ArgumentKind(
     "a list of texts",
     lambda x: (
         not isinstance(x, (str, Mapping))
@@ -138,22 +140,22 @@ TEXTS = Kind(
         and all(isinstance(one, str) for one in x)
     ),
 )
-PATH = Kind("a path, as a text", lambda x: isinstance(x, (str, os.PathLike)))
-NUMBERS = Kind("a dtype of numbers, such as 'float32'", is_numeric)
-FLOATS = Kind("a floating-point dtype, such as 'bfloat16'", is_float)
-MODULE = Kind(
+PATH = ArgumentKind("a path, as a text", lambda x: isinstance(x, (str, os.PathLike)))
+NUMBERS = ArgumentKind("a dtype of numbers, such as 'float32'", is_numeric)
+FLOATS = ArgumentKind("a floating-point dtype, such as 'bfloat16'", is_float)
+MODULE = ArgumentKind(
     "an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))",
     lambda x: isinstance(x, nnx.Module),
 )
-MODEL = Kind(
+MODEL = ArgumentKind(
     "an nnx.Module, or a function of no arguments that makes one; not a wrapper of one", is_module
 )
-OPTIMIZER = Kind(
+OPTIMIZER = ArgumentKind(
     "an optax transformation, such as optax.adamw(1e-3)",
     lambda x: (
         all(callable(getattr(x, name, None)) for name in ("init", "update"))
         and not isinstance(x, nnx.Optimizer)
     ),
 )
-RNGS = Kind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
-FUNCTION = Kind("a function", callable)
+RNGS = ArgumentKind("random numbers, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
+FUNCTION = ArgumentKind("a function", callable)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..mesh.chips import Hardware
-from .parse import Computation, Instruction, Module, Program, as_module
+from .parse import Computation, Instruction, Module, ProgramLike, as_module
 from .walk import trip_count, visits
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
@@ -289,7 +289,7 @@ class Flops:
     opaque: tuple[str, ...]
 
 
-def flops(program: Program) -> Flops:
+def flops(program: ProgramLike) -> Flops:
     """Counts the matrix operations of one device in one execution of a compiled program.
 
     The count is weighted with trip counts, which XLA's own `cost_analysis` leaves out, and covers

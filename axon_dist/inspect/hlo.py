@@ -11,12 +11,12 @@ from ..mesh.chips import Hardware, machine_of
 from ..mesh.replica_groups import permuted_axes, spanned_axes
 from .ledger import Collective, Ledger
 from .overlap import WireModel
-from .parse import Program, as_module, origin
+from .parse import ProgramLike, as_module, origin
 from .walk import Visit, visits
 
 
 def collectives(
-    program: Program,
+    program: ProgramLike,
     mesh: jax.sharding.Mesh | None = None,
     machine: Hardware | None = None,
 ) -> Ledger:

@@ -21,7 +21,7 @@ from ..core.errors import ClaimError
 from .cost import CostModel
 from .hlo import collectives
 from .ledger import Ledger
-from .parse import Instruction, Program, as_module
+from .parse import Instruction, ProgramLike, as_module
 from .walk import visits
 
 Expected: TypeAlias = int | range | None
@@ -29,7 +29,7 @@ Expected: TypeAlias = int | range | None
 
 
 def expect_collectives(
-    program: Program,
+    program: ProgramLike,
     mesh: jax.sharding.Mesh,
     *,
     all_reduce: Expected = 0,
@@ -95,7 +95,7 @@ def expect_collectives(
 
 
 def expect_bytes(
-    program: Program,
+    program: ProgramLike,
     mesh: jax.sharding.Mesh,
     *,
     bytes: float,
@@ -180,7 +180,7 @@ class Recomputed:
         )
 
 
-def kernels(program: Program) -> dict[str, int]:
+def kernels(program: ProgramLike) -> dict[str, int]:
     """Counts the custom calls of a program by target, kernels of Pallas by their names.
 
     Args:
@@ -202,12 +202,12 @@ def kernels(program: Program) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def attention_kernels(program: Program) -> dict[str, int]:
+def attention_kernels(program: ProgramLike) -> dict[str, int]:
     """Those of the `kernels` that are fused attention, forward and backward."""
     return {name: count for name, count in kernels(program).items() if ATTENTION.search(name)}
 
 
-def recomputed(program: Program) -> Recomputed:
+def recomputed(program: ProgramLike) -> Recomputed:
     """What XLA rematerialises by itself: instructions that are named `.remat`.
 
     It does so where a program would not fit, and says nothing: the FLOPs are in nobody's account.
@@ -233,7 +233,7 @@ def recomputed(program: Program) -> Recomputed:
     return total
 
 
-def largest_logits(program: Program, classes: int) -> int:
+def largest_logits(program: ProgramLike, classes: int) -> int:
     """The positions of the largest array of floats that has one for each of them and each class.
 
     What is within a fusion is no array, for it is never in memory as a whole.
@@ -263,7 +263,7 @@ def largest_logits(program: Program, classes: int) -> int:
 
 
 def expect_kernels(
-    program: Program,
+    program: ProgramLike,
     *,
     attention: Expected = None,
     loss: tuple[int, int] | None = None,

@@ -232,11 +232,11 @@ class Module:
         return [self.computations[name] for name in names if name in self.computations]
 
 
-Program: TypeAlias = Module | str | Any
+ProgramLike: TypeAlias = Module | str | Any
 """A `jax.stages.Compiled`, its text, or the `Module` read from either."""
 
 
-def as_module(program: Program) -> Module:
+def as_module(program: ProgramLike) -> Module:
     """Reads a compiled program, unless it has been read already.
 
     Args:

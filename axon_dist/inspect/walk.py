@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from .parse import Computation, Instruction, Module, Program, as_module, total_bytes
+from .parse import Computation, Instruction, Module, ProgramLike, as_module, total_bytes
 
 _KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)"?')
 _MAX_SIMULATED = 1 << 16
@@ -285,7 +285,7 @@ def _named(instruction: Instruction) -> Iterator[str]:
     return itertools.chain.from_iterable(instruction.called.values())
 
 
-def carried_bytes(program: Program) -> int:
+def carried_bytes(program: ProgramLike) -> int:
     """Bytes per device that the outermost loop which keeps most rewrites in every turn.
 
     In a step that accumulates these are the sums over microbatches, of gradients and of a few

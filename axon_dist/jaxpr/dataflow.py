@@ -121,7 +121,7 @@ class Flow:
 
 
 @dataclasses.dataclass
-class Value:
+class FlowValue:
     """What is known about an array.
 
     Args:
@@ -135,7 +135,7 @@ class Value:
     from_input: bool = False
 
 
-def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
+def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[FlowValue]) -> list[FlowValue]:
     """Follows a jaxpr equation by equation.
 
     Args:
@@ -148,9 +148,9 @@ def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
     """
 
     def unknown(atom):
-        return Value(flow.new(shape_of(atom)))
+        return FlowValue(flow.new(shape_of(atom)))
 
-    def run(equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    def run(equation: JaxprEqn, operands: Sequence[FlowValue]) -> list[FlowValue]:
         flow.order += 1
         programs = [] if equation.primitive.name == "while" else inners(equation)
         if programs:
@@ -161,14 +161,14 @@ def follow(flow: Flow, jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
     return interpret(jaxpr, consts, values, run, literal=unknown)
 
 
-def _results(flow: Flow, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+def _results(flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]) -> list[FlowValue]:
     is_fed = any(operand.from_input for operand in operands)
-    return [Value(flow.new(shape_of(v)), from_input=is_fed) for v in equation.outvars]
+    return [FlowValue(flow.new(shape_of(v)), from_input=is_fed) for v in equation.outvars]
 
 
 def _follow_inner(
-    flow: Flow, equation: JaxprEqn, inner: Inner, operands: Sequence[Value]
-) -> list[Value]:
+    flow: Flow, equation: JaxprEqn, inner: Inner, operands: Sequence[FlowValue]
+) -> list[FlowValue]:
     """Follows a call, a loop, or of branches the last: it is the one of any platform."""
     shared, carry, stacked = inner.parts(operands)
     rows = [dataclasses.replace(value, dims=value.dims[1:]) for value in stacked]
@@ -205,7 +205,9 @@ def _is_elementwise(equation: JaxprEqn) -> bool:
     return all(not shape_of(v) or repeats(shape_of(v)) for v in equation.invars)
 
 
-def _follow_equation(flow: Flow, equation: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+def _follow_equation(
+    flow: Flow, equation: JaxprEqn, operands: Sequence[FlowValue]
+) -> list[FlowValue]:
     name, results = equation.primitive.name, _results(flow, equation, operands)
     known = factors(equation)
     if known is None and _is_elementwise(equation):
@@ -240,8 +242,8 @@ class _Step:
     flow: Flow
     equation: JaxprEqn
     factors: Factors
-    operands: list[Value]
-    results: list[Value]
+    operands: list[FlowValue]
+    results: list[FlowValue]
 
     @property
     def name(self) -> str:
@@ -291,7 +293,7 @@ class _Step:
             product = Product(operand.origin, summed, free, self.flow.order, shared)
             self.flow.products.append(product)
 
-    def look_up(self, indices: Value) -> bool:
+    def look_up(self, indices: FlowValue) -> bool:
         """Notes a parameter whose rows are looked up by the model's input."""
         table, rows = self.operands[0], self.equation.params["dimension_numbers"].start_index_map
         is_lookup = table.origin is not None and indices.from_input and len(rows) == 1
@@ -302,7 +304,7 @@ class _Step:
                 self.flow.spoil(table.dims[dim], "is indexed")
         return is_lookup
 
-    def origin_of(self, result: Value) -> Path | None:
+    def origin_of(self, result: FlowValue) -> Path | None:
         """The parameter that a result is."""
         first = self.operands[0] if self.operands else result
         if self.name in REARRANGED or self.name == "unstack":
@@ -330,7 +332,7 @@ class _Step:
         return all(taken) and rows == numbers.start_index_map
 
     def _nodes(
-        self, factor: int, side: Sequence[Sequence[tuple[int, ...]]], values: Sequence[Value]
+        self, factor: int, side: Sequence[Sequence[tuple[int, ...]]], values: Sequence[FlowValue]
     ) -> Dims:
         places = self.factors.dims(factor, side)
         return [values[number].dims[dim] for number, dim in places if number < len(values)]
@@ -402,7 +404,7 @@ class _Step:
 _CUT = 2
 
 
-def _is_row(flow: Flow, source: Value, result: Value) -> bool:
+def _is_row(flow: Flow, source: FlowValue, result: FlowValue) -> bool:
     """Whether an array is one of the matrices that another stacks, such as those of experts."""
     pairs = zip(result.dims, source.dims, strict=True)
     return all(flow.sizes[mine] in (1, flow.sizes[theirs]) for mine, theirs in pairs)

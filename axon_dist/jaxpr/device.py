@@ -22,9 +22,9 @@ from .placement import (
     ADDS,
     NONE,
     Axes,
+    Sharded,
     Splits,
     Sum,
-    Value,
     either,
     flops_of,
     gathers,
@@ -89,11 +89,11 @@ class _Reader:
         self.nodes: list[Node] = []
         self.sizes: list[int] = []
         self.spread: set[int] = {-1}
-        self.wholes: dict[tuple[int, Splits], Value] = {}
+        self.wholes: dict[tuple[int, Splits], Sharded] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
 
-    def input(self, aval: Any, splits: Splits) -> Value:
-        return Value(self.buffer(aval, splits), splits)
+    def input(self, aval: Any, splits: Splits) -> Sharded:
+        return Sharded(self.buffer(aval, splits), splits)
 
     def buffer(self, aval: Any, splits: Splits) -> int:
         self.sizes.append(self.local_bytes(aval, splits))
@@ -107,15 +107,15 @@ class _Reader:
         count = math.prod(-(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True))
         return count * getattr(getattr(aval, "dtype", None), "itemsize", 8)
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
-        known: dict[Any, Value] = {}
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Sharded]) -> list[Sharded]:
+        known: dict[Any, Sharded] = {}
         for variable in jaxpr.constvars:
             known[variable] = self.input(variable.aval, whole(variable.aval.ndim))
         known.update(zip(jaxpr.invars, values, strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> Sharded:
             if isinstance(atom, Literal):
-                return Value(-1, whole(getattr(atom.aval, "ndim", 0)))
+                return Sharded(-1, whole(getattr(atom.aval, "ndim", 0)))
             return known[atom]
 
         for equation in jaxpr.eqns:
@@ -123,10 +123,10 @@ class _Reader:
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def equation(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def equation(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         name = equation.primitive.name
         if name == "platform_index":
-            return [Value(-1, (), known=self._platform(equation.params["platforms"]))]
+            return [Sharded(-1, (), known=self._platform(equation.params["platforms"]))]
         if name == "cond":
             return self._cond(equation, operands)
         if name == "scan":
@@ -146,14 +146,14 @@ class _Reader:
             return [self._constrained(equation, operands[0])]
         return self._operation(equation, operands)
 
-    def _behind_barrier(self, operands: list[Value]) -> list[Value]:
+    def _behind_barrier(self, operands: list[Sharded]) -> list[Sharded]:
         """The same values, which are in memory before and cannot be computed again behind."""
         operands = [self.resolved(one) for one in operands]
         results = []
         for one in operands:
             if one.buffer >= 0:
                 self.sizes.append(0)
-                made = Value(len(self.sizes) - 1, one.splits)
+                made = Sharded(len(self.sizes) - 1, one.splits)
                 node = Node("barrier", "barrier", (one.buffer,), (made.buffer,))
                 self.nodes.append(node)
                 one = made
@@ -166,7 +166,7 @@ class _Reader:
                 return number
         return 0
 
-    def resolved(self, value: Value, scatter: Axes = NONE) -> Value:
+    def resolved(self, value: Sharded, scatter: Axes = NONE) -> Sharded:
         """The whole sum where a value is a part of one; over some axes only a shard of it."""
         for one in value.partial:
             if not one.is_done:
@@ -175,7 +175,7 @@ class _Reader:
         value.partial = ()
         return value
 
-    def placed(self, value: Value, splits: Splits, aval: Any) -> Value:
+    def placed(self, value: Sharded, splits: Splits, aval: Any) -> Sharded:
         """The value where it has to lie in the end; what is split and shall not be is gathered."""
         lost = frozenset().union(*value.splits) - frozenset().union(*splits)
         if not lost or value.buffer < 0:
@@ -244,7 +244,7 @@ class _Reader:
             size *= one.trips if self.platform == "cpu" else 1
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
-    def _operation(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _operation(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         name = equation.primitive.name
         if name in ADDS:
             # Where the other summand lies split over the ranks, each needs its share of the sum.
@@ -261,7 +261,7 @@ class _Reader:
             operands = self._met(equation, operands)
         found = placed(equation, [one.splits for one in operands])
         if self._is_view(equation) and operands[0].buffer >= 0:
-            return [Value(operands[0].buffer, found[0][0], parts)]
+            return [Sharded(operands[0].buffer, found[0][0], parts)]
         kind = kind_of(name)
         node = Node(name, kind, tuple(one.buffer for one in operands), ())
         results = []
@@ -279,7 +279,7 @@ class _Reader:
         return results
 
     def _describe(
-        self, node: Node, equation: Any, operands: list[Value], results: list[Value]
+        self, node: Node, equation: Any, operands: list[Sharded], results: list[Sharded]
     ) -> None:
         places = [one.splits for one in operands], results[0].splits
         node.flops = flops_of(equation, *places, self.axes)
@@ -289,7 +289,7 @@ class _Reader:
             # What starts as zeros is split as what it becomes.
             self.sizes[operands[0].buffer] = self.sizes[node.writes[0]]
 
-    def _met(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _met(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         """The operands of a product; where both are split by one axis, one of them is gathered.
 
         Of activations and a kernel these are the activations, as for sequence parallelism.
@@ -324,7 +324,7 @@ class _Reader:
         name = equation.primitive.name
         return name in VIEWS or (name == "transpose" and equation.outvars[0].aval.ndim <= 2)
 
-    def _sent(self, equation: Any, operands: list[Value], results: list[Value]) -> list[Sent]:
+    def _sent(self, equation: Any, operands: list[Sharded], results: list[Sharded]) -> list[Sent]:
         kind, parameter = COLLECTIVES[equation.primitive.name]
         axes = equation.params[parameter]
         axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
@@ -332,7 +332,7 @@ class _Reader:
         sizes = [self.sizes[one.buffer] for one in sides if one.buffer >= 0]
         return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
 
-    def _constrained(self, equation: Any, operand: Value) -> Value:
+    def _constrained(self, equation: Any, operand: Sharded) -> Sharded:
         ((splits, _),) = placed(equation, [operand.splits])
         axes = frozenset().union(*splits)
         summed = frozenset().union(*(one.axes for one in operand.partial))
@@ -356,7 +356,7 @@ class _Reader:
             },
         )
         if splits == operand.splits or operand.buffer < 0:
-            return Value(operand.buffer, splits, operand.partial)
+            return Sharded(operand.buffer, splits, operand.partial)
         # Equal constraints on one value are one transfer, as for queries, keys and values.
         key = operand.buffer, splits
         if key in self.wholes:
@@ -372,10 +372,10 @@ class _Reader:
         self.nodes.append(node)
         return value
 
-    def _mapped(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _mapped(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         params = equation.params
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
-        inner: list[Value] = []
+        inner: list[Sharded] = []
         for variable, operand, spec in zip(
             equation.invars, operands, params["in_specs"], strict=True
         ):
@@ -390,8 +390,8 @@ class _Reader:
                     functools.partial(self.local_bytes, variable.aval),
                 )
                 self.nodes += gathers(self.nodes, operand.buffer, places, lost, size, self.sizes)
-                value = Value(self.nodes[-1].writes[0], keep)
-            inner.append(Value(value.buffer, tuple(axes - manual for axes in keep)))
+                value = Sharded(self.nodes[-1].writes[0], keep)
+            inner.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
         results = self.run(getattr(program, "jaxpr", program), (), inner)
         found = []
@@ -401,10 +401,10 @@ class _Reader:
             self.resolved(value)
             said = of_spec(spec, variable.aval.ndim)
             splits = once([a | s for a, s in zip(value.splits, said, strict=True)])
-            found.append(Value(value.buffer, splits))
+            found.append(Sharded(value.buffer, splits))
         return found
 
-    def _cond(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _cond(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         branches, which = equation.params["branches"], operands[0].known
         if which is None and equation.params.get("branches_platforms") is not None:
             which = self._platform(equation.params["branches_platforms"])
@@ -423,7 +423,7 @@ class _Reader:
 
     def _body(
         self, closed: Any, splits: Sequence[Splits], carry: range = range(0)
-    ) -> tuple[Tape, list[Value]]:
+    ) -> tuple[Tape, list[Sharded]]:
         reader = _Reader(self.axes, self.platform)
         inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
         for place in carry:
@@ -437,7 +437,7 @@ class _Reader:
         places = [one.buffer for one in inputs], [one.buffer for one in results]
         return Tape(reader.nodes, reader.sizes, *places), results
 
-    def _scan(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _scan(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         consts, carry = scan_counts(equation)
         operands = [self.resolved(one) for one in operands]
         inner = equation.params["jaxpr"]
@@ -463,7 +463,7 @@ class _Reader:
                 value.partial = sums
         return values
 
-    def _lay_out(self, given: Sequence[Any], values: list[Value], splits: list[Splits]) -> None:
+    def _lay_out(self, given: Sequence[Any], values: list[Sharded], splits: list[Splits]) -> None:
         """Splits what a loop begins with as what it hands on, where that is one number repeated."""
         repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
         for variable, value, split in zip(given, values, splits, strict=False):
@@ -471,7 +471,7 @@ class _Reader:
                 self.sizes[value.buffer] = self.local_bytes(variable.aval, split)
                 value.splits = split
 
-    def _while(self, equation: Any, operands: list[Value]) -> list[Value]:
+    def _while(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
         params = equation.params
         operands = [self.resolved(one) for one in operands][params["cond_nconsts"] :]
         consts = params["body_nconsts"]
@@ -483,13 +483,13 @@ class _Reader:
     def _loop(
         self,
         equation: Any,
-        operands: list[Value],
+        operands: list[Sharded],
         bodies: tuple[Tape, ...],
         splits: Sequence[Splits],
         trips: int,
         consts: int,
         carry: int,
-    ) -> list[Value]:
+    ) -> list[Sharded]:
         results = [self.input(v.aval, s) for v, s in zip(equation.outvars, splits, strict=True)]
         reads, writes = (tuple(one.buffer for one in side) for side in (operands, results))
         name = equation.primitive.name

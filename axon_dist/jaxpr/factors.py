@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from ..core.typing import Shape
 from .walk import ELEMENTWISE, KEEPS, shape_of
 
-Place: TypeAlias = tuple[int, int]
+OperandDim: TypeAlias = tuple[int, int]
 """(the number of an operand or a result, one of its dims)."""
 
 
@@ -80,7 +80,7 @@ class Factors:
         numbers = self.operands[operand][dim]
         return self.roles[numbers[0]] if numbers else None
 
-    def dims(self, factor: int, side: Sequence[Sequence[tuple[int, ...]]]) -> list[Place]:
+    def dims(self, factor: int, side: Sequence[Sequence[tuple[int, ...]]]) -> list[OperandDim]:
         """Where a factor is, among the dims of `operands` or `results`."""
         return [
             (number, dim)
@@ -115,7 +115,9 @@ class _Draft:
         self.operands: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in inputs]
         self.results: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in outputs]
 
-    def add(self, role: Role, ins: Iterable[Place] = (), outs: Iterable[Place] = ()) -> None:
+    def add(
+        self, role: Role, ins: Iterable[OperandDim] = (), outs: Iterable[OperandDim] = ()
+    ) -> None:
         """Adds a factor, behind those that its dims have already."""
         number = len(self.roles)
         self.roles.append(role)
@@ -178,7 +180,7 @@ def guessed(equation: JaxprEqn) -> Factors:
 
 
 def _each(draft: _Draft) -> None:
-    places: dict[tuple[int, int, int], tuple[list[Place], list[Place]]] = {}
+    places: dict[tuple[int, int, int], tuple[list[OperandDim], list[OperandDim]]] = {}
     for side, shapes in enumerate((draft.inputs, draft.outputs)):
         for number, shape in enumerate(shapes):
             for dim, size in enumerate(shape):

@@ -184,7 +184,7 @@ def _leaves(tree: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, A
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class BlockProgram:
     """What a block computes, its random keys made outside it.
 
     Args:
@@ -213,7 +213,7 @@ class Program:
         """Computes it."""
         return interpret(self, tuple(self.consts.values()), values, eval_equation)
 
-    def is_like(self, other: Program) -> bool:
+    def is_like(self, other: BlockProgram) -> bool:
         """Whether another computes the same."""
         return same_program(self, other) and all(
             same_value(a, b)
@@ -223,7 +223,7 @@ class Program:
 
 def program_of(
     closed: ClosedJaxpr, operands: Sequence[Any], keys: Container[int]
-) -> tuple[Program, Any]:
+) -> tuple[BlockProgram, Any]:
     """Takes what makes keys of given keys and numbers out of a traced program.
 
     Args:
@@ -253,7 +253,7 @@ def program_of(
     invars = (*jaxpr.invars, *traced, *made)
     values = [*operands, *traced.values(), *(known[v] for v in made)]
     concrete = {v: x for v, x in consts.items() if v not in traced and v in read}
-    return Program(jaxpr, concrete, invars, tuple(kept)), values
+    return BlockProgram(jaxpr, concrete, invars, tuple(kept)), values
 
 
 def _knows(known: Mapping[Var, Any], equation: JaxprEqn) -> bool:
@@ -281,7 +281,7 @@ class LinenUnits:
     paths: frozenset[Path]
     run: Callable[..., Any]
     metadata: str
-    programs: list[Program] = dataclasses.field(default_factory=list)
+    programs: list[BlockProgram] = dataclasses.field(default_factory=list)
 
     def __call__(self, call: Any, bridge: nnx.bridge.ToNNX, *args: Any, **kwargs: Any) -> Any:
         """Runs the bridge with the calls of its blocks intercepted."""
@@ -301,7 +301,7 @@ class LinenUnits:
             for path, variable in params.items():
                 variable.set_metadata(**{self.metadata: gathers[path]})
 
-    def shared(self, program: Program) -> Program:
+    def shared(self, program: BlockProgram) -> BlockProgram:
         """The first program of this trace that computes the same."""
         for other in self.programs:
             if program.is_like(other):

@@ -36,7 +36,7 @@ LOOKED_INTO = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vj
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Constant:
+class ConstantOperand:
     """A value that is part of the program.
 
     Args:
@@ -48,7 +48,7 @@ class Constant:
     aval: Any
 
 
-Atom: TypeAlias = "int | Constant"
+Atom: TypeAlias = "int | ConstantOperand"
 """The number of a value, or a constant."""
 
 Equation: TypeAlias = "JaxprEqn | Callable[..., Sequence[Array]]"
@@ -56,7 +56,7 @@ Equation: TypeAlias = "JaxprEqn | Callable[..., Sequence[Array]]"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
+class OwnedOperation:
     """One operation of the flat program.
 
     Args:
@@ -87,7 +87,7 @@ class Operation:
         params = hashable_params(self.equation.params)
         return None if params is None else (self.equation.primitive, params)
 
-    def computes_as(self, other: Operation) -> bool:
+    def computes_as(self, other: OwnedOperation) -> bool:
         """Whether another operation computes the same of its inputs."""
         mine, theirs = self.equation, other.equation
         if not isinstance(mine, JaxprEqn) or not isinstance(theirs, JaxprEqn):
@@ -115,7 +115,7 @@ class OwnedProgram:
         levels: of every value, by its number.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[OwnedOperation, ...]
     inputs: tuple[int, ...]
     outputs: tuple[Atom, ...]
     homes: tuple[Owner, ...]
@@ -133,19 +133,19 @@ class OwnedProgram:
 
     def owner_of(self, atom: Atom) -> Owner:
         """Whose an atom is; constants are everybody's."""
-        return None if isinstance(atom, Constant) else self.owners[atom]
+        return None if isinstance(atom, ConstantOperand) else self.owners[atom]
 
     def aval_of(self, atom: Atom) -> Any:
         """The shape and dtype of an atom."""
-        return atom.aval if isinstance(atom, Constant) else self.avals[atom]
+        return atom.aval if isinstance(atom, ConstantOperand) else self.avals[atom]
 
-    def of(self, owner: Owner) -> tuple[Operation, ...]:
+    def of(self, owner: Owner) -> tuple[OwnedOperation, ...]:
         """The operations of an owner, or of all."""
         return self._by_owner.get(owner, ())
 
     def spelled(self, atom: Atom) -> Hashable:
         """A key that atoms have in common only if they are one value, such as a rate cast twice."""
-        if not isinstance(atom, Constant):
+        if not isinstance(atom, ConstantOperand):
             return self._spellings.get(atom, atom)
         aval = atom.aval
         if aval.shape != () or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -168,8 +168,8 @@ class OwnedProgram:
         return found
 
     @cached_property
-    def _by_owner(self) -> dict[Owner, tuple[Operation, ...]]:
-        found: dict[Owner, list[Operation]] = {}
+    def _by_owner(self) -> dict[Owner, tuple[OwnedOperation, ...]]:
+        found: dict[Owner, list[OwnedOperation]] = {}
         for op in self.operations:
             found.setdefault(op.owner, []).append(op)
         return {owner: tuple(operations) for owner, operations in found.items()}
@@ -224,7 +224,7 @@ class _Flat:
         self.avals: list[Any] = []
         self.owners: list[Owner] = []
         self.names: list[Path] = []
-        self.operations: list[Operation] = []
+        self.operations: list[OwnedOperation] = []
         self.common: set[int] = set()
 
     def new(self, aval: Any, owner: Owner, name: Path) -> int:
@@ -234,16 +234,16 @@ class _Flat:
         return len(self.avals) - 1
 
     def owner(self, atom: Atom) -> Owner:
-        return None if isinstance(atom, Constant) else self.owners[atom]
+        return None if isinstance(atom, ConstantOperand) else self.owners[atom]
 
     def follow(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Atom]) -> list[Atom]:
         env: dict[Any, Atom] = {
-            v: Constant(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)
+            v: ConstantOperand(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)
         }
         env.update(zip(jaxpr.invars, values, strict=True))
 
         def read(v):
-            return Constant(v.val, v.aval) if isinstance(v, Literal) else env[v]
+            return ConstantOperand(v.val, v.aval) if isinstance(v, Literal) else env[v]
 
         for equation in jaxpr.eqns:
             operands = [read(v) for v in equation.invars]
@@ -261,14 +261,16 @@ class _Flat:
         named = [self.names[a] for a in operands if self.owner(a) is not None]  # type: ignore[index]
         name = named[0] if named else ""
         outputs = tuple(self.new(v.aval, owner, name) for v in equation.outvars)
-        self.operations.append(Operation(equation, tuple(operands), outputs, owner))
+        self.operations.append(OwnedOperation(equation, tuple(operands), outputs, owner))
         if owner is None and (named or not self.common.isdisjoint(operands)):
             self.common.update(outputs)
         return outputs
 
     def _whose(self, operands: list[Atom]) -> Owner:
         """Whose an operation is: arrays draw it to their owner, numbers follow."""
-        arrays = [a for a in operands if not isinstance(a, Constant) and _size(self.avals[a]) > 1]
+        arrays = [
+            a for a in operands if not isinstance(a, ConstantOperand) and _size(self.avals[a]) > 1
+        ]
         if arrays:
             mine = {self.owners[a] for a in arrays} - {None}
         else:
@@ -280,7 +282,7 @@ class _Flat:
     def _is_shared_choice(self, equation: Any, operands: list[Atom]) -> bool:
         """Whether a branch is taken for several owners at once, by a number that all know."""
         which, *rest = operands
-        whose = {self.owner(atom) for atom in rest if not isinstance(atom, Constant)}
+        whose = {self.owner(atom) for atom in rest if not isinstance(atom, ConstantOperand)}
         return self.owner(which) is None and not equation.effects and len(whose) > 1
 
     def _choose(self, equation: Any, operands: list[Atom]) -> list[Atom]:
@@ -314,12 +316,12 @@ class _Flat:
         )
 
     def _drop_unused(self, outputs: list[Atom]) -> None:
-        wanted = {atom for atom in outputs if not isinstance(atom, Constant)}
+        wanted = {atom for atom in outputs if not isinstance(atom, ConstantOperand)}
         kept = []
         for op in reversed(self.operations):
             if _has_effects(op) or not wanted.isdisjoint(op.outputs):
                 kept.append(op)
-                wanted.update(a for a in op.inputs if not isinstance(a, Constant))
+                wanted.update(a for a in op.inputs if not isinstance(a, ConstantOperand))
         self.operations = kept[::-1]
 
     def _settle(self, outputs: list[Atom], homes: tuple[Owner, ...]) -> None:
@@ -342,11 +344,15 @@ class _Flat:
             for atom in op.inputs:
                 readers.setdefault(atom, set()).add(op.owner)
 
-    def _settled(self, op: Operation, readers: set[Owner]) -> Owner:
+    def _settled(self, op: OwnedOperation, readers: set[Owner]) -> Owner:
         if _has_effects(op):
             return op.owner
         sizes = [_size(self.avals[v]) for v in op.outputs]
-        owned = [a for a in op.inputs if not isinstance(a, Constant) and self.owners[a] is not None]
+        owned = [
+            a
+            for a in op.inputs
+            if not isinstance(a, ConstantOperand) and self.owners[a] is not None
+        ]
         if op.owner is None:
             is_free = not owned and max(sizes, default=0) > self.small and len(readers) == 1
             return next(iter(readers)) if is_free else None
@@ -361,7 +367,7 @@ class _Flat:
             self._check_small(atom, home, repr(result))
 
     def _check_small(self, atom: Atom, by: Owner, reader: str) -> None:
-        if isinstance(atom, Constant) or self.owners[atom] in (None, by):
+        if isinstance(atom, ConstantOperand) or self.owners[atom] in (None, by):
             return
         if _size(self.avals[atom]) > SMALL:
             raise UnsupportedError(
@@ -375,7 +381,7 @@ class _Flat:
     def _levels(self) -> tuple[int, ...]:
         levels = [0] * len(self.avals)
         for index, op in enumerate(self.operations):
-            known = [a for a in op.inputs if not isinstance(a, Constant)]
+            known = [a for a in op.inputs if not isinstance(a, ConstantOperand)]
             level = max([0, *(levels[a] + (self.owners[a] not in (None, op.owner)) for a in known)])
             self.operations[index] = dataclasses.replace(op, level=level)
             for value in op.outputs:
@@ -383,7 +389,7 @@ class _Flat:
         return tuple(levels)
 
 
-def _has_effects(op: Operation) -> bool:
+def _has_effects(op: OwnedOperation) -> bool:
     return isinstance(op.equation, JaxprEqn) and bool(op.equation.effects)
 
 
@@ -445,7 +451,7 @@ def sums_of(program: OwnedProgram) -> tuple[Mapping[int, tuple[Atom, ...]], froz
     return {value: terms(value) for value in made if value not in inner}, frozenset(inner)
 
 
-def _is_addition(program: OwnedProgram, op: Operation) -> bool:
+def _is_addition(program: OwnedProgram, op: OwnedOperation) -> bool:
     """Whether an operation adds two numbers that all know; an unknown name is no addition."""
     is_number = all(program.aval_of(a).shape == () for a in op.outputs)
     is_shared = op.owner is None and op.level > 0

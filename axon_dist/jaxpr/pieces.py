@@ -129,7 +129,7 @@ BOUNDS = jax.lax.GatherScatterMode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
+class TableRows:
     """The rows that one equation of a program reads of a table: `table[ids]`.
 
     Args:
@@ -164,7 +164,7 @@ class Readers:
         forms: its variable, and those that are casts of it.
     """
 
-    rows: tuple[Rows, ...]
+    rows: tuple[TableRows, ...]
     others: tuple[Any, ...]
     forms: Collection[Any]
 
@@ -187,7 +187,7 @@ def readers_of(jaxpr: Any, table: Any) -> Readers:
         [(2, 3, 4)]
     """
     forms: dict[Any, tuple[Any, ...]] = {table: ()}
-    rows: list[Rows] = []
+    rows: list[TableRows] = []
     others: list[Any] = []
     for equation in jaxpr.eqns:
         read = variables(equation.invars) & forms.keys()
@@ -205,7 +205,7 @@ def readers_of(jaxpr: Any, table: Any) -> Readers:
     return Readers(tuple(rows), tuple(others), frozenset(forms))
 
 
-def _rows_of(equation: Any, read: set[Any]) -> Rows | None:
+def _rows_of(equation: Any, read: set[Any]) -> TableRows | None:
     """The rows that an equation reads of a table with some forms; None where it does otherwise."""
     places = [i for i, atom in enumerate(equation.invars) if atom in read]
     if len(places) != 1:
@@ -219,7 +219,7 @@ def _rows_of(equation: Any, read: set[Any]) -> Rows | None:
         def first(operands):
             return operands[0][..., 0]
 
-        return Rows(equation, others, first, (), params["mode"], params["fill_value"])
+        return TableRows(equation, others, first, (), params["mode"], params["fill_value"])
     inner = called(equation)
     if inner is None or equation.primitive.name not in CALLS | REMATS or has_units(equation):
         return None

@@ -27,7 +27,7 @@ Splits: TypeAlias = tuple[Axes, ...]
 
 NONE: Axes = frozenset()
 
-Placed: TypeAlias = tuple[Splits, Axes]
+ResultLayout: TypeAlias = tuple[Splits, Axes]
 """Where a result lies, and over which axes every rank holds a part of a sum."""
 
 
@@ -69,7 +69,7 @@ def either(one: Splits, other: Splits) -> Splits:
     return once([a or b for a, b in zip(one, other, strict=True)])
 
 
-def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[Placed]:
+def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]:
     """Where the results of an equation lie that runs no program of its own.
 
     Args:
@@ -130,7 +130,7 @@ SCATTERS = frozenset({"scatter-add", "scatter_add"})
 
 
 @dataclasses.dataclass(eq=False)
-class Value:
+class Sharded:
     """What is known of a variable.
 
     Args:
@@ -190,7 +190,7 @@ def is_added_to(before: int, after: int, nodes: Sequence[Node]) -> bool:
     return linear and all(is_added_to(w, after, nodes) for n in readers for w in n.writes)
 
 
-def handed(name: str, operands: list[Value]) -> tuple[Sum, ...]:
+def handed(name: str, operands: list[Sharded]) -> tuple[Sum, ...]:
     """The sums that the result of a linear operation is a part of, as its operands are."""
     # What was added up for another reader is a part no more.
     partial = [tuple(part for part in one.partial if not part.is_done) for one in operands]

@@ -27,7 +27,7 @@ from .walk import dtype_of, equations, interpret, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """Which dim of a drawn array counts samples, and its size on one device.
 
     Args:
@@ -46,7 +46,9 @@ MAKERS = frozenset({"random_seed", "random_wrap"})
 """What makes a key of numbers."""
 
 
-def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -> dict[Drawn, Rows]:
+def find_rows(
+    trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int
+) -> dict[Drawn, SampleRows]:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
     What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
@@ -74,7 +76,7 @@ def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -
             f"the model draws {len(ours)} random arrays for {local} samples and {len(whole)} for "
             f"{local * num_ranks}; random draws must not depend on the batch size"
         )
-    rows: dict[Drawn, Rows | None] = {}
+    rows: dict[Drawn, SampleRows | None] = {}
     for (mine, key), (full, other) in zip(ours, whole, strict=True):
         found = None if key != other else _compare(mine, full)
         if key != other and "rbg" in key[1] and mine[:1] != ("split",):
@@ -95,7 +97,7 @@ def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -
     return counting
 
 
-def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, Rows]) -> list[bool]:
+def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleRows]) -> list[bool]:
     """Raises where samples' rows are drawn from a key made on the way; which results are such keys.
 
     Args:
@@ -130,7 +132,7 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, Rows]) 
     return interpret(jaxpr, consts, made, run, literal=lambda _: False)
 
 
-def with_rank(buffers: PyTree, rows: Mapping[Drawn, Rows], rank: Array) -> PyTree:
+def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) -> PyTree:
     """Replaces every key in the buffers by one that draws the rows of this rank.
 
     Args:
@@ -158,7 +160,7 @@ def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: old if is_key(old) else new, buffers, original)
 
 
-def _compare(mine: Drawn, full: Drawn) -> Rows | None:
+def _compare(mine: Drawn, full: Drawn) -> SampleRows | None:
     lead = len(mine) - len([size for size in mine if size != "split"])
     mine, full = mine[lead:], full[lead:]
     differing = [dim for dim, (a, b) in enumerate(zip(mine, full, strict=True)) if a != b]
@@ -169,7 +171,7 @@ def _compare(mine: Drawn, full: Drawn) -> Rows | None:
             f"a random array of shape {mine} grows to {full} with the batch in {len(differing)} "
             "dims; only one dim may count samples"
         )
-    return Rows(differing[0], full[differing[0]])
+    return SampleRows(differing[0], full[differing[0]])
 
 
 DRAWS = frozenset({"random_bits", "random_split"})
@@ -190,7 +192,7 @@ def _drawn(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str
 
 
 @functools.lru_cache(maxsize=64)
-def _row_impl(base: str, rows: tuple[tuple[Drawn, Rows], ...]) -> Any:
+def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
     """A PRNG like `base` whose key carries a rank and whose draws are that rank's rows."""
     table = dict(rows)
     seeded = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=base)))
@@ -199,7 +201,7 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, Rows], ...]) -> Any:
     def key_of(data: Array) -> Array:
         return jax.random.wrap_key_data(data[:words], impl=base)
 
-    def whole_of(shape: Shape, found: Rows) -> Shape:
+    def whole_of(shape: Shape, found: SampleRows) -> Shape:
         return (*shape[: found.dim], found.global_size, *shape[found.dim + 1 :])
 
     def append_rank(keys: Array, data: Array) -> Array:

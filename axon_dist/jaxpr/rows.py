@@ -263,7 +263,7 @@ which it has the input's dims."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class RowCall:
     """One operation on whole arrays, within a program.
 
     Args:
@@ -281,7 +281,7 @@ class Call:
     more: tuple[Array, ...]
 
 
-RunCalls: TypeAlias = Callable[[Sequence[Call]], Sequence[Array]]
+RunCalls: TypeAlias = Callable[[Sequence[RowCall]], Sequence[Array]]
 """Calls that do not wait for each other -> their results."""
 
 
@@ -369,11 +369,11 @@ def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
     return [struct_of(variable) for variable in program.jaxpr.invars]
 
 
-def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> Call:
+def _call(equation: JaxprEqn, origins: dict[Var, Origin], operands: list[Array]) -> RowCall:
     function, lead = equation.params["function"], equation.params["lead"]
     operand = equation.invars[0]
     origin = None if isinstance(operand, Literal) else origins.get(operand)
-    return Call(function, lead, origin, operands[0], tuple(operands[1:]))
+    return RowCall(function, lead, origin, operands[0], tuple(operands[1:]))
 
 
 def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:

@@ -22,7 +22,7 @@ from ..core.errors import UnsupportedError
 from ..core.modules import layers_of, num_stacked, wrap_calls
 from ..core.tree import path_str
 from ..core.typing import Path
-from .linen import LinenUnits, Program, bridges_of, linen_modules
+from .linen import BlockProgram, LinenUnits, bridges_of, linen_modules
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
@@ -143,7 +143,7 @@ def _mark_linen_units(
 def _running(remat: RematPolicy | None) -> Callable[..., Any]:
     """A jitted function that runs a program, whose equations have the name of units."""
 
-    def axon_unit(program: Program, gathers: tuple[Any, ...], values: Any) -> Any:
+    def axon_unit(program: BlockProgram, gathers: tuple[Any, ...], values: Any) -> Any:
         def run(values: Any) -> Any:
             pairs = zip_longest(values, gathers)
             return program.run([x if gather is None else gather(x) for x, gather in pairs])

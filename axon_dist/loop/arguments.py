@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import FUNCTION, Kind
+from axon_dist.core.told import FUNCTION, ArgumentKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,29 +77,29 @@ class LoopOptions:
             )
 
 
-BATCHES = Kind(
+BATCHES = ArgumentKind(
     'an iterable of batches, such as a loader or a list of {"x": ..., "y": ...}',
     lambda x: isinstance(x, Iterable) and not isinstance(x, (str, bytes, Mapping, type)),
 )
-STATE = Kind(
+STATE = ArgumentKind(
     "a TrainState, such as step.init()", lambda x: hasattr(x, "step") and hasattr(x, "params")
 ).or_none()
 _FUNCTION = FUNCTION.or_none()
-KINDS: MappingProxyType[str, Kind] = MappingProxyType(
+KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
     {
-        "step": Kind(
+        "step": ArgumentKind(
             "a TrainStep, which build_train_step makes", lambda x: _has(x, "evaluate_sums")
         ),
         "batches": BATCHES,
-        "options": Kind("LoopOptions(num_steps=...)", lambda x: isinstance(x, LoopOptions)),
-        "validation": Kind(
+        "options": ArgumentKind("LoopOptions(num_steps=...)", lambda x: isinstance(x, LoopOptions)),
+        "validation": ArgumentKind(
             "a function of no arguments that returns batches, such as lambda: batches", callable
         ).or_none(),
-        "writers": Kind(
+        "writers": ArgumentKind(
             "a list of writers, each with write(step, metrics) and close()",
             lambda x: isinstance(x, Sequence) and all(_has(one, "write", "close") for one in x),
         ),
-        "progress": Kind(
+        "progress": ArgumentKind(
             "a Progress, such as SilentProgress()", lambda x: _has(x, "phase", "update", "note")
         ),
         "should_stop": _FUNCTION,
@@ -107,7 +107,7 @@ KINDS: MappingProxyType[str, Kind] = MappingProxyType(
         "copy": _FUNCTION,
         "give_back": _FUNCTION,
         "go_back": _FUNCTION,
-        "history": Kind(
+        "history": ArgumentKind(
             "a list of dicts",
             lambda x: isinstance(x, Sequence) and all(isinstance(row, Mapping) for row in x),
         ),

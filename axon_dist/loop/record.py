@@ -16,7 +16,7 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ..step.state import FLAG, Loss, TrainState, is_lost
+from ..step.state import FLAG, NonfiniteLoss, TrainState, is_lost
 from .metrics import MetricWriter
 from .progress import Progress, Status
 from .stop import INTERRUPTIONS
@@ -134,10 +134,10 @@ class Record:
         self._facts, self.sheet = facts, sheet or TimeSheet()
         self.step_seconds, self._told = array.array("d"), (0.0, 0.0, 0.0, 0)
         self._tell = tell
-        self.lost: Loss | None = None
+        self.lost: NonfiniteLoss | None = None
         self.skips = skips
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
-        self._skipped: list[Loss] = []
+        self._skipped: list[NonfiniteLoss] = []
         self.first_step = self.taken = self.step = first_step
         self.num_steps: int = num_steps
         self.log_every: int = log_every
@@ -273,7 +273,7 @@ class Record:
     def _take(self, step: int, values: dict[str, float]) -> None:
         lost = is_lost(values)
         if self.lost is None and lost and not self.skips:
-            self.lost = Loss(step, values["loss"])
+            self.lost = NonfiniteLoss(step, values["loss"])
         if self.lost is not None:
             return
         if self._mark is not None:
@@ -286,7 +286,7 @@ class Record:
         self.step = step
         if lost:
             self.skipped_steps += 1
-            self._skipped.append(Loss(step, values["loss"]))
+            self._skipped.append(NonfiniteLoss(step, values["loss"]))
         else:
             self._window.append({name: values[name] for name in values if name != FLAG})
         if step % self.log_every == 0 or step == self.num_steps:

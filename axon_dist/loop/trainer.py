@@ -436,7 +436,9 @@ class Trainer:
         if reason == FINISHED or not _is_multiple(record.step, self.options.save_every):
             self._save(record.step, state, record)
 
-    def _stop_before(self, lost: nonfinite.Loss, state: TrainState, record: Record) -> NoReturn:
+    def _stop_before(
+        self, lost: nonfinite.NonfiniteLoss, state: TrainState, record: Record
+    ) -> NoReturn:
         """Ends a run that was not finite; keeps the state before, if the step has left it alone."""
         kept = ""
         if self._policy is not None:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ..core.errors import BackendStartedError, Choice, GroupError, MeshError, UnsupportedError
-from ..core.told import Kind
+from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoice, UnsupportedError
+from ..core.told import ArgumentKind
 from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import keep_collectives_in_order, prepare_emulation, share_of, stated_share
 from ..launch.environment import from_env
@@ -71,7 +71,7 @@ def _rows_of_devices(mesh: Mesh, axes: Sequence[str]) -> np.ndarray[Any, Any]:
     return rows
 
 
-class Backend(Choice):
+class Backend(NamedChoice):
     """What carries the collectives of a world."""
 
     EMULATED = "emulated"
@@ -381,7 +381,9 @@ def _backend_of(devices: Sequence[Any]) -> Backend:
     return known[platform]
 
 
-GROUP = Kind(
+GROUP = ArgumentKind(
     'a ProcessGroup, such as world.group("dp")', lambda x: isinstance(x, ProcessGroup), GroupError
 )
-WORLD = Kind("a World, made by World.init(...) or World.emulate(8)", lambda x: isinstance(x, World))
+WORLD = ArgumentKind(
+    "a World, made by World.init(...) or World.emulate(8)", lambda x: isinstance(x, World)
+)

@@ -24,7 +24,7 @@ class Balance(nnx.Variable):
     """What is added to the probabilities of experts for the choice alone; it has no gradient."""
 
 
-class Report(nnx.Variable):
+class ExpertReport(nnx.Variable):
     """What a layer of experts has found in its last training pass: a row of `Findings`."""
 
 
@@ -76,7 +76,7 @@ class Experts(nnx.Module):
             self.shared_mlp = kind(shared, rngs=rngs)
         if experts.bias_rate:
             self.bias = Balance(jnp.zeros((experts.count,), jnp.float32))
-        self.report = Report(jnp.zeros((len(Findings._fields),), jnp.float32))
+        self.report = ExpertReport(jnp.zeros((len(Findings._fields),), jnp.float32))
         self.experts: ExpertConfig = experts
         self.activation: str = config.activation
         self.dtype = config.dtype and jnp.dtype(config.dtype)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError
-from ..core.told import MODULE, REAL, SEED, WHOLE, Kind, told
+from ..core.told import MODULE, REAL, SEED, WHOLE, ArgumentKind, told
 from ..core.typing import Array, PyTree
 
 
@@ -154,7 +154,7 @@ class Generated:
         return [tokens[:length] for tokens, length in pairs]
 
 
-_PROMPTS = Kind(
+_PROMPTS = ArgumentKind(
     "a list of prompts, each a list of token ids, as in [[1, 2], [3]]",
     lambda x: hasattr(x, "__len__") and not isinstance(x, (str, bytes, Mapping, type)),
 )

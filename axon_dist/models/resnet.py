@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.told import RNGS, Kind, told
+from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
 from .config import check_above_zero, check_at_least_one, check_float, from_preset
 from .layers import pixels
@@ -113,7 +113,7 @@ class ResNetConfig:
             check_float(self, field)
 
 
-_CONFIG = Kind(
+_CONFIG = ArgumentKind(
     "a ResNetConfig, such as ResNetConfig.preset('tiny')", lambda x: isinstance(x, ResNetConfig)
 )
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.told import RNGS, Kind, told
+from axon_dist.core.told import RNGS, ArgumentKind, told
 from axon_dist.core.typing import Array, PyTree
 
 from .experts import Experts, Findings
@@ -48,7 +48,7 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x))), past
 
 
-_CONFIG = Kind(
+_CONFIG = ArgumentKind(
     "a TransformerConfig, such as TransformerConfig.preset('tiny')",
     lambda x: isinstance(x, TransformerConfig),
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.told import RNGS, Kind, told
+from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
 from .attention import ATTENTION_FORMS
 from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
@@ -131,7 +131,9 @@ class ViTConfig:
             raise ConfigError(f"attention={self.attention!r} is not a form of attention.{hint}")
 
 
-_CONFIG = Kind("a ViTConfig, such as ViTConfig.preset('tiny')", lambda x: isinstance(x, ViTConfig))
+_CONFIG = ArgumentKind(
+    "a ViTConfig, such as ViTConfig.preset('tiny')", lambda x: isinstance(x, ViTConfig)
+)
 
 
 class ViT(nnx.Module):

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..core.errors import Choice, ConfigError, DivisibilityError, GroupError
+from ..core.errors import ConfigError, DivisibilityError, GroupError, NamedChoice
 from ..core.reduction import all_max, all_sum, gathered
 from ..core.told import COUNT, RNGS, told
 from ..core.typing import Array
@@ -28,7 +28,7 @@ from .layout import FREE, constrain, manual_axes
 from .remat import summed
 
 
-class ParallelMode(Choice):
+class ParallelMode(NamedChoice):
     """How a layer takes part in tensor parallelism."""
 
     COLUMN = "column"

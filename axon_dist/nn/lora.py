@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
-from ..core.told import FLOATS, MODULE, Kind, told
+from ..core.told import FLOATS, MODULE, ArgumentKind, told
 from ..core.typing import Array, Path
 from ..ops.fp8 import size_of
 
@@ -48,7 +48,7 @@ ADAPTED: Mapping[type[nnx.Module], type[nnx.Module]] = MappingProxyType(
 """The layers that take an adapter, and what they become: the same layer with a `lora`."""
 
 
-_RNGS = Kind("an nnx.Rngs, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
+_RNGS = ArgumentKind("an nnx.Rngs, such as nnx.Rngs(0)", lambda x: isinstance(x, nnx.Rngs))
 
 
 @told(model=MODULE, rngs=_RNGS)

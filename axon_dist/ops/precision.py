@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import wrap_calls
-from ..core.told import MODULE, NUMBER, Kind, told
+from ..core.told import MODULE, NUMBER, ArgumentKind, told
 from ..core.tree import has_64_bits
 from ..core.typing import Array, PyTree
 
@@ -207,7 +207,7 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
 
-_POLICY = Kind(
+_POLICY = ArgumentKind(
     "a MixedPrecision, such as MixedPrecision.bf16()", lambda x: isinstance(x, MixedPrecision)
 )
 

@@ -224,8 +224,8 @@ def in_blocks(
     is_here = own < count
     mine = jnp.minimum(own, count - 1)
     place = (ends - blocks)[mine] * size + jnp.argsort(order) - starts[mine]
-    there = _Way(source.reshape(-1), is_filled.reshape(-1))
-    back = _Way(jnp.where(is_here, place, 0), is_here)
+    there = _RowSource(source.reshape(-1), is_filled.reshape(-1))
+    back = _RowSource(jnp.where(is_here, place, 0), is_here)
     rows = _moved(jnp.repeat(tokens, per_token, axis=0), there, back)
 
     def product(rows, kernel):
@@ -312,7 +312,7 @@ def _permuted(rows: Array, order: Array) -> Array:
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
-class _Way(NamedTuple):
+class _RowSource(NamedTuple):
     """Where rows come from, and whether any does; zeros where none does."""
 
     source: Array
@@ -325,7 +325,7 @@ class _Way(NamedTuple):
 
 
 @jax.custom_vjp
-def _moved(rows: Array, way: _Way, back: _Way) -> Array:
+def _moved(rows: Array, way: _RowSource, back: _RowSource) -> Array:
     """Rows in other places; gradients go the way back, with no sum and so no atomics."""
     return way.take(rows)
 

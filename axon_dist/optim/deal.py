@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.typing import Array, Shape
-from ..jaxpr.rows import Call, input_shapes, run_with_calls
+from ..jaxpr.rows import RowCall, input_shapes, run_with_calls
 from ..sharding import axes_of, spec_axes
 
 
@@ -108,7 +108,7 @@ class Distributor:
         """How the stacks of a traced update will be distributed."""
         found: list[Distribution] = []
 
-        def note(calls: Sequence[Call]) -> list[Array]:
+        def note(calls: Sequence[RowCall]) -> list[Array]:
             found.extend(plan for plan, _ in self._stacks(calls))
             return [call.x for call in calls]
 
@@ -117,14 +117,14 @@ class Distributor:
         )
         return tuple(found)
 
-    def _run(self, calls: Sequence[Call]) -> list[Array]:
+    def _run(self, calls: Sequence[RowCall]) -> list[Array]:
         results: dict[int, Array] = {}
         for plan, members in self._stacks(calls):
             made = self._together(plan, [calls[number] for number in members])
             results.update(zip(members, made, strict=True))
         return [results[number] for number in range(len(calls))]
 
-    def _stacks(self, calls: Sequence[Call]) -> list[tuple[Distribution, list[int]]]:
+    def _stacks(self, calls: Sequence[RowCall]) -> list[tuple[Distribution, list[int]]]:
         """Which calls go together, and how their stack is distributed."""
         groups: dict[Any, list[int]] = {}
         for number, call in enumerate(calls):
@@ -138,7 +138,7 @@ class Distributor:
             for key, members in groups.items()
         ]
 
-    def _distribution(self, key: tuple[Any, ...], calls: Sequence[Call]) -> Distribution:
+    def _distribution(self, key: tuple[Any, ...], calls: Sequence[RowCall]) -> Distribution:
         function, shape, _, spec, apart, _ = key
         size = self.mesh.shape
         ranks = math.prod(size[axis] for axis in apart)
@@ -152,7 +152,7 @@ class Distributor:
                 num_ranks = more
         return Distribution(function, shape, count, spec, apart, moved, tuple(extra), num_ranks)
 
-    def _specs(self, call: Call) -> tuple[PartitionSpec, PartitionSpec]:
+    def _specs(self, call: RowCall) -> tuple[PartitionSpec, PartitionSpec]:
         """How the dims lie that count matrices, and those of a matrix."""
         if call.origin is None:
             return PartitionSpec(), PartitionSpec()
@@ -161,7 +161,7 @@ class Distributor:
         entries = [entry[0] if len(entry) == 1 else (entry or None) for entry in entries]
         return PartitionSpec(*entries[: call.lead]), PartitionSpec(*entries[call.lead :])
 
-    def _together(self, plan: Distribution, calls: Sequence[Call]) -> list[Array]:
+    def _together(self, plan: Distribution, calls: Sequence[RowCall]) -> list[Array]:
         """Runs the calls of one stack."""
         places = [PartitionSpec(*self._lead_of(call), *_full(plan)) for call in calls]
         more = calls[0].more
@@ -174,7 +174,7 @@ class Distributor:
         )
         return run([call.x for call in calls], more)
 
-    def _lead_of(self, call: Call) -> tuple[Any, ...]:
+    def _lead_of(self, call: RowCall) -> tuple[Any, ...]:
         lead, _ = self._specs(call)
         return (*lead, *(None for _ in range(call.lead - len(lead))))
 

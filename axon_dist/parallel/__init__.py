@@ -60,7 +60,7 @@ from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
 from .rules import STRATEGY_RULES as STRATEGY_RULES
-from .rules import Placed as Placed
+from .rules import PlacedStrategy as PlacedStrategy
 from .rules import check_placed as check_placed
 from .slow import diloco as diloco
 from .slow import local_sgd as local_sgd

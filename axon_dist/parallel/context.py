@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import Choice, ConfigError, DivisibilityError, UnsupportedError, did_you_mean
+from ..core.errors import (
+    ConfigError,
+    DivisibilityError,
+    NamedChoice,
+    UnsupportedError,
+    did_you_mean,
+)
 from ..core.modules import HELD, Layers, layers_of, wrap_calls
 from ..core.typing import Array
 from ..nn import (
@@ -25,7 +31,7 @@ from ..nn import (
 from .strategy import Strategy
 
 
-class ContextMode(Choice):
+class ContextMode(NamedChoice):
     """How attention sees positions that other ranks hold."""
 
     RING = "ring"

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import Choice as Named
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.errors import NamedChoice as Named
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.tree import leaves_with_paths
@@ -299,11 +299,11 @@ def keep_samples_apart(model: nnx.Module) -> None:
     """
     for _, module in list(nnx.iter_modules(model)):
         if sums_samples(module):
-            wrap_calls(module, {MIX: Apart()})
+            wrap_calls(module, {MIX: PerSampleExperts()})
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart:
+class PerSampleExperts:
     """Runs a module's `mix_experts` as a function of samples one by one."""
 
     def __call__(self, mix: Any, module: Any, *arrays: Any) -> tuple[Array, Array]:

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sync_gradients
-from ..core.errors import Choice, ConfigError, did_you_mean
-from ..core.told import MODEL, Kind
+from ..core.errors import ConfigError, NamedChoice, did_you_mean
+from ..core.told import MODEL, ArgumentKind
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
 from ..nn import ActivationCheckpointing
@@ -26,7 +26,7 @@ from .plans import AutoWrapPolicy, CPUOffload, TransformerAutoWrapPolicy
 from .strategy import Reduction, Strategy, axes_of, require_axes
 
 
-class ShardingStrategy(Choice):
+class ShardingStrategy(NamedChoice):
     """What FSDP splits, in PyTorch's words; FULL_SHARD is the default."""
 
     NO_SHARD = "no_shard"
@@ -118,10 +118,10 @@ def fsdp(
     )
 
 
-_WRAP = Kind(
+_WRAP = ArgumentKind(
     "a policy, such as TransformerAutoWrapPolicy(Block)", lambda x: hasattr(x, "units")
 ).or_none()
-_REMAT = Kind(
+_REMAT = ArgumentKind(
     "an ActivationCheckpointing, such as ActivationCheckpointing(interval=1)",
     lambda x: isinstance(x, ActivationCheckpointing),
 ).or_none()

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from ..collectives import Compression
-from ..core.errors import Choice, ConfigError, MeshError, UnsupportedError, did_you_mean
+from ..core.errors import ConfigError, MeshError, NamedChoice, UnsupportedError, did_you_mean
 from ..core.told import is_whole
 from ..core.typing import Path
 from ..jaxpr.linen import linen_modules
@@ -152,7 +152,7 @@ HOST = "pinned_host"
 """The memory kind of the host that devices can copy from and to."""
 
 
-class CPUOffload(Choice):
+class CPUOffload(NamedChoice):
     """Which arrays of the training state live in host memory between steps.
 
     Gradients do not outlive a step, so there is nothing of them to offload.

@@ -12,7 +12,7 @@ from .plans import CPUOffload, check_offload
 from .strategy import Strategy
 
 
-class Placed(NamedTuple):
+class PlacedStrategy(NamedTuple):
     """A strategy, and the devices that it shall run on.
 
     Args:
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
 Found = Mapping[str, Any] | None
 
 
-def _lacking(placed: Placed, axes: Iterable[str]) -> Found:
+def _lacking(placed: PlacedStrategy, axes: Iterable[str]) -> Found:
     names = placed.world.mesh.axis_names
     missing = next((axis for axis in axes if axis not in names), None)
     if missing is None:
@@ -40,20 +40,20 @@ def _lacking(placed: Placed, axes: Iterable[str]) -> Found:
     }
 
 
-def _batch_axes(placed: Placed) -> Found:
+def _batch_axes(placed: PlacedStrategy) -> Found:
     return _lacking(placed, placed.strategy.batch_axes)
 
 
-def _layer_axes(placed: Placed) -> Found:
+def _layer_axes(placed: PlacedStrategy) -> Found:
     return _lacking(placed, (axis for layers in placed.strategy.layers for axis in layers.axes))
 
 
-def _policy_axes(placed: Placed) -> Found:
+def _policy_axes(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     return _lacking(placed, (*strategy.params.split_axes, *strategy.opt_state.split_axes))
 
 
-def _slow_split(placed: Placed) -> Found:
+def _slow_split(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     if strategy.slow is None:
         return None
@@ -64,27 +64,27 @@ def _slow_split(placed: Placed) -> Found:
     return {"name": strategy.name, "axis": strategy.slow.axis}
 
 
-def _slow_stages(placed: Placed) -> Found:
+def _slow_stages(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     if strategy.slow is None or strategy.pipeline is None:
         return None
     return {"name": strategy.name, "slow": strategy.slow.axis, "axis": strategy.pipeline.axis}
 
 
-def _slow_offload(placed: Placed) -> Found:
+def _slow_offload(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     if strategy.slow is None or strategy.offload is CPUOffload.NONE:
         return None
     return {"axis": strategy.slow.axis, "offload": strategy.offload.value}
 
 
-def _slow_statistics(placed: Placed) -> Found:
+def _slow_statistics(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     said = strategy.reduction is None or strategy.reduction.sync_buffers
     return None if strategy.slow is None or said else {"axis": strategy.slow.axis}
 
 
-def _buckets(placed: Placed) -> Found:
+def _buckets(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     capacity = None if strategy.reduction is None else strategy.reduction.bucket_capacity
     if capacity is None or not strategy.opt_state.split_axes or strategy.pipeline is not None:
@@ -92,19 +92,19 @@ def _buckets(placed: Placed) -> Found:
     return {"name": strategy.name, "capacity": capacity}
 
 
-def _pipeline(placed: Placed) -> None:
+def _pipeline(placed: PlacedStrategy) -> None:
     if placed.strategy.pipeline is not None:
         placed.strategy.pipeline.validate(placed.world)
 
 
-def _stage_interval(placed: Placed) -> Found:
+def _stage_interval(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     if strategy.pipeline is None or strategy.remat is None or strategy.remat.interval == 1:
         return None
     return {"name": strategy.name, "interval": repr(strategy.remat.interval)}
 
 
-def _stage_rings(placed: Placed) -> Found:
+def _stage_rings(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     rings = [layers for layers in strategy.layers if layers.sends_around]
     if strategy.pipeline is None or not rings:
@@ -115,28 +115,28 @@ def _stage_rings(placed: Placed) -> Found:
     return {"name": strategy.name, "axis": rings[0].axes[0], "what": what, "cure": cure}
 
 
-def _ring_products(placed: Placed) -> Found:
+def _ring_products(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     products = None if strategy.precision is None else strategy.precision.products
     rings = [x for x in strategy.layers if x.sends_around and not x.splits_positions]
     return {"axis": rings[0].axes[0], "products": products} if rings and products else None
 
 
-def _stage_samples(placed: Placed) -> Found:
+def _stage_samples(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     if strategy.pipeline is None or strategy.pipeline.axis not in strategy.batch_axes:
         return None
     return {"name": strategy.name, "axis": strategy.pipeline.axis}
 
 
-def _slow_residents(placed: Placed) -> Found:
+def _slow_residents(placed: PlacedStrategy) -> Found:
     strategy = placed.strategy
     if strategy.slow is None or not strategy.resident:
         return None
     return {"slow": strategy.slow.axis, "axis": strategy.resident[0]}
 
 
-def _stage_vocabulary(placed: Placed) -> Found:
+def _stage_vocabulary(placed: PlacedStrategy) -> Found:
     plan = placed.strategy.pipeline
     if plan is None or not plan.schedule.splits_vocabulary:
         return None
@@ -146,14 +146,14 @@ def _stage_vocabulary(placed: Placed) -> Found:
     return None if left is None else {"name": placed.strategy.name, "axis": left}
 
 
-def _stage_statistics(placed: Placed) -> Found:
+def _stage_statistics(placed: PlacedStrategy) -> Found:
     reduction = placed.strategy.reduction
     if placed.strategy.pipeline is None or reduction is None or reduction.sync_buffers:
         return None
     return {}
 
 
-def _stage_buckets(placed: Placed) -> Found:
+def _stage_buckets(placed: PlacedStrategy) -> Found:
     reduction = placed.strategy.reduction
     if placed.strategy.pipeline is None or reduction is None:
         return None
@@ -162,7 +162,7 @@ def _stage_buckets(placed: Placed) -> Found:
     return {"capacity": reduction.bucket_capacity, "sync": reduction.sync.name}
 
 
-STRATEGY_RULES: tuple[Requirement[Placed], ...] = (
+STRATEGY_RULES: tuple[Requirement[PlacedStrategy], ...] = (
     Requirement.row(
         "the axes of the batch exist",
         MeshError,
@@ -297,4 +297,4 @@ def check_placed(strategy: Strategy, world: World) -> None:
     Raises:
         AxonDistError: what the first broken rule of `STRATEGY_RULES` says.
     """
-    check_all(STRATEGY_RULES, Placed(strategy, world))
+    check_all(STRATEGY_RULES, PlacedStrategy(strategy, world))

@@ -19,7 +19,7 @@ from ..core.modules import wrap_calls
 from ..core.told import MODEL
 from ..core.tree import leaves_with_paths
 from ..core.typing import Path
-from ..jaxpr.dataflow import Cut, Flow, Product, Value, follow
+from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow
 from ..nn import ParallelMode, mixes, softmax_attention
 from .expert import MIX, has_experts
 from .plan import BIAS, TABLES, Plan, Rule
@@ -160,10 +160,10 @@ def _trace(
     flow, nodes, values = Flow(), {}, []
     for path, leaf in leaves_with_paths(params):
         nodes[path] = flow.new(leaf.shape)
-        values.append(Value(nodes[path], origin=path))
-    values += [Value(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
+        values.append(FlowValue(nodes[path], origin=path))
+    values += [FlowValue(flow.new(leaf.shape)) for leaf in jax.tree.leaves(rest)]
     for leaf in arrays:
-        values.append(Value(flow.new(leaf.shape), from_input=True))
+        values.append(FlowValue(flow.new(leaf.shape), from_input=True))
         # Features of the input lie whole on every rank, so what they feed cannot be split by them.
         for node in values[-1].dims:
             flow.spoil(node, "is a dim of the model's input")

@@ -20,7 +20,7 @@ from .loss_trace import trace_loss as trace_loss
 from .loss_trace import with_joined_rows as with_joined_rows
 from .optimizer import UnstackedOptimizer as UnstackedOptimizer
 from .stage import Data as Data
-from .stage import Loss as Loss
+from .stage import StageLoss as StageLoss
 from .stage import StageProgram as StageProgram
 from .stage import Wire as Wire
 from .storage import FlatStorage as FlatStorage
@@ -28,7 +28,7 @@ from .storage import ModelStorage as ModelStorage
 from .storage import storage_for as storage_for
 from .switch import Calls as Calls
 from .switch import SwitchStages as SwitchStages
-from .tables import Sums as Sums
+from .tables import Totals as Totals
 from .uniform import UniformStages as UniformStages
 from .vocabulary import lookups_in as lookups_in
 from .vocabulary import parted_by_tokens as parted_by_tokens

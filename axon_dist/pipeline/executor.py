@@ -18,9 +18,9 @@ from .stage import (
     Data,
     DividedBackward,
     Frozen,
-    Loss,
-    Operands,
     Rest,
+    StageLoss,
+    StageOperands,
     StageProgram,
     Start,
     Wire,
@@ -32,10 +32,10 @@ from .tables import (
     Into,
     Lane,
     Packing,
-    Program,
     State,
-    Sums,
     Tick,
+    TickProgram,
+    Totals,
     empty,
     from_rank,
     get,
@@ -93,7 +93,7 @@ class Executor:
     parted: Collection[int] = ()
     lookups: Sequence[Lookup] = ()
 
-    def run(self) -> Sums:
+    def run(self) -> Totals:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
         rank = jax.lax.axis_index(self.axis)
         # All ranks run one program; what differs between them is this row of the tables.
@@ -113,7 +113,7 @@ class Executor:
         return assign_slots(self.schedule)
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> TickProgram:
         """The tables."""
         return program_of(self.schedule, self.slots, self.keeps, self._keeps_lookups)
 
@@ -160,7 +160,7 @@ class Executor:
     def _divide(self, program: StageProgram) -> DividedBackward:
         rest = self._pick(program.middle_uses)
         shapes = jax.eval_shape(lambda: (self._example, jnp.int32(0), zeros(self._wire)))
-        at = Operands(self._rows(program), rest, *shapes, frozen=self._frozen(program))
+        at = StageOperands(self._rows(program), rest, *shapes, frozen=self._frozen(program))
         return DividedBackward.of(program, at, self._wire.floats, self.keeps)
 
     def _start(self) -> State:
@@ -175,7 +175,7 @@ class Executor:
             outputs=empty(shape, self.slots.outputs.num_slots),
             lookups=empty(self._embedding.shapes, looked_up.num_slots),
             scatters=empty(self._embedding.shapes, self.slots.scatters.num_slots),
-            sums=Sums(
+            sums=Totals(
                 rows=zeros(self.weights, wide=True),
                 rest={i: zeros(self.rest[i], wide=True) for i in self._used},
                 loss=zeros(self._loss_shape, wide=True),
@@ -196,7 +196,7 @@ class Executor:
         return self._pick(range(len(self.rest))) | self._pick_frozen(range(len(self.rest)))
 
     @cached_property
-    def _loss_shape(self) -> Loss:
+    def _loss_shape(self) -> StageLoss:
         wire = zeros(self._wire)
         return jax.eval_shape(lambda: self.stages[-1].last(self._all_rest, self._example, wire))
 
@@ -284,7 +284,7 @@ class Executor:
             first = partial(program.first, self._all_rest, looked_up)
             x = program.at(0, stage, first, lambda: get(inputs, tick["inputs"]))
             rest = self._pick(program.middle_uses)
-            at = Operands(self._rows(program), rest, data, stage, x, self._frozen(program))
+            at = StageOperands(self._rows(program), rest, data, stage, x, self._frozen(program))
             if not self.keeps:
                 if self._leaves_last and last == 0:
                     return x, x, stash, learned
@@ -319,7 +319,7 @@ class Executor:
         """The loss by all ranks together; the last stage's one keeps it, and the gradient."""
         is_home = jax.lax.axis_index(self.axis) == self.schedule.placement[-1]
 
-        def run(operand: tuple[Wire, Sums]) -> tuple[list[Array], Sums]:
+        def run(operand: tuple[Wire, Totals]) -> tuple[list[Array], Totals]:
             outputs, sums = operand
             y = from_rank(get(outputs, tick["outputs"]), is_home, self.axis)
             return self._loss(self.stages[-1], tick, y, sums, is_home)
@@ -380,7 +380,7 @@ class Executor:
         return state._replace(sums=sums, held=held, scatters=back, learned=learned), result
 
     def _weight_gradient(self, tick: Tick, state: State) -> tuple[State, None]:
-        def run(i: int, program: StageProgram, operand: Any) -> Sums:
+        def run(i: int, program: StageProgram, operand: Any) -> Totals:
             state, sums = operand
             held = self._held.unpack(i, get(state.held, tick["held"]))
             at = self._operands(program, tick, state, state.learned)
@@ -393,13 +393,13 @@ class Executor:
 
     def _operands(
         self, program: StageProgram, tick: Tick, state: State, learned: Mapping[int, Array]
-    ) -> Operands:
+    ) -> StageOperands:
         """What a backward pass starts from; the input is a placeholder where it was kept."""
         rest = self._pick(program.middle_uses)
         data = self._data(tick, learned)
         wire = zeros(self._wire) if self.keeps else get(state.inputs, tick["inputs"])
         frozen = self._frozen(program)
-        return Operands(self._rows(program), rest, data, tick["stage"], wire, frozen)
+        return StageOperands(self._rows(program), rest, data, tick["stage"], wire, frozen)
 
     def _data(self, tick: Tick, learned: Mapping[int, Array]) -> Data:
         """What the middle of a stage knows of a microbatch."""
@@ -438,8 +438,8 @@ class Executor:
         return jax.tree.unflatten(structure, values[:count]), values[count:]
 
     def _seed(
-        self, program: StageProgram, tick: Tick, output: Wire, state: State, sums: Sums
-    ) -> tuple[list[Array], Sums]:
+        self, program: StageProgram, tick: Tick, output: Wire, state: State, sums: Totals
+    ) -> tuple[list[Array], Totals]:
         """The gradient of a stage's output: received, or that of the loss at the last stage."""
         if self.schedule.splits_vocabulary:
             return get(state.gradients, tick["gradients"]), sums
@@ -448,17 +448,17 @@ class Executor:
         return program.at(last, tick["stage"], of_loss, lambda: (get(state.gradients, slot), sums))
 
     def _loss(
-        self, program: StageProgram, tick: Tick, y: Wire, sums: Sums, counts: Array | None = None
-    ) -> tuple[list[Array], Sums]:
+        self, at: StageProgram, tick: Tick, y: Wire, sums: Totals, counts: Array | None = None
+    ) -> tuple[list[Array], Totals]:
         """The gradient of an output by the loss; of ranks that know all of it, one `counts`."""
         data = self.data(tick["microbatch"])
 
-        def objective(rest: Rest, floats: list[Array]) -> tuple[Array, Loss]:
-            loss = program.last({**rest, **frozen}, data, Wire(floats, y.others))
+        def objective(rest: Rest, floats: list[Array]) -> tuple[Array, StageLoss]:
+            loss = at.last({**rest, **frozen}, data, Wire(floats, y.others))
             # The loss scale multiplies what is differentiated, and not what is reported.
             return loss.total if self.scale is None else loss.total * self.scale, loss
 
-        rest, frozen = self._pick(program.last_uses), self._pick_frozen(program.last_uses)
+        rest, frozen = self._pick(at.last_uses), self._pick_frozen(at.last_uses)
         grads, loss = jax.grad(objective, argnums=(0, 1), has_aux=True)(rest, y.floats)
         of_rest = {i: x if i in self.parted else where(counts, x) for i, x in grads[0].items()}
         return grads[1], sums.add_loss(where(counts, loss)).add_rest(of_rest)

@@ -178,7 +178,7 @@ class Stages:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Apart:
+class StackedBuffer:
     """A buffer of a stack, of which each block has a row, as what each block has.
 
     Args:
@@ -190,20 +190,22 @@ class Apart:
 
 def has_apart(buffers: PyTree) -> bool:
     """Whether some of these have been taken apart."""
-    return any(isinstance(leaf, Apart) for leaf in jax.tree.leaves(buffers, is_leaf=_is_apart))
+    return any(
+        isinstance(leaf, StackedBuffer) for leaf in jax.tree.leaves(buffers, is_leaf=_is_apart)
+    )
 
 
 def buffers_together(apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack) -> PyTree:
     """The inverse of `Stacks.buffers_apart`."""
 
     def one(leaf):
-        return stack(leaf.rows) if isinstance(leaf, Apart) else leaf
+        return stack(leaf.rows) if isinstance(leaf, StackedBuffer) else leaf
 
     return jax.tree.map(one, apart, is_leaf=_is_apart)
 
 
 def _is_apart(leaf: object) -> bool:
-    return isinstance(leaf, Apart)
+    return isinstance(leaf, StackedBuffer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +280,7 @@ class Stacks:
         return nest({keys: one(keys, leaves) for keys, leaves in found.items()})
 
     def buffers_apart(self, buffers: PyTree) -> PyTree:
-        """A model's buffers, with the numbers that each block of a stack has as `Apart`.
+        """A model's buffers, with the numbers that each block of a stack has as `StackedBuffer`.
 
         What random streams have, such as keys and counts, stays as it is.
         """
@@ -287,7 +289,9 @@ class Stacks:
             depth = self.depth_of(tuple(getattr(entry, "key", None) for entry in path))
             form = leaf.shape if isinstance(leaf, Stacked) else leaf
             is_float = jnp.issubdtype(form.dtype, jnp.floating)
-            return Apart(_rows(leaf, depth)) if is_float and _is_stacked(leaf, depth) else leaf
+            return (
+                StackedBuffer(_rows(leaf, depth)) if is_float and _is_stacked(leaf, depth) else leaf
+            )
 
         return jax.tree_util.tree_map_with_path(one, buffers)
 

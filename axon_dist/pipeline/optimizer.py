@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
-from ..jaxpr.owners import Atom, Constant, Operation, OwnedProgram, owned
+from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, owned
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, Stacks, Stages, flatten, is_like, keys_of, nest
 from .rows import RowProgram, Slot, as_array, value_of
-from .storage import Cell, FlatStorage, ModelStorage, Place, StoredForm
+from .storage import Cell, FlatStorage, LeafPlace, ModelStorage, StoredForm
 from .tables import Packing
 from .vectors import Ends, VectorLayout, on_whole_vectors
 
@@ -207,7 +207,7 @@ class StagedOptimizer:
         ends, named = _places(targets)
         forms = list(arguments.values()), list(targets.values())
 
-        def program(owner_of: Callable[[Place], Any], **options: Any) -> OwnedProgram:
+        def program(owner_of: Callable[[LeafPlace], Any], **options: Any) -> OwnedProgram:
             owners, homes = ([owner_of(place) for _, place in side] for side in (sources, ends))
             return owned(closed, owners, names, homes, named, **options)
 
@@ -261,7 +261,7 @@ def _run(
     return [form.of_slots(found) for form, found in zip(targets, results, strict=True)]
 
 
-def _places(forms: dict[str, StoredForm]) -> tuple[list[tuple[int, Place]], list[Path]]:
+def _places(forms: dict[str, StoredForm]) -> tuple[list[tuple[int, LeafPlace]], list[Path]]:
     """The places of all leaves of several trees, with the number of the tree; and their paths."""
     places = [(number, p) for number, form in enumerate(forms.values()) for p in form.places]
     names = [
@@ -311,7 +311,7 @@ class RankBranches:
             vectors.append([self._new(form, rank, 0) for form in forms])
             sources += zip(vectors[rank], self._places(self._arguments, rank), strict=True)
         targets = [target for target in self._targets if target[1][1].cell is None]
-        operations: list[Operation] = []
+        operations: list[OwnedOperation] = []
         for level in range(self._program.num_levels):
             operations += [op for op in self._program.of(None) if op.level == level]
             if any(self._handed[level]) or level == self._last:
@@ -331,8 +331,8 @@ class RankBranches:
         self,
         level: int,
         vectors: Sequence[Sequence[int]],
-        targets: list[tuple[Atom, tuple[int, Place]]],
-    ) -> list[Operation]:
+        targets: list[tuple[Atom, tuple[int, LeafPlace]]],
+    ) -> list[OwnedOperation]:
         """The operations of ranks at a level, and those by which all learn the results."""
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
         run = functools.partial(self._run, level, reads)
@@ -342,12 +342,12 @@ class RankBranches:
         for rank in self._ranks:
             handed = tuple(self._new(form, rank, level) for form in packing.packed)
             results = tuple(self._new(form, rank, level) for form in forms.values())
-            number = Constant(jnp.int32(rank), ShapedArray((), jnp.dtype(jnp.int32)))
+            number = ConstantOperand(jnp.int32(rank), ShapedArray((), jnp.dtype(jnp.int32)))
             inputs = (number, *vectors[rank], *reads)
-            of_ranks.append(Operation(run, inputs, (*handed, *results), (rank, 0), level))
+            of_ranks.append(OwnedOperation(run, inputs, (*handed, *results), (rank, 0), level))
             if values := self._handed[level][rank]:
                 unpack = functools.partial(_unpack, packing, rank)
-                of_all.append(Operation(unpack, handed, tuple(values), None, level + 1))
+                of_all.append(OwnedOperation(unpack, handed, tuple(values), None, level + 1))
             if forms:
                 targets += zip(results, self._places(self._results, rank), strict=True)
         return of_ranks + of_all
@@ -358,9 +358,9 @@ class RankBranches:
         self._levels.append(level)
         return len(self._avals) - 1
 
-    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[tuple[int, Place]]:
+    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[tuple[int, LeafPlace]]:
         for tree, part, keys in _vectors_of(forms):
-            yield tree, Place("", (rank, 0), part, keys or (), keys)
+            yield tree, LeafPlace("", (rank, 0), part, keys or (), keys)
 
     def _run(self, level: int, reads: list[int], rank: Array, *operands: Array) -> list[Array]:
         branches = [functools.partial(self._branch, level, reads, r) for r in self._ranks]
@@ -418,7 +418,7 @@ class RankBranches:
         stages = self._stages.stages_of(chunk)
         return next((s for s in stages if self._stages.placement[s] == rank), None)
 
-    def _part(self, rank: int, level: int) -> tuple[list[Operation], list[int]]:
+    def _part(self, rank: int, level: int) -> tuple[list[OwnedOperation], list[int]]:
         """What a rank runs up to a level for its results there, and what of others that reads.
 
         What an earlier level has computed and not handed over is computed again: kept, it would

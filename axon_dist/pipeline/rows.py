@@ -20,9 +20,9 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.typing import Array
-from ..jaxpr.owners import Atom, Constant, Operation, OwnedProgram, sums_of
+from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, sums_of
 from .layout import Keys
-from .storage import Cell, Place
+from .storage import Cell, LeafPlace
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
@@ -46,7 +46,7 @@ class Share:
         names: of its values.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[OwnedOperation, ...]
     names: Mapping[Atom, Name]
 
     def is_like(self, other: Share, program: OwnedProgram) -> bool:
@@ -57,7 +57,7 @@ class Share:
         )
 
     def _is_like(
-        self, program: OwnedProgram, mine: Operation, other: Share, theirs: Operation
+        self, program: OwnedProgram, mine: OwnedOperation, other: Share, theirs: OwnedOperation
     ) -> bool:
         def spell(names, atom):
             return names.get(atom, program.aval_of(atom))
@@ -77,7 +77,7 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Variant:
+class RowVariant:
     """Blocks of one row that have the same part of a program.
 
     Args:
@@ -120,8 +120,8 @@ class RowProgram:
     def __init__(
         self,
         program: OwnedProgram,
-        sources: Sequence[tuple[int, Place]],
-        targets: Sequence[tuple[int, Place]],
+        sources: Sequence[tuple[int, LeafPlace]],
+        targets: Sequence[tuple[int, LeafPlace]],
         mesh: Mesh,
         num_ranks: int,
         axis: str | None = None,
@@ -176,7 +176,7 @@ class RowProgram:
                 made[number].update(self._run_part(variant, level, made[number], known))
         return self._collect(made, known)
 
-    def _sort_out(self, cells: list[Cell]) -> list[tuple[int, Variant]]:
+    def _sort_out(self, cells: list[Cell]) -> list[tuple[int, RowVariant]]:
         found: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
             share = self._share_of((rank, row))
@@ -187,7 +187,7 @@ class RowProgram:
                     break
             else:
                 found.append((row, {rank: share}))
-        return [(row, Variant(members)) for row, members in found]
+        return [(row, RowVariant(members)) for row, members in found]
 
     def _share_of(self, cell: Cell) -> Share:
         operations = self._program.of(cell)
@@ -201,7 +201,7 @@ class RowProgram:
         return Share(operations, names)
 
     def _run_part(
-        self, variant: Variant, level: int, made: Named, known: Mapping[Atom, Array]
+        self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
     ) -> Named:
         """Runs one level of the part that blocks of a row have in common, for all ranks at once."""
         first = variant.first
@@ -277,7 +277,7 @@ class RowProgram:
         return place(split, mapped(*operands))
 
     def _outside(
-        self, variant: Variant, where: tuple[int, int], known: Mapping[Atom, Array]
+        self, variant: RowVariant, where: tuple[int, int], known: Mapping[Atom, Array]
     ) -> tuple[Array | None, Array | None]:
         """What members read that is not their own: one value for all, or a row of one for each."""
         number, at = where
@@ -325,13 +325,13 @@ class RowProgram:
         handed = [a for a, by in reads if program.owner_of(a) not in (None, by)]
         return tuple(dict.fromkeys(handed))  # type: ignore[arg-type]
 
-    def _read_by(self, op: Operation) -> Sequence[Atom]:
+    def _read_by(self, op: OwnedOperation) -> Sequence[Atom]:
         if op.outputs[0] in self._sums:
             return self._sums[op.outputs[0]].single
         return () if op.outputs[0] in self._partial_sums else op.inputs
 
     def _run_for_all(
-        self, op: Operation, made: list[Named], known: Mapping[Atom, Array]
+        self, op: OwnedOperation, made: list[Named], known: Mapping[Atom, Array]
     ) -> dict[Atom, Array]:
         """Runs an operation whose values all shall know."""
         if op.outputs[0] in self._partial_sums:
@@ -417,7 +417,7 @@ def as_cell(owner: Hashable) -> Cell | None:
 
 def value_of(atom: Atom, known: Mapping[Atom, Array]) -> Array:
     """The value of an atom."""
-    return atom.value if isinstance(atom, Constant) else known[atom]
+    return atom.value if isinstance(atom, ConstantOperand) else known[atom]
 
 
 def as_array(value: Array, aval: ShapedArray) -> Array:

@@ -53,7 +53,7 @@ class Data(NamedTuple):
     rows: Sequence[Array] = ()
 
 
-class Loss(NamedTuple):
+class StageLoss(NamedTuple):
     """The outputs of the loss function: a sum, its weight, and weighted means."""
 
     total: Array
@@ -115,7 +115,7 @@ class StageProgram:
     rows: Sequence[int]
     first: Callable[[Rest, Data], Wire]
     middle: Callable[[Weights, Rest, Data, Array, Wire], Wire]
-    last: Callable[[Rest, Data, Wire], Loss]
+    last: Callable[[Rest, Data, Wire], StageLoss]
     first_uses: tuple[int, ...]
     middle_uses: tuple[int, ...]
     last_uses: tuple[int, ...]
@@ -187,7 +187,7 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """What weight gradients are put off for."""
 
 
-class Operands(NamedTuple):
+class StageOperands(NamedTuple):
     """What a stage is differentiated at.
 
     Args:
@@ -227,7 +227,7 @@ class Gradients(NamedTuple):
 
 
 def pull_back(
-    program: StageProgram, at: Operands
+    program: StageProgram, at: StageOperands
 ) -> tuple[Wire, Callable[[list[Array]], Gradients]]:
     """Runs a stage, and returns its output and the function from its gradient to all others."""
 
@@ -277,7 +277,11 @@ class DividedBackward:
 
     @classmethod
     def of(
-        cls, program: StageProgram, at: Operands, cotangents: list[Array], keeps_wire: bool = False
+        cls,
+        program: StageProgram,
+        at: StageOperands,
+        cotangents: list[Array],
+        keeps_wire: bool = False,
     ) -> DividedBackward:
         """Divides the forward and backward passes of a stage.
 
@@ -291,7 +295,7 @@ class DividedBackward:
             The three parts.
         """
 
-        def whole(at: Operands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
+        def whole(at: StageOperands, cotangents: list[Array]) -> tuple[Wire, list, PyTree]:
             y, pull = pull_back(program, at)
             grads = pull(cotangents)
             return y, grads.inputs, (grads.weights, grads.rest)
@@ -344,14 +348,14 @@ class DividedBackward:
         """The shapes of what is handed over: of `kept` or `held`."""
         return [struct_of(v) for v in of]
 
-    def forward(self, at: Operands) -> tuple[Wire, list[Array]]:
+    def forward(self, at: StageOperands) -> tuple[Wire, list[Array]]:
         """Runs the stage; returns its output and what it keeps."""
         results = self.forward_part.run(self._known(at))
         count = len(results) - len(self.kept)
         return jax.tree.unflatten(self.trees[0], results[:count]), results[count:]
 
     def input_gradient(
-        self, at: Operands, kept: list[Array], cotangents: list[Array]
+        self, at: StageOperands, kept: list[Array], cotangents: list[Array]
     ) -> tuple[list[Array], list[Array]]:
         """Returns the gradient of the input, and what the weight gradient needs of it."""
         known = self._known(at, cotangents) | dict(zip(self.kept, kept, strict=True))
@@ -359,12 +363,12 @@ class DividedBackward:
         count = len(results) - len(self.held)
         return results[:count], results[count:]
 
-    def weight_gradient(self, at: Operands, held: list[Array]) -> tuple[PyTree, PyTree]:
+    def weight_gradient(self, at: StageOperands, held: list[Array]) -> tuple[PyTree, PyTree]:
         """Returns the gradients of weights and rest."""
         known = self._known(at) | dict(zip(self.held, held, strict=True))
         return jax.tree.unflatten(self.trees[1], self.weight_part.run(known))
 
-    def _known(self, at: Operands, cotangents: list[Array] | None = None) -> dict[Var, Array]:
+    def _known(self, at: StageOperands, cotangents: list[Array] | None = None) -> dict[Var, Array]:
         values = jax.tree.leaves((at, cotangents or []))
         return self.consts | dict(zip(self.inputs, values, strict=False))
 

@@ -357,7 +357,7 @@ def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LeafPlace:
     """Where a leaf of a tree lies in its stored form.
 
     Args:
@@ -404,7 +404,7 @@ class StoredForm:
         self._check_rows()
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[LeafPlace, ...]:
         """The place of every leaf, in the order of the leaves of the model's form."""
         paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.shapes)]
         leaves = [
@@ -493,8 +493,8 @@ class _Name:
     keys: Keys
 
 
-def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> Place:
+def _place(path: Path, part: int, keys: Keys, storage: ModelStorage | None) -> LeafPlace:
     number = None if storage is None else storage.block_of(keys)
     if storage is None or number is None:
-        return Place(path, None, part, keys, keys)
-    return Place(path, storage.cell_of(number), part, keys, storage.slot_of(number, keys))
+        return LeafPlace(path, None, part, keys, keys)
+    return LeafPlace(path, storage.cell_of(number), part, keys, storage.slot_of(number, keys))

@@ -24,7 +24,7 @@ from ..jaxpr.walk import depends_on, struct_of, variables
 from ..schedule import Schedule
 from .layout import Keys, Stages
 from .loss_trace import LossTrace
-from .stage import Data, Loss, Rest, StageProgram, Weights, Wire
+from .stage import Data, Rest, StageLoss, StageProgram, Weights, Wire
 from .storage import ModelStorage
 from .tables import Packing, zeros
 
@@ -397,10 +397,10 @@ class SwitchStages:
         results, count = self._pieces[stage].run(known), len(self._crossing[stage + 1])
         return self._pack(stage + 1, results[:count])._replace(left=results[count:])
 
-    def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
+    def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
         known = self._known(rest, data) | self._unpack(self._num_stages, wire)
         total, weight, *metrics = self._pieces[-1].run(known)
-        return Loss(total, weight, metrics)
+        return StageLoss(total, weight, metrics)
 
     def _known(self, rest: Rest, data: Data) -> dict[Var, Array]:
         named = {keys: rest[i] for i, keys in enumerate(self.storage.rest) if i in rest}

@@ -15,8 +15,8 @@ import numpy as np
 from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import whole
-from ..schedule import TOGETHER, Action, Cell, Phase, Placed, Schedule, SlotPlan, Slots
-from .stage import Loss, Rest, Wire
+from ..schedule import TOGETHER, Action, Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots
+from .stage import Rest, StageLoss, Wire
 
 Tick: TypeAlias = dict[str, Array]
 """A lane's entries for one rank in one tick."""
@@ -80,7 +80,7 @@ class Channel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class TickProgram:
     """All that the executor reads of a schedule.
 
     Args:
@@ -96,7 +96,7 @@ class Program:
 
 def program_of(
     schedule: Schedule, slots: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
-) -> Program:
+) -> TickProgram:
     """Turns a valid schedule into the tables that one scan over ticks reads.
 
     Args:
@@ -115,12 +115,12 @@ def program_of(
     for device, row in enumerate(schedule.rows):
         for tick, cell in enumerate(row):
             for lane, action in zip(_lanes_for(cell, phases), cell, strict=True):
-                placed = Placed(action, device, tick, lane)
+                placed = PlacedAction(action, device, tick, lane)
                 _fill(lanes[lane], placed, schedule.num_stages - 1, slots, stashes)
                 _fill_lookups(lanes[lane], placed, slots, keeps_lookups)
                 _route(placed, lanes[lane], schedule, slots, stashes, arrivals)
     channels = [_channel(lane, sent, schedule) for (lane, _), sent in sorted(arrivals.items())]
-    return Program(tuple(lanes), tuple(channels), schedule.num_ticks)
+    return TickProgram(tuple(lanes), tuple(channels), schedule.num_ticks)
 
 
 def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
@@ -174,7 +174,7 @@ def _empty_lane(phase: Phase, schedule: Schedule) -> Lane:
     return Lane(phase, np.zeros(shape, bool), **fields)
 
 
-def _fill(lane: Lane, placed: Placed, last: int, slots: SlotPlan, stashes: bool) -> None:
+def _fill(lane: Lane, placed: PlacedAction, last: int, slots: SlotPlan, stashes: bool) -> None:
     stage, phase, microbatch = placed.action
     at = placed.device, placed.tick
     # A vocabulary action is about the last stage's output and its gradient, on whatever rank it is.
@@ -193,7 +193,7 @@ def lookups_of(slots: SlotPlan, keeps: bool) -> Slots:
     return slots.kept_lookups if keeps else slots.lookups
 
 
-def _fill_lookups(lane: Lane, placed: Placed, slots: SlotPlan, keeps: bool) -> None:
+def _fill_lookups(lane: Lane, placed: PlacedAction, slots: SlotPlan, keeps: bool) -> None:
     # On whatever rank: they are about what enters the first stage.
     key = 0, placed.action.microbatch
     at = placed.device, placed.tick
@@ -202,7 +202,7 @@ def _fill_lookups(lane: Lane, placed: Placed, slots: SlotPlan, keeps: bool) -> N
 
 
 def _route(
-    placed: Placed,
+    placed: PlacedAction,
     lane: Lane,
     schedule: Schedule,
     slots: SlotPlan,
@@ -242,7 +242,7 @@ def _channel(lane: int, sent: list[tuple[int, int, int, int]], schedule: Schedul
     return Channel(lane, tuple(pairs), slot)
 
 
-class Sums(NamedTuple):
+class Totals(NamedTuple):
     """What microbatches add up to, in float32.
 
     Args:
@@ -255,10 +255,10 @@ class Sums(NamedTuple):
 
     rows: list[list[Array]]
     rest: dict[int, Array]
-    loss: Loss
+    loss: StageLoss
     learned: Mapping[int, Array] = {}
 
-    def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Sums:
+    def add_rows(self, numbers: Sequence[int], grads: Sequence[Sequence[Array | None]]) -> Totals:
         """Adds gradients of rows, by their numbers; None at the places of frozen leaves."""
         rows = list(self.rows)
 
@@ -269,18 +269,18 @@ class Sums(NamedTuple):
             rows[row] = jax.tree.map(each, list(rows[row]), list(of_row))
         return self._replace(rows=rows)
 
-    def add_rest(self, grads: Rest) -> Sums:
+    def add_rest(self, grads: Rest) -> Totals:
         """Adds gradients of parameters outside the blocks."""
         added = {i: add([self.rest[i]], [grad])[0] for i, grad in grads.items()}
         return self._replace(rest={**self.rest, **added})
 
-    def add_loss(self, loss: Loss) -> Sums:
+    def add_loss(self, loss: StageLoss) -> Totals:
         """Adds the outputs of the loss."""
         totals, structure = jax.tree.flatten(self.loss)
         return self._replace(loss=structure.unflatten(add(totals, jax.tree.leaves(loss))))
 
 
-Into: TypeAlias = tuple[Sums, list[Array]]
+Into: TypeAlias = tuple[Totals, list[Array]]
 """Where gradients of what stands before the first block go: sums, and slots of what is not one."""
 
 
@@ -295,7 +295,7 @@ class State(NamedTuple):
         outputs: outputs of the last stage, where the vocabulary is an action of its own.
         lookups: what was looked up for the first stage, where that is an action of its own.
         scatters: the gradients of that.
-        sums: `Sums`, what has been added up; None where an action only reads the buffers.
+        sums: `Totals`, what has been added up; None where an action only reads the buffers.
         learned: by number, what each buffer that stages change is before each microbatch and behind
             the last, as far as the stages of this rank have got; zeros where others change it.
     """

@@ -18,7 +18,7 @@ from ..jaxpr.pieces import Piece, as_it_lies
 from ..jaxpr.walk import made_by, variables
 from .layout import Keys
 from .loss_trace import LossTrace
-from .stage import Data, Loss, Rest, StageProgram, Wire
+from .stage import Data, Rest, StageLoss, StageProgram, Wire
 from .storage import ModelStorage, RowStorage
 from .tables import like, plain, zeros
 
@@ -273,11 +273,11 @@ class UniformStages:
         left = {r: results[r] for _, r in (self._learned or {}).values()}
         return self._wire([*(results[role] for role in self.chain.carried), *found]), left
 
-    def _last(self, rest: Rest, data: Data, wire: Wire) -> Loss:
+    def _last(self, rest: Rest, data: Data, wire: Wire) -> StageLoss:
         known = self._known(rest, data)
         values, outputs = self._unwire(wire), self._calls[-1].outvars
         known.update(zip([outputs[r] for r in self.chain.carried], values, strict=False))
         for r, found in zip(self._found, values[len(self._carried) :], strict=True):
             known.update((call.outvars[r], found[n]) for n, call in enumerate(self._calls))
         total, weight, *metrics = self._epilogue.run(known)
-        return Loss(total, weight, metrics)
+        return StageLoss(total, weight, metrics)

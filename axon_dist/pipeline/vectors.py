@@ -21,10 +21,10 @@ from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
 from ..core.typing import Array
-from ..jaxpr.owners import Atom, Constant, Equation, Operation, OwnedProgram, sums_of
+from ..jaxpr.owners import Atom, ConstantOperand, Equation, OwnedOperation, OwnedProgram, sums_of
 from ..jaxpr.walk import EACH
 from .layout import Keys
-from .storage import Cell, FlatStorage, Place, StoredForm
+from .storage import Cell, FlatStorage, LeafPlace, StoredForm
 
 FILL, SUM = "broadcast_in_dim", "reduce_sum"
 
@@ -34,7 +34,7 @@ Vector: TypeAlias = tuple[int, int]
 LeafOwner: TypeAlias = tuple[Vector, int, Keys]
 """The vector in which a leaf lies, the rank that has it, and its keys in the model."""
 
-Ends: TypeAlias = Sequence[tuple[int, Place]]
+Ends: TypeAlias = Sequence[tuple[int, LeafPlace]]
 """For each input or output: the number of the tree of which it is a leaf, and its place."""
 
 
@@ -103,7 +103,7 @@ class Leaf:
     """
 
     shape: tuple[int, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[OwnedOperation, ...]
     names: Mapping[Atom, Hashable]
 
     def key(self, program: OwnedProgram) -> Hashable:
@@ -119,7 +119,7 @@ class Leaf:
             keys.append((op.level, kind, reads))
         return tuple(keys), tuple(sorted(map(repr, self.names.values())))
 
-    def _kind(self, program: OwnedProgram, op: Operation) -> Hashable:
+    def _kind(self, program: OwnedProgram, op: OwnedOperation) -> Hashable:
         name = op.name
         shapes = [program.aval_of(atom).shape for atom in op.inputs]
         results = [program.avals[v].shape for v in op.outputs]
@@ -250,7 +250,7 @@ class _Rewriting:
             for value, (tree, place) in zip(self._program.inputs, sources, strict=True)
             if self._stays(value)
         ]
-        ends: list[tuple[Atom, tuple[int, Place], Cell | None]] = []
+        ends: list[tuple[Atom, tuple[int, LeafPlace], Cell | None]] = []
         for atom, (tree, place) in zip(self._program.outputs, targets, strict=True):
             if self._stays(atom):
                 if (owner := _leaf_owner(self._program.owner_of(atom))) is not None:
@@ -274,14 +274,14 @@ class _Rewriting:
         owner = _leaf_owner(self._program.owner_of(atom))
         return owner is None or owner in self._leaves
 
-    def _place(self, place: Place, tree: int, side: int) -> Place:
+    def _place(self, place: LeafPlace, tree: int, side: int) -> LeafPlace:
         if place.cell is None:
             return place
         vector, rank, _ = self._layout.owners[place.keys]
         slot = self._layout.slots[vector, side, tree, place.part]
         return dataclasses.replace(place, cell=(rank, self._layout.rows[vector]), slot=slot)
 
-    def _rewritten(self, op: Operation) -> list[Operation]:
+    def _rewritten(self, op: OwnedOperation) -> list[OwnedOperation]:
         owner = _leaf_owner(op.owner)
         if owner is None:
             # Of a sum over leaves the terms are left that stand for whole vectors.
@@ -307,17 +307,19 @@ class _Rewriting:
         """One function for all ranks, by which their parts of the program are seen to be alike."""
         return self._functions.setdefault((vector, name, str(dtype)), new)
 
-    def _masked(self, vector: Vector, owner: LeafOwner, atom: Atom) -> list[Operation]:
+    def _masked(self, vector: Vector, owner: LeafOwner, atom: Atom) -> list[OwnedOperation]:
         """Puts zeros behind the elements that a rank has; nothing where vectors are full."""
         if not self._layout.is_padded(vector) or not isinstance(atom, int):
             return []
         form = self._avals[atom]
-        length = Constant(np.int32(self._layout.lengths[vector][owner[1]]), _INDEX)
+        length = ConstantOperand(np.int32(self._layout.lengths[vector][owner[1]]), _INDEX)
         level, cell = self._levels[atom], self._cells[owner]
         self._avals.append(form)
         self._owners.append(cell)
         self._levels.append(level)
-        return [Operation(_first_elements, (atom, length), (len(self._avals) - 1,), cell, level)]
+        return [
+            OwnedOperation(_first_elements, (atom, length), (len(self._avals) - 1,), cell, level)
+        ]
 
 
 _INDEX = ShapedArray((), np.dtype(np.int32))
@@ -328,8 +330,8 @@ def _first_elements(x: Array, length: Array) -> list[Array]:
     return [jnp.where(place < length, x, jnp.zeros_like(x))]
 
 
-def _zero(aval: ShapedArray) -> Constant:
-    return Constant(np.zeros((), aval.dtype), aval)
+def _zero(aval: ShapedArray) -> ConstantOperand:
+    return ConstantOperand(np.zeros((), aval.dtype), aval)
 
 
 def _leaf_owner(owner: Hashable) -> LeafOwner | None:

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from ..core.errors import DivisibilityError, UnsupportedError
 from ..core.reduction import all_sum
 from ..core.typing import Array
-from ..jaxpr.pieces import BOUNDS, Readers, Rows, readers_of
+from ..jaxpr.pieces import BOUNDS, Readers, TableRows, readers_of
 from ..jaxpr.rewrite import Rewriting
 from ..jaxpr.walk import depends_on, made_by, struct_of, variables
 from ..nn import own_rows
@@ -36,7 +36,7 @@ class Lookup:
     """
 
     table: int
-    rows: Rows
+    rows: TableRows
     ids: Callable[[Data], Array]
 
     @property
@@ -88,7 +88,7 @@ class Lookup:
         return jnp.clip(ids, 0, len(part) * jax.lax.axis_size(axis) - 1)
 
 
-def lookup_of(trace: LossTrace, table: int, rows: Rows) -> Lookup:
+def lookup_of(trace: LossTrace, table: int, rows: TableRows) -> Lookup:
     """A lookup in the loss.
 
     Args:
@@ -214,7 +214,7 @@ def parted_by_tokens(
     for position, dim in _BY_TOKENS.items():
         if position >= len(loss.invars):
             continue
-        way = _Way.to(trace.jaxpr, loss, loss.invars[position], dim)
+        way = _OperandPath.to(trace.jaxpr, loss, loss.invars[position], dim)
         what = "kernel" if position == 1 else "bias"
         if way is None or way.source not in named:
             raise UnsupportedError(
@@ -288,7 +288,7 @@ def _is_embedding(trace: LossTrace, keys: Keys, count: int, axis: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Way:
+class _OperandPath:
     """How a parameter becomes an operand of the loss: cast or transposed, step by step.
 
     Args:
@@ -302,7 +302,7 @@ class _Way:
     steps: tuple[tuple[Any, Any], ...]
 
     @classmethod
-    def to(cls, jaxpr: Any, loss: Any, atom: Any, dim: int) -> _Way | None:
+    def to(cls, jaxpr: Any, loss: Any, atom: Any, dim: int) -> _OperandPath | None:
         """The way to an operand, or None where it is something else made of parameters."""
         made = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
         reader, steps = loss, []

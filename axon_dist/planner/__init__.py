@@ -10,12 +10,12 @@ from ..mesh.chips import HARDWARE as HARDWARE
 from ..mesh.chips import Hardware as Hardware
 from ..mesh.chips import hardware as hardware
 from ..mesh.chips import parse_cluster as parse_cluster
-from .arrangement import Apart as Apart
 from .arrangement import Arrangement as Arrangement
+from .arrangement import SlowReplicas as SlowReplicas
 from .arrangement import arrange as arrange
 from .candidates import candidates as candidates
 from .candidates import more_microbatches as more_microbatches
-from .cost import StepTime as StepTime
+from .cost import StepCost as StepCost
 from .cost import idle_share as idle_share
 from .decide import Direction as Direction
 from .decide import decide as decide
@@ -29,3 +29,5 @@ from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
 from .workload import Workload as Workload
 from .workload import workload_of as workload_of
+
+StepTime = StepCost  # its name in 0.1

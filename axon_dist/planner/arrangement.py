@@ -41,7 +41,7 @@ AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart:
+class SlowReplicas:
     """How replicas over slow links train on their own; other numbers than those of one device.
 
     Args:
@@ -112,7 +112,7 @@ class Arrangement:
     ep: int = 1
     tp: int = 1
     replicas: int = 1
-    apart: Apart | None = None
+    apart: SlowReplicas | None = None
     num_microbatches: int = 1
     remat: bool = False
     sequence: bool = False

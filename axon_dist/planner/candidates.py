@@ -11,7 +11,7 @@ from ..core.errors import ScheduleError
 from ..mesh.chips import Hardware
 from ..parallel import ZERO
 from ..schedule import PipelineSchedule, build_schedule
-from .arrangement import STAGES, Apart, Arrangement, arrange
+from .arrangement import STAGES, Arrangement, SlowReplicas, arrange
 from .cost import idle_share
 from .workload import Workload
 
@@ -23,7 +23,7 @@ def candidates(
     work: Workload,
     num_devices: int,
     hardware: Hardware,
-    apart: Apart | None = None,
+    apart: SlowReplicas | None = None,
     replicas: int = 1,
 ) -> Iterator[Arrangement]:
     """Yields the arrangements whose sizes divide the devices, the experts and the batch.

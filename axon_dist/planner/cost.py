@@ -26,7 +26,7 @@ STEADY = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTime:
+class StepCost:
     """Where the time of a step goes, seconds.
 
     Args:

@@ -15,7 +15,7 @@ from ..jaxpr.liveness import peak_of
 from ..jaxpr.placement import Splits, of_spec
 from ..jaxpr.tape import Sent
 from ..mesh.chips import Hardware
-from .cost import EFFICIENCY, StepTime
+from .cost import EFFICIENCY, StepCost
 
 ROUNDS: Mapping[str, float] = {
     "all-reduce": 2.0,
@@ -99,7 +99,7 @@ class Reading:
         flops: float | None = None,
         idle: float = 0.0,
         efficiency: float = EFFICIENCY,
-    ) -> StepTime:
+    ) -> StepCost:
         """The time of a step: products at the rate of the chip, transfers, and the update.
 
         Args:
@@ -126,7 +126,7 @@ class Reading:
             latency = calls * hardware.ring_latency(ranks, stride)
             took = times * (latency + self._wire(one) / hardware.bandwidth(ranks, stride))
             hidden, waited = hidden + took * (not is_waited), waited + took * is_waited
-        return StepTime(
+        return StepCost(
             compute=busy,
             bubble=busy * idle,
             update=2 * self.state / hardware.memory_bandwidth,

@@ -46,7 +46,7 @@ from .simulate import Timeline as Timeline
 from .simulate import Transfer as Transfer
 from .simulate import simulate as simulate
 from .simulate import transfers as transfers
-from .table import Placed as Placed
+from .table import PlacedAction as PlacedAction
 from .table import Schedule as Schedule
 from .v_shaped import dual_pipe_v as dual_pipe_v
 from .v_shaped import v_half as v_half
@@ -57,3 +57,5 @@ from .zero_bubble import interleaved_zero_bubble as interleaved_zero_bubble
 from .zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from .zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from .zero_bubble import zero_bubble_v as zero_bubble_v
+
+Placed = PlacedAction  # its name in 0.1

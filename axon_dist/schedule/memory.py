@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from .action import TOGETHER, Action, Phase, check_sizes, dependencies
-from .table import Placed, Schedule
+from .table import PlacedAction, Schedule
 
 IN_FLIGHT_ENDS = (Phase.B, Phase.I)
 """A microbatch is in flight on a stage from its `F` to its `B` or `I`."""
@@ -231,7 +231,7 @@ def assign_slots(schedule: Schedule) -> SlotPlan:
     return SlotPlan(**{buffer: _colour(of, schedule.num_devices) for buffer, of in lives.items()})
 
 
-def _lives(schedule: Schedule, user: Placed) -> Iterator[tuple[str, _Life]]:
+def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]]:
     """The lives that an action tells of: of what it reads, and of what it leaves for later."""
     action, where = user.action, schedule.where
     if action.phase in (*TOGETHER, Phase.W):
@@ -276,11 +276,13 @@ def _is_sent(action: Action) -> bool:
     return action.phase is not Phase.F or action.stage > 0
 
 
-def _moment(placed: Placed) -> Moment:
+def _moment(placed: PlacedAction) -> Moment:
     return placed.tick, placed.position
 
 
-def _received(source: list[Action], user: Placed, where: Mapping[Action, Placed]) -> Moment:
+def _received(
+    source: list[Action], user: PlacedAction, where: Mapping[Action, PlacedAction]
+) -> Moment:
     """When the result of another stage is there; the batch is read by the action itself."""
     if not source:
         return _moment(user)

@@ -12,7 +12,7 @@ from ..core.errors import ScheduleError
 from .action import TOGETHER, Action, Phase
 from .memory import STASH_ENDS, peak_live
 from .order import earliest_starts
-from .table import Placed, Schedule
+from .table import PlacedAction, Schedule
 
 
 class Payload(StrEnum):
@@ -61,7 +61,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     return tuple(sorted(transfer for transfer in sent if transfer is not None))
 
 
-def _sent(placed: Placed, placement: tuple[int, ...]) -> Transfer | None:
+def _sent(placed: PlacedAction, placement: tuple[int, ...]) -> Transfer | None:
     stage, phase, microbatch = placed.action
     if phase in (*TOGETHER, Phase.W):
         return None

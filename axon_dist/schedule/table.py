@@ -161,7 +161,7 @@ def infer_placement(rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
     return tuple(next(iter(first_ticks[stage])) for stage in range(1 + max(first_ticks)))
 
 
-class Placed(NamedTuple):
+class PlacedAction(NamedTuple):
     """An action and where the table has it: device, tick, and position within the cell."""
 
     action: Action
@@ -327,14 +327,14 @@ class Schedule:
         """A device's actions in the order in which it does them, without the idle ticks."""
         return tuple(action for cell in self.rows[device] for action in cell)
 
-    def placed(self) -> Iterator[Placed]:
+    def placed(self) -> Iterator[PlacedAction]:
         """All actions with their places, device by device, in the order of execution."""
         for device, row in enumerate(self.rows):
             for tick, cell in enumerate(row):
                 for position, action in enumerate(cell):
-                    yield Placed(action, device, tick, position)
+                    yield PlacedAction(action, device, tick, position)
 
     @cached_property
-    def where(self) -> dict[Action, Placed]:
+    def where(self) -> dict[Action, PlacedAction]:
         """The place of each action (the last one, in an invalid table that repeats it)."""
         return {placed.action: placed for placed in self.placed()}

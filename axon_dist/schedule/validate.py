@@ -10,7 +10,7 @@ from .action import TOGETHER, Action, Cell, Phase, dependencies
 from .memory import STASH_ENDS
 from .order import earliest_starts
 from .simulate import Costs, simulate
-from .table import Placed, Schedule, render_grid
+from .table import PlacedAction, Schedule, render_grid
 
 
 def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) -> None:
@@ -49,12 +49,12 @@ def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) ->
         _check_memory(schedule, max_live)
 
 
-def _fail(schedule: Schedule, message: str, *cells: Placed) -> ScheduleError:
+def _fail(schedule: Schedule, message: str, *cells: PlacedAction) -> ScheduleError:
     grid = render_grid(schedule.rows, [(placed.device, placed.tick) for placed in cells])
     return ScheduleError(f"in schedule {schedule.name!r}, {message}\n{grid}")
 
 
-def _at(placed: Placed) -> str:
+def _at(placed: PlacedAction) -> str:
     return f"{placed.action} (device {placed.device}, tick {placed.tick})"
 
 
@@ -72,7 +72,7 @@ def _check_names(schedule: Schedule) -> None:
 
 
 def _check_once(schedule: Schedule) -> None:
-    seen: dict[Action, Placed] = {}
+    seen: dict[Action, PlacedAction] = {}
     for placed in schedule.placed():
         first = seen.setdefault(placed.action, placed)
         if first is not placed:
@@ -152,7 +152,7 @@ def _check_vocabulary(schedule: Schedule) -> None:
                     f"device {device} does {'+'.join(map(str, cell))} in tick {tick}. In a table "
                     f"with {used[0]} the actions of a cell stand in the order {', '.join(order)}, "
                     "so that all devices come to it at once.",
-                    Placed(cell[0], device, tick, 0),
+                    PlacedAction(cell[0], device, tick, 0),
                 )
 
 
@@ -194,7 +194,7 @@ def _check_placement(schedule: Schedule) -> None:
             )
 
 
-def _needs(schedule: Schedule) -> list[tuple[Placed, Placed]]:
+def _needs(schedule: Schedule) -> list[tuple[PlacedAction, PlacedAction]]:
     """Every action with each action that it needs, from the first tick to the last."""
     where = schedule.where
     pairs = [

@@ -13,14 +13,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.errors import DivisibilityError, StrategyConflictError
-from ..core.told import Kind, is_whole
+from ..core.told import ArgumentKind, is_whole
 from ..core.tree import path_str
 from ..core.typing import Path, Shape
 
 HasShape: TypeAlias = Any
 """Anything whose `.shape` maps axis names to sizes: a Mesh, an AbstractMesh or a MeshSpec."""
 
-_NOT_NEGATIVE = Kind("a whole number, at least 0", lambda x: is_whole(x) and x >= 0)
+_NOT_NEGATIVE = ArgumentKind("a whole number, at least 0", lambda x: is_whole(x) and x >= 0)
 
 
 @dataclasses.dataclass(frozen=True)

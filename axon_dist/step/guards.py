@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ..core.errors import UnsupportedError
-from ..inspect.parse import Program, as_module, origin
+from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
 from ..inspect.walk import below_branches
 from ..jaxpr.walk import in_branches
@@ -80,7 +80,7 @@ def jit_of(spec: StepSpec) -> Callable[..., Any]:
     return guarded if left else jax.jit
 
 
-def check_branches(program: Program) -> None:
+def check_branches(program: ProgramLike) -> None:
     """Looks for permutations in the branches of a compiled program.
 
     Args:

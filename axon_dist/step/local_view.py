@@ -24,7 +24,7 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree, Shape
 from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
-from ..jaxpr.randomness import Rows, find_rows, with_rank, without_rank
+from ..jaxpr.randomness import SampleRows, find_rows, with_rank, without_rank
 from ..jaxpr.units import is_inside
 from ..parallel.gather import Held, LocalGather, ReduceHeld, all_gather_by, only_axes, reduce_tree
 from ..sharding import Policy, spec_axes, specs
@@ -393,7 +393,7 @@ class LocalPlan:
         return reduce_tree(grads, self.owner_specs, self.axes, self.spec.reduction)
 
 
-def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Rows]:
+def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, SampleRows]:
     """Which random draws of the model count samples, and whose rows of them each rank owns.
 
     Args:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.reduction import all_sum, on_wire
 from ..core.typing import Array, Batch, PyTree, Shape
 from ..core.weighted import Weighted
-from ..jaxpr.randomness import Rows, with_rank, without_rank
+from ..jaxpr.randomness import SampleRows, with_rank, without_rank
 from ..parallel import PipelinePlan, Reduction, Strategy
 from ..parallel.gather import only_axes, reduce_by
 from ..pipeline import (
@@ -37,7 +37,7 @@ from ..pipeline import (
     with_joined_rows,
     with_parted_loss,
 )
-from ..pipeline import Sums as PipelineSums
+from ..pipeline import Totals as PipelineSums
 from ..pipeline.layout import flatten, nest
 from ..sharding import axes_of, spec_axes, specs
 from .buffers import synchronise_statistics
@@ -351,7 +351,7 @@ class StagedPlan:
 
         return [join(program) for program in programs]
 
-    def samples(self, batch: Batch) -> Mapping[Shape, Rows]:
+    def samples(self, batch: Batch) -> Mapping[Shape, SampleRows]:
         """Which random draws of the model count samples."""
         return sample_rows(self.spec, batch, 1) if self.strategy.batch_axes else {}
 

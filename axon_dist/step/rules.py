@@ -14,7 +14,7 @@ from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, 
 from ..core.tree import joined, leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
-from ..parallel import STRATEGY_RULES, Placed, check_sums, has_experts
+from ..parallel import STRATEGY_RULES, PlacedStrategy, check_sums, has_experts
 from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
 from .buffers import own_statistics
 from .evaluation import check_eval_kwargs
@@ -167,7 +167,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
     Requirement("devices can compute the same bits twice", _determinism),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
-    *(rule.of(lambda spec: Placed(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
     Requirement.row(
         "microbatches are the pipeline's",
         StrategyConflictError,
@@ -278,7 +278,7 @@ def _compressed(spec: StepSpec) -> Found:
 
 
 REPLICA_RULES: tuple[Requirement[StepSpec], ...] = (
-    *(rule.of(lambda spec: Placed(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
+    *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
     Requirement.row(
         "no replica waits for another",
         UnsupportedError,

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..core.errors import Choice, ConfigError, did_you_mean
+from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, PyTree
 from ..ops.precision import all_finite
@@ -146,7 +146,7 @@ FLAG = "nonfinite"
 """The metric in which a guarded step says that it changed nothing."""
 
 
-class Nonfinite(Choice):
+class Nonfinite(NamedChoice):
     """What a run does when a loss or a gradient is not finite.
 
     A step built with one of them leaves parameters and moments as they were, decided on the
@@ -168,7 +168,7 @@ class Nonfinite(Choice):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class NonfiniteLoss:
     """The first step of a run that was not finite.
 
     Args:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.told import Kind
+from ..core.told import ArgumentKind
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..ops.int8 import NUMBERS
@@ -58,7 +58,7 @@ def replaced(tree: PyTree, weights: Mapping[Path, Array]) -> PyTree:
     return map_with_path(lambda path, leaf: weights.get(path, leaf), tree)
 
 
-WEIGHTS = Kind(
+WEIGHTS = ArgumentKind(
     "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
     "are those of the model",
     lambda x: isinstance(x, Mapping) and all(hasattr(one, "shape") for one in x.values()),

@@ -13,7 +13,9 @@ from .formats import hub_config as hub_config
 from .load import load_weights as load_weights
 from .rule import NATIVE as NATIVE
 from .rule import Form as Form
-from .rule import Rule as Rule
+from .rule import WeightRule as WeightRule
 from .rule import WeightRules as WeightRules
 from .save import MAX_FILE as MAX_FILE
 from .save import save_weights as save_weights
+
+Rule = WeightRule  # its name in 0.1

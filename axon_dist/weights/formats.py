@@ -155,6 +155,6 @@ def config_of(model: nnx.Module, name: str) -> TransformerConfig:
     if not isinstance(model, Transformer):
         raise ConfigError(
             f"the format {name!r} is one of a Transformer, and the model is a "
-            f"{type(model).__name__}; give rules of its own: WeightRules((Rule(...), ...))"
+            f"{type(model).__name__}; give rules of its own: WeightRules((WeightRule(...), ...))"
         )
     return model.config

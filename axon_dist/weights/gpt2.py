@@ -12,7 +12,7 @@ from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import TransformerConfig
 
 from .hub import block_rules, require, sizes_of
-from .rule import Rule, WeightRules
+from .rule import WeightRule, WeightRules
 
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact",
                 "relu": "relu", "silu": "silu", "tanh": "tanh"}  # fmt: skip
@@ -53,14 +53,14 @@ def rules(config: TransformerConfig) -> WeightRules:
         blocks += [(rf"{layer}mlp\.c_fc\.{theirs}", f"mlp/up/{ours}", "")]
         blocks += [(rf"{layer}mlp\.c_proj\.{theirs}", f"mlp/down/{ours}", "")]
     table = [
-        Rule(rf"{start}wte\.weight", "token_embedding/embedding"),
-        Rule(rf"{start}wpe\.weight", "position_embedding/embedding"),
+        WeightRule(rf"{start}wte\.weight", "token_embedding/embedding"),
+        WeightRule(rf"{start}wpe\.weight", "position_embedding/embedding"),
         *block_rules(config, blocks),
-        Rule(rf"{start}ln_f\.weight", "final_norm/scale"),
-        Rule(rf"{start}ln_f\.bias", "final_norm/bias"),
+        WeightRule(rf"{start}ln_f\.weight", "final_norm/scale"),
+        WeightRule(rf"{start}ln_f\.bias", "final_norm/bias"),
     ]
     if not config.tied_head:
-        table.append(Rule(r"lm_head\.weight", "lm_head/kernel", "out in -> in out"))
+        table.append(WeightRule(r"lm_head\.weight", "lm_head/kernel", "out in -> in out"))
     copies = {r"lm_head\.weight": rf"{start}wte\.weight"} if config.tied_head else {}
     masks = (r"(?:transformer\.)?h\.\d+\.attn\.(masked_)?bias",)
     return WeightRules(tuple(table), masks, copies)

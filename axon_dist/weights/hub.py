@@ -8,13 +8,13 @@ from typing import Any
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import TransformerConfig
 
-from .rule import Rule
+from .rule import WeightRule
 
 LAYER = "layer"
 """The group of a name that counts layers."""
 
 
-def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[Rule]:
+def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:
     """Rules of the parameters of blocks, whether a model keeps blocks in a list or stacked.
 
     Args:
@@ -25,7 +25,7 @@ def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> l
     found = []
     for names, paths, form, *dim in rows:
         inside = (paths,) if isinstance(paths, str) else paths
-        found.append(Rule(names, tuple(start + path for path in inside), form,
+        found.append(WeightRule(names, tuple(start + path for path in inside), form,
                           dim=dim[0] if dim else 0, stack=stack))  # fmt: skip
     return found
 

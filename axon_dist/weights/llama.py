@@ -12,7 +12,7 @@ from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import TransformerConfig
 
 from .hub import block_rules, require, sizes_of
-from .rule import Rule, WeightRules
+from .rule import WeightRule, WeightRules
 
 _LINEAR = {
     "self_attn.q_proj": "attention/q",
@@ -58,12 +58,12 @@ def rules(config: TransformerConfig) -> WeightRules:
         if config.bias:
             blocks.append((rf"{name}\.bias", f"{ours}/bias", ""))
     table = [
-        Rule(r"(?:model\.)?embed_tokens\.weight", "token_embedding/embedding"),
+        WeightRule(r"(?:model\.)?embed_tokens\.weight", "token_embedding/embedding"),
         *block_rules(config, blocks),
-        Rule(r"(?:model\.)?norm\.weight", "final_norm/scale"),
+        WeightRule(r"(?:model\.)?norm\.weight", "final_norm/scale"),
     ]
     if not config.tied_head:
-        table.append(Rule(r"lm_head\.weight", "lm_head/kernel", _TURNED))
+        table.append(WeightRule(r"lm_head\.weight", "lm_head/kernel", _TURNED))
     copies = {r"lm_head\.weight": r"(?:model\.)?embed_tokens\.weight"} if config.tied_head else {}
     ignored = (r"(?:model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     return WeightRules(tuple(table), ignored, copies)

@@ -18,11 +18,11 @@ from ..mesh import World, agree
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
 from .files import Files, find_tensors
 from .formats import rules_for
-from .match import Source, match_weights
+from .match import ParameterSource, match_weights
 from .rule import WeightRules
 
 
-def place(source: Source, target: jax.ShapeDtypeStruct) -> Array:
+def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
     """Reads a parameter shard by shard, each put on its devices before the next is read.
 
     Args:
@@ -177,7 +177,7 @@ def _sources(
     rules: WeightRules | str | None,
     cast: bool,
     keep: tuple[str, ...],
-) -> dict[Path, Source]:
+) -> dict[Path, ParameterSource]:
     targets, model = step.weight_targets, step.parts.abstract
     return _agreed(step.world, lambda: _find(model, targets, files, rules, cast, keep))
 
@@ -194,7 +194,7 @@ def _find(
     rules: WeightRules | str | None,
     cast: bool,
     keep: tuple[str, ...],
-) -> dict[Path, Source]:
+) -> dict[Path, ParameterSource]:
     table = rules_for(rules, model)
     table.validate()
     entries = find_tensors(files)
@@ -202,7 +202,7 @@ def _find(
     return match_weights(entries, targets, table, where=where, cast=cast, keep=keep)
 
 
-def _agreed(world: World, read: Any) -> dict[Path, Source]:
+def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
     """What every process has found, or the error of the first that could not."""
     try:
         found, error = read(), None

@@ -12,14 +12,14 @@ import numpy as np
 from ..checkpoint import TensorEntry
 from ..core.errors import CheckpointError
 from ..core.typing import Path, Shape
-from .rule import Form, Rule, WeightRules, shorten
+from .rule import Form, WeightRule, WeightRules, shorten
 
 CHUNK = 64 * 2**20
 """The most bytes of a file that are in memory at a time, unless one row has more."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TensorPart:
     """A part of a parameter that is a part of a tensor.
 
     Args:
@@ -81,7 +81,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """All parts of a parameter.
 
     Args:
@@ -95,14 +95,14 @@ class Source:
         >>> from axon_dist.checkpoint import list_tensors, write_tensors
         >>> path = Path(tempfile.mkdtemp(), "w.safetensors")
         >>> write_tensors(path, {"w": np.eye(2)}, [np.array([[1.0, 2.0], [3.0, 4.0]])])
-        >>> turned = Piece(list_tensors(path)["w"], Form("out in -> in out"))
+        >>> turned = TensorPart(list_tensors(path)["w"], Form("out in -> in out"))
         >>> Source((2, 2), np.dtype("float32"), (turned,)).read((slice(0, 1), slice(None))).tolist()
         [[1.0, 3.0]]
     """
 
     shape: Shape
     dtype: np.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPart, ...]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Reads a slice into memory of its own; nothing else of the files stays there."""
@@ -146,7 +146,7 @@ class _Problems:
 class _Target:
     """A parameter, or several that one tensor is split over, and the tensors that fit a rule."""
 
-    rule: Rule
+    rule: WeightRule
     paths: tuple[Path, ...]
     found: dict[tuple[int, int | None], str]
     groups: Mapping[str, str]
@@ -160,7 +160,7 @@ def match_weights(
     where: str,
     cast: bool = False,
     keep: Iterable[str] = (),
-) -> dict[Path, Source]:
+) -> dict[Path, ParameterSource]:
     """Finds for every parameter where its values lie; reads nothing but `copies` of the rules.
 
     Args:
@@ -179,7 +179,7 @@ def match_weights(
     """
     problems = _Problems()
     _check_copies(entries, rules, problems)
-    found: dict[Path, Source] = {}
+    found: dict[Path, ParameterSource] = {}
     for target in _targets(entries, rules, problems):
         absent = [path for path in target.paths if path not in targets]
         if absent:
@@ -190,7 +190,7 @@ def match_weights(
         for path, parts in pieces.items():
             if path in found:
                 problems.others.append(f"two rules give {path}")
-            found[path] = Source(shapes[path], np.dtype(targets[path].dtype), tuple(parts))
+            found[path] = ParameterSource(shapes[path], np.dtype(targets[path].dtype), tuple(parts))
             _check_dtypes(path, found[path], target, entries, cast, problems)
     for path in targets:
         if path not in found and not any(re.fullmatch(pattern, path) for pattern in keep):
@@ -228,7 +228,7 @@ def _pieces(
     entries: Mapping[str, TensorEntry],
     shapes: Mapping[Path, Shape],
     problems: _Problems,
-) -> dict[Path, list[Piece]]:
+) -> dict[Path, list[TensorPart]]:
     """The pieces of the parameters of a target, all its tensors being there."""
     rule, form = target.rule, target.rule.as_form
     rows: list[int | None] = [None]
@@ -238,7 +238,7 @@ def _pieces(
     problems.left_over += [n for key, n in target.found.items() if key not in wanted]
     if absent := [key for key in wanted if key not in target.found]:
         problems.missing += [_name(target, number, row) for number, row in absent]
-    found: dict[Path, list[Piece]] = {path: [] for path in target.paths}
+    found: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
     inner = [shape if row is None else shape[1:] for row in rows[:1] for shape in shapes.values()]
     for row in rows:
         names = [target.found.get((number, row)) for number in range(len(rule.names))]
@@ -253,7 +253,7 @@ def _pieces(
         cuts = _cuts(formed, inner, rule.dim)
         for (path, tensor), (start, at, size, dim) in cuts.items():
             entry = entries[str(names[tensor])]
-            found[target.paths[path]].append(Piece(entry, form, row, dim, start, at, size))
+            found[target.paths[path]].append(TensorPart(entry, form, row, dim, start, at, size))
     return found
 
 
@@ -308,7 +308,7 @@ def _shape_text(
 
 def _check_dtypes(
     path: Path,
-    source: Source,
+    source: ParameterSource,
     target: _Target,
     entries: Mapping[str, TensorEntry],
     cast: bool,

@@ -1,4 +1,4 @@
-"""`Rule` and `WeightRules`: which tensor of a file is which parameter of a model, as data."""
+"""`WeightRule` and `WeightRules`: which tensor of a file is which parameter of a model, as data."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class WeightRule:
     r"""One row: names of tensors, paths of parameters, and how the one becomes the other.
 
     Several names are joined into one parameter; several paths split one tensor; with `stack`, the
@@ -196,7 +196,7 @@ class Rule:
             again when it is written; None for equal ones.
 
     Example:
-        >>> rule = Rule(
+        >>> rule = WeightRule(
         ...     r"h\.(?P<layer>\d+)\.attn\.weight", ("{layer}/q", "{layer}/k", "{layer}/v"), dim=1
         ... )
         >>> rule.match("h.3.attn.weight")
@@ -317,10 +317,10 @@ class WeightRules:
             for bit, such as a head tied to the embeddings; checked, and then not used.
 
     Example:
-        >>> WeightRules((Rule(r"(?P<path>.+)", "{path}"),)).validate()
+        >>> WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),)).validate()
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[WeightRule, ...]
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -336,7 +336,7 @@ class WeightRules:
             _compiled(pattern, self)
 
 
-NATIVE = WeightRules((Rule(r"(?P<path>.+)", "{path}"),))
+NATIVE = WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),))
 """Names are the paths of the parameters, and nothing is rearranged."""
 
 

@@ -23,7 +23,7 @@ from ..core.typing import Array, Path, Shape
 from ..step import TrainState, TrainStep
 from .files import ENDING, INDEX
 from .formats import CONFIG_FILE, FORMATS, config_of, rules_for
-from .rule import Rule, WeightRules, shorten
+from .rule import WeightRule, WeightRules, shorten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Outgoing:
     """
 
     name: str
-    rule: Rule
+    rule: WeightRule
     paths: tuple[Path, ...]
     dtype: np.dtype
     shape: Shape
@@ -109,7 +109,7 @@ def outgoing(
 
 
 def _tensors(
-    rule: Rule, groups: Mapping[str, str], leaves: Mapping[Path, Any], dtype: np.dtype | None
+    rule: WeightRule, groups: Mapping[str, str], leaves: Mapping[Path, Any], dtype: np.dtype | None
 ) -> Iterator[Outgoing]:
     first, *others = leaves.values()
     kept = np.dtype(first.dtype)
@@ -134,7 +134,7 @@ def _tensors(
             yield Outgoing(name, rule, tuple(leaves), kind, form.shape_of(tuple(whole)), row, cut)
 
 
-def _cuts(rule: Rule, shape: list[int]) -> list[tuple[int, int] | None]:
+def _cuts(rule: WeightRule, shape: list[int]) -> list[tuple[int, int] | None]:
     count = len(rule.names)
     if count == 1:
         return [None]

@@ -11,7 +11,7 @@ from axon_dist.config.optimizers import (
     SGD,
     Adam,
     AdamW,
-    Constant,
+    ConstantRate,
     Cosine,
     Linear,
     Lion,
@@ -62,19 +62,19 @@ def run(transform):
     ],
 )
 def test_every_option_reaches_optax(ours, theirs):
-    ours = dataclasses.replace(ours, learning_rate=0.01, schedule=Constant())
+    ours = dataclasses.replace(ours, learning_rate=0.01, schedule=ConstantRate())
     np.testing.assert_array_equal(run(ours.build(num_steps=10)), run(theirs))
 
 
 def test_every_row_has_a_case_above():
     assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, Muon, SGD}
-    assert set(SCHEDULES.values()) == {Constant, Cosine, Linear}
+    assert set(SCHEDULES.values()) == {ConstantRate, Cosine, Linear}
 
 
 @pytest.mark.parametrize(
     ("schedule", "half", "last"),
     [
-        (Constant(warmup_steps=4), 1.0, 1.0),
+        (ConstantRate(warmup_steps=4), 1.0, 1.0),
         (Cosine(warmup_steps=4, final_fraction=0.2), 0.6, 0.2),
         (Linear(warmup_steps=4, final_fraction=0.2), 0.6, 0.2),
     ],
@@ -110,4 +110,4 @@ def test_the_rates_of_a_run_are_those_of_its_schedule():
     optimizer = SGD(learning_rate=2.0, schedule=Linear(warmup_steps=2))
     rate = optimizer.schedule.build(2.0, 8)
     np.testing.assert_allclose(optimizer.rates(8), [float(rate(n)) for n in range(8)], rtol=1e-6)
-    assert SGD(learning_rate=2.0, schedule=Constant()).rates(3).tolist() == [2.0] * 3
+    assert SGD(learning_rate=2.0, schedule=ConstantRate()).rates(3).tolist() == [2.0] * 3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
-from axon_dist.jaxpr.randomness import Rows, find_rows, with_rank, without_rank
+from axon_dist.jaxpr.randomness import SampleRows, find_rows, with_rank, without_rank
 from axon_dist.jaxpr.samples import follow_samples
 
 RANKS, LOCAL = 4, 3
@@ -64,7 +64,7 @@ def test_draws_without_samples_are_the_same_on_every_rank():
 
 def test_what_was_found():
     both = lambda key, n: (jax.random.normal(key, (n, 5)), jax.random.normal(key, (2, n)))
-    assert rows_of(both) == {(3, 5): Rows(0, 12), (2, 3): Rows(1, 12)}
+    assert rows_of(both) == {(3, 5): SampleRows(0, 12), (2, 3): SampleRows(1, 12)}
 
 
 def test_keys_are_put_back_and_counts_kept():

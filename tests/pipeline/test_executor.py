@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from axon_dist import World
-from axon_dist.pipeline import Data, Executor, Loss, StageProgram, Wire
+from axon_dist.pipeline import Data, Executor, StageLoss, StageProgram, Wire
 from axon_dist.schedule import Schedule, build_schedule
 
 WIDTH, SAMPLES, COUNT = 4, 3, 4
@@ -47,7 +47,7 @@ def last(rest, data, wire):
     y, weight = x * rest[HEAD], data.batch[1]
     mean = jnp.mean(y**2) + 0.01 * number
     # Metrics come weighed, as `weighed_metrics` has them.
-    return Loss(mean * weight, weight, [jnp.mean(y) * weight, jnp.max(y) * weight])
+    return StageLoss(mean * weight, weight, [jnp.mean(y) * weight, jnp.max(y) * weight])
 
 
 def programs(stages_by_chunk):
@@ -189,7 +189,7 @@ def test_stages_keep_what_a_microbatch_has_left_for_the_next(name):
         return Wire([y], [], [0.5 * own + jnp.mean(y)] * size)
 
     enter = lambda rest, data: Wire([data.batch[0]], [])
-    leave = lambda rest, data, wire: Loss(jnp.sum(wire.floats[0] ** 2), jnp.float32(1), [])
+    leave = lambda rest, data, wire: StageLoss(jnp.sum(wire.floats[0] ** 2), jnp.float32(1), [])
     learns = {stage: stage for stage in range(size)}
     program = StageProgram(
         tuple(range(size)), 0, range(1), enter, remembers, leave, (), (), (), learns

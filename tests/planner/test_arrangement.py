@@ -2,7 +2,7 @@ import pytest
 
 from axon_dist.config import RunConfig, build_strategy
 from axon_dist.core.errors import ConfigError
-from axon_dist.planner import Apart, Arrangement, arrange
+from axon_dist.planner import Arrangement, SlowReplicas, arrange
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,14 @@ from axon_dist.planner import Apart, Arrangement, arrange
         ({"strategy": "hybrid_shard", "dp": 2, "fsdp": 4}, "hybrid_shard", "dp=2,fsdp=4"),
         ({"dp": 2, "ep": 4}, "ep + ddp", "dp=2,ep=4"),
         ({"ep": 8}, "ep", "dp=1,ep=8"),
-        ({"replicas": 2, "apart": Apart(), "dp": 4}, "diloco + ddp", "nodes=2,dp=4"),
+        ({"replicas": 2, "apart": SlowReplicas(), "dp": 4}, "diloco + ddp", "nodes=2,dp=4"),
         (
-            {"replicas": 2, "apart": Apart("local_sgd", 8, "pods"), "strategy": "fsdp", "fsdp": 2},
+            {
+                "replicas": 2,
+                "apart": SlowReplicas("local_sgd", 8, "pods"),
+                "strategy": "fsdp",
+                "fsdp": 2,
+            },
             "local_sgd + full_shard",
             "pods=2,fsdp=2",
         ),
@@ -41,7 +46,7 @@ def test_names_and_meshes(sizes, name, mesh):
         Arrangement(strategy="hybrid_shard", dp=2, fsdp=4),
         arrange("full_shard", 4, tp=2, sequence=True),
         arrange("full_shard", 2, pp=2, tp=2, num_microbatches=4),
-        arrange("full_shard", 4, replicas=2, apart=Apart(every=20), num_microbatches=2),
+        arrange("full_shard", 4, replicas=2, apart=SlowReplicas(every=20), num_microbatches=2),
     ],
     ids=lambda arrangement: arrangement.name,
 )
@@ -85,4 +90,4 @@ def test_impossible_arrangements(fields, message):
 )
 def test_replicas_that_cannot_be(given, message):
     with pytest.raises(ConfigError, match=message):
-        Apart(*given)
+        SlowReplicas(*given)

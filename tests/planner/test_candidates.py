@@ -5,8 +5,8 @@ import pytest
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh.chips import hardware
 from axon_dist.planner import (
-    Apart,
     Direction,
+    SlowReplicas,
     Workload,
     arrange,
     candidates,
@@ -57,10 +57,10 @@ def test_positions_are_split_where_attention_mixes_them():
 
 
 def test_replicas_over_slow_links_are_no_pipelines():
-    found = list(candidates(WORK, 16, H100, Apart(every=50), 2))
+    found = list(candidates(WORK, 16, H100, SlowReplicas(every=50), 2))
     assert found
     assert all(one.num_devices == 16 and one.replicas == 2 and one.pp == 1 for one in found)
-    assert not list(candidates(WORK, 16, H100, Apart(), 3))
+    assert not list(candidates(WORK, 16, H100, SlowReplicas(), 3))
 
 
 def test_the_schedule_is_the_one_that_idles_least():

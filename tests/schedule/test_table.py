@@ -5,7 +5,7 @@ from axon_dist.schedule import (
     SCHEDULES,
     Action,
     Phase,
-    Placed,
+    PlacedAction,
     Schedule,
     build_schedule,
     eager_1f1b,
@@ -42,7 +42,7 @@ def test_the_forward_ticks_of_gpipe():
 
 def test_where_and_order():
     table = eager_1f1b(2, 3)
-    assert table.where[Action.parse("1B0")] == Placed(Action(1, Phase.B, 0), 1, 1, 1)
+    assert table.where[Action.parse("1B0")] == PlacedAction(Action(1, Phase.B, 0), 1, 1, 1)
     assert " ".join(map(str, table.order(1))) == "1F0 1B0 1F1 1B1 1F2 1B2"
     assert len([*table.placed()]) == 12
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.weights import (
-    Rule,
+    WeightRule,
     WeightRules,
     find_tensors,
     hub_config,
@@ -41,8 +41,8 @@ def arrays_of(model):
 
 JOINED = WeightRules(
     (
-        Rule((r"a\.w", r"b\.w"), "both/kernel", "out in -> in out", dim=1, parts=(3, 5)),
-        Rule(r"norm\.(?P<what>mean|var|scale|bias)", "norm/{what}"),
+        WeightRule((r"a\.w", r"b\.w"), "both/kernel", "out in -> in out", dim=1, parts=(3, 5)),
+        WeightRule(r"norm\.(?P<what>mean|var|scale|bias)", "norm/{what}"),
     )
 )
 
@@ -137,16 +137,16 @@ def test_names_in_few_words():
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        (Rule(("a", "b"), ("c", "d")), "has 2 names and 2 paths; give one name, or one path"),
+        (WeightRule(("a", "b"), ("c", "d")), "has 2 names and 2 paths; give one name, or one path"),
         (
-            Rule(r"a(?P<i>\d+)", "b"),
+            WeightRule(r"a(?P<i>\d+)", "b"),
             "the path 'b' has the places [], the name 'a(?P<i>\\\\d+)' the",
         ),
-        (Rule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
-        (Rule("a(", "b"), "'a(' is no regular expression"),
-        (Rule("a", "b", "x -> y"), "must name every dim once on either side"),
-        (Rule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
-        (Rule("a", "b", parts=(1, 2)), "has parts=(1, 2); give a length for each name"),
+        (WeightRule("a", "b", stack="i"), "the name 'a' has no group 'i' to stack"),
+        (WeightRule("a(", "b"), "'a(' is no regular expression"),
+        (WeightRule("a", "b", "x -> y"), "must name every dim once on either side"),
+        (WeightRule("a", "b", dim=-1), "has dim=-1; count dims from 0"),
+        (WeightRule("a", "b", parts=(1, 2)), "has parts=(1, 2); give a length for each name"),
     ],
     ids=range(7),
 )
@@ -158,20 +158,33 @@ def test_a_rule_that_means_nothing(rule, text):
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        ((Rule("bias", "bias"),), "no rule says under which name to write kernel"),
-        ((Rule("x.y", "bias"), Rule("k", "kernel")), "'x.y' of a rule fits more than one text"),
-        ((Rule(".*", "bias"), Rule("k", "kernel")), "'.*' of a rule fits more than one text"),
+        ((WeightRule("bias", "bias"),), "no rule says under which name to write kernel"),
         (
-            (Rule(r"(?P<n>[a-z]+)", "z{n}"), Rule("k", "kernel"), Rule("b", "bias")),
+            (WeightRule("x.y", "bias"), WeightRule("k", "kernel")),
+            "'x.y' of a rule fits more than one text",
+        ),
+        (
+            (WeightRule(".*", "bias"), WeightRule("k", "kernel")),
+            "'.*' of a rule fits more than one text",
+        ),
+        (
+            (
+                WeightRule(r"(?P<n>[a-z]+)", "z{n}"),
+                WeightRule("k", "kernel"),
+                WeightRule("b", "bias"),
+            ),
             "would write 'b', which the rule (?P<n>[a-z]+) -> z{n} reads",
         ),
         (
-            (Rule("w", "kernel"), Rule("w", "bias")),
+            (WeightRule("w", "kernel"), WeightRule("w", "bias")),
             "'w', which the rule w -> kernel reads",
         ),
-        ((Rule("w", ("kernel", "more")), Rule("b", "bias")), "needs more, which the model lacks"),
         (
-            (Rule(("k", "l"), "kernel", dim=1), Rule("b", "bias")),
+            (WeightRule("w", ("kernel", "more")), WeightRule("b", "bias")),
+            "needs more, which the model lacks",
+        ),
+        (
+            (WeightRule(("k", "l"), "kernel", dim=1), WeightRule("b", "bias")),
             "parts [1, 1] are not the length 3",
         ),
     ],
