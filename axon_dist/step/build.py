@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import optax
 from flax import nnx
 
 from ..core.modules import stacks_of
-from ..core.typing import Batch, LossFn, OptionValue, Trainable
+from ..core.typing import Batch, LossFn, Trainable
 from ..mesh import World
 from ..nn import ActivationCheckpointing
-from ..ops.precision import GradScaler, MixedPrecision
+from ..ops.precision import MixedPrecision
 from ..parallel import (
     HasStrategy,
     Reduction,
@@ -26,12 +25,11 @@ from ..parallel import (
 )
 from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
-from .options import StepOptions, check_arguments, is_told_step
+from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
 from .parts import ModelLike, ModelParts, stored_as, take_apart
 from .replicas import form_of
 from .rules import check_rules
 from .spec import StepSpec
-from .state import Nonfinite, nonfinite_policy
 from .step import TrainStep
 
 
@@ -85,23 +83,13 @@ def build_train_step(
     strategy: Strategy | HasStrategy,
     world: World,
     *,
-    accumulate: int = 1,
-    clip_norm: float | None = None,
+    options: StepOptions | None = None,
     precision: MixedPrecision | str | bool | None = None,
     remat: ActivationCheckpointing | None = None,
-    scaler: GradScaler | None = None,
-    metrics: tuple[str, ...] = ("loss",),
-    nonfinite: Nonfinite | str | None = None,
-    deterministic: bool = False,
-    pad: str | None = None,
-    compiler_options: Mapping[str, OptionValue | None] | None = None,
     batch: Batch | None = None,
-    separable: bool | None = None,
-    eval_kwargs: Mapping[str, Any] | None = None,
     trainable: Trainable = nnx.Param,
     frozen_dtype: Any = None,
-    ema: float | None = None,
-    unroll: int | None = None,
+    **keywords: Unpack[StepKeywords],
 ) -> TrainStep:
     """Builds one jitted step that equals the same model on one device.
 
@@ -120,35 +108,13 @@ def build_train_step(
             told how many steps have been taken, an int32 scalar.
         strategy: a `Strategy`, or a wrapper such as `DDP` that makes one.
         world: the devices, and the mesh they form.
-        accumulate: K microbatches per step; with a pipeline its own number.
-        clip_norm: the largest global norm of the gradient.
+        options: what the step does besides its strategy.
         precision: dtypes, a preset's name (`"bf16"`, `"fp16"`), or True, where the strategy does
             not say.
         remat: what the backward pass recomputes, where the strategy does not say.
-        scaler: the loss scale; float16 compute has one by default.
-        metrics: which numbers a step reports.
-        nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
-            finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
-            then does what it says. None updates whatever comes, as plain JAX does.
-        deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
-            `deterministic_options`.
-        pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
-            with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
-        compiler_options: what XLA is told beside and over the options of the chip, which
-            `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
-            takes one of them away. Every program of the step is compiled with them, and what
-            `lower(batch).compile()` shows is what runs.
         batch: a global batch, as arrays or `jax.ShapeDtypeStruct`s, for which the step is traced:
             then also what only a batch can show is refused here, rather than by the first call.
             Its leaves have shape [B, ...]; what belongs to no sample stands in a `Shared`.
-        separable: True promises that the loss of a batch is the (weighted) mean of those of its
-            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
-            and `Weighted` have the value of the whole batch however it is cut, and a loss that
-            couples samples is computed in global view, averaged over microbatches.
-        eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
-            as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
-            modules, with the layers of Linen in them, as `evaluation` says; tell models of yours
-            here that must know otherwise.
         trainable: what of the model is trained: a type of Variable such as `nnx.LoRAParam`, a
             regular expression of paths such as `"head"`, a predicate `(keys, variable)` or another
             filter of nnx, or a tuple of these. The step then equals `nnx.Optimizer(model,
@@ -161,15 +127,8 @@ def build_train_step(
             step equals the model with `int8 * scale` in their place, in their own dtype. They lie
             and travel as eight bits and are widened in the block that reads them; within bridged
             Linen modules they are widened before they travel. Not for pipelines.
-        ema: the decay of a moving average of the trained parameters, which the state then keeps,
-            `ema = decay * ema + (1 - decay) * params` after every update, from the first
-            parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
-            it.
-        unroll: where a strategy splits or recomputes blocks, and these call each other, they run
-            as one loop, which is compiled once. Up to so many are written out instead: each is
-            compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
-            and 1 where blocks are recomputed, loop themselves, or microbatches are added up. It
-            changes no number.
+        **keywords: fields of `StepOptions` by name, such as `accumulate=4`, in place of `options`
+            or over those that it has.
 
     Returns:
         The step: `state = step.init()`, then `state, metrics = step(state, batch)`.
@@ -195,28 +154,13 @@ def build_train_step(
     check_arguments(optimizer, loss_fn, world, remat, strategy, model)
     parts, source = take_apart(model, trainable)
     chosen = strategy_for(parts, as_strategy(strategy), precision, remat)
-    if scaler is None and chosen.precision is not None and chosen.precision.needs_scaling:
-        scaler = GradScaler()
-    policy = nonfinite_policy(nonfinite)
-    options = StepOptions(
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        metrics=metrics,
-        scaler=scaler,
-        nonfinite=policy,
-        deterministic=deterministic,
-        pad=pad,
-        compiler_options=compiler_options,
-        separable=separable,
-        eval_kwargs=eval_kwargs,
-        ema=ema,
-        unroll=unroll,
-    )
+    scales = chosen.precision is not None and chosen.precision.needs_scaling
+    chosen_options = options_of(options, keywords, scales)
     parts = dataclasses.replace(parts, reads_step=is_told_step(loss_fn))
     parts, source = stored_as(parts, source, chosen.precision, frozen_dtype)
     extended = optax.with_extra_args_support(optimizer)
     example = None if batch is None else unwrapped(batch)
-    spec = StepSpec(parts, loss_fn, extended, chosen, world, options, batch=example)
+    spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)
     check_rules(spec)
     step = TrainStep(spec, form_of(spec, source))
     if batch is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -16,7 +16,51 @@ from ..core.typing import OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
-from .state import Nonfinite
+from .state import Nonfinite, nonfinite_policy
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of `StepOptions`, as keywords of `build_train_step`."""
+
+    accumulate: int
+    clip_norm: float | None
+    metrics: tuple[str, ...]
+    scaler: GradScaler | None
+    nonfinite: Nonfinite | str | None
+    deterministic: bool
+    pad: str | None
+    compiler_options: Mapping[str, OptionValue | None] | None
+    separable: bool | None
+    eval_kwargs: Mapping[str, Any] | None
+    ema: float | None
+    unroll: int | None
+
+
+def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool) -> StepOptions:
+    """The options of a step, given as a value, as keywords, or as both.
+
+    Args:
+        options: the value; None for the defaults.
+        keywords: fields by name, over those of the value.
+        scales: whether the precision needs a loss scale, and so has one by default.
+
+    Raises:
+        ConfigError: for a value that is no `StepOptions`, or a keyword that is no field of it.
+
+    Example:
+        >>> options_of(StepOptions(accumulate=4), {"ema": 0.999}, scales=False).ema
+        0.999
+    """
+    check_kind("options", options, StepOptions, "such as StepOptions(accumulate=4)")
+    names = [field.name for field in dataclasses.fields(StepOptions)]
+    for name in keywords:
+        if name not in names:
+            raise ConfigError(
+                f"build_train_step has no argument {name!r}.{did_you_mean(name, names)}"
+            )
+    found = dataclasses.replace(options or StepOptions(), **keywords)
+    scaler = found.scaler or (GradScaler() if scales else None)
+    return dataclasses.replace(found, scaler=scaler, nonfinite=nonfinite_policy(found.nonfinite))
 
 
 def check_arguments(
@@ -159,20 +203,43 @@ class StepOptions:
     """What a step does besides the strategy.
 
     Args:
-        accumulate: K microbatches per step, added up before the optimizer runs; 1 beside a
-            pipeline, which has a number of its own.
-        clip_norm: the largest global gradient norm; longer gradients are scaled down to it.
-        metrics: which numbers a step reports, among `loss`, `grad_norm`, `param_norm`.
-        scaler: the loss scale, or None without one.
-        nonfinite: what to do after a loss or gradient that is not finite; None does not look.
-        deterministic: whether every run has to give the same bits.
-        pad: the leaf of the batch that weighs samples, to fill batches up by; None refuses them.
-        compiler_options: what the compiler is told beside what the chip has.
-        separable: whether the parts of a batch give its loss; None reads it from the program.
-        eval_kwargs: what the call of the model is given in evaluations, in place of its own.
-        ema: the decay of the moving average of the parameters; None keeps none.
-        unroll: up to how many blocks are written out rather than run by a loop; None says so by
-            what is recomputed.
+        accumulate: K microbatches per step, added up before the optimizer runs; a pipeline has its
+            own number.
+        clip_norm: the largest global norm of the gradient.
+        metrics: which numbers a step reports.
+        scaler: the loss scale; float16 compute has one by default.
+        nonfinite: `"stop"`, `"skip"` or `"rollback"` makes a step whose loss or gradient is not
+            finite keep the state, on all devices, and say so in its metric `nonfinite`; a `Trainer`
+            then does what it says. None updates whatever comes, as plain JAX does.
+        deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
+            `deterministic_options`.
+        pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
+            with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
+        compiler_options: what XLA is told beside and over the options of the chip, which
+            `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
+            takes one of them away. Every program of the step is compiled with them, and what
+            `lower(batch).compile()` shows is what runs.
+        separable: True promises that the loss of a batch is the (weighted) mean of those of its
+            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
+            and `Weighted` have the value of the whole batch however it is cut, and a loss that
+            couples samples is computed in global view, averaged over microbatches.
+        eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
+            as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
+            modules, with the layers of Linen in them, as `evaluation` says; tell models of yours
+            here that must know otherwise.
+        ema: the decay of a moving average of the trained parameters, which the state then keeps,
+            `ema = decay * ema + (1 - decay) * params` after every update, from the first
+            parameters on; `evaluate` and `merge` take it by `ema=True`, and a `Trainer` validates
+            it.
+        unroll: where a strategy splits or recomputes blocks, and these call each other, they run
+            as one loop, which is compiled once. Up to so many are written out instead: each is
+            compiled by itself, and what it keeps for its backward pass goes on no stack. None is 4,
+            and 1 where blocks are recomputed, loop themselves, or microbatches are added up. It
+            changes no number.
+
+    Example:
+        >>> StepOptions(accumulate=4, clip_norm=1.0).accumulate
+        4
     """
 
     accumulate: int = 1

@@ -284,9 +284,12 @@ class StepSpec:
         )
 
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
-        """The same step with another loss; what is derived depends on the loss in nothing."""
+        """The same step with another loss for the parts of a batch, such as a weighed one.
+
+        What is derived is kept, all but the separator: it is about the loss itself.
+        """
         other = dataclasses.replace(self, loss_fn=loss_fn)
-        fields = {field.name for field in dataclasses.fields(self)}
+        fields = {field.name for field in dataclasses.fields(self)} | {"separator"}
         derived = {name: x for name, x in self.__dict__.items() if name not in fields}
         other.__dict__.update(derived)
         return other

@@ -96,7 +96,8 @@ class ParameterSource:
         >>> path = Path(tempfile.mkdtemp(), "w.safetensors")
         >>> write_tensors(path, {"w": np.eye(2)}, [np.array([[1.0, 2.0], [3.0, 4.0]])])
         >>> turned = TensorPart(list_tensors(path)["w"], Form("out in -> in out"))
-        >>> ParameterSource((2, 2), np.dtype("float32"), (turned,)).read((slice(0, 1), slice(None))).tolist()
+        >>> source = ParameterSource((2, 2), np.dtype("float32"), (turned,))
+        >>> source.read((slice(0, 1), slice(None))).tolist()
         [[1.0, 3.0]]
     """
 
