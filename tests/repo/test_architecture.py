@@ -2,23 +2,23 @@
 
 import ast
 import functools
+import pathlib
+import re
 import subprocess
 import sys
 
 from benchmarks import house
 
-# A room may import the rooms of the lines below its own; siblings on one line do not meet.
+# A room may import the rooms of the lines below its own; siblings on one line do not meet: the
+# picture in README.
+PICTURE = (
+    (pathlib.Path(__file__).parents[2] / "README.md")
+    .read_text()
+    .split("## Where things are")[1]
+    .split("```")[1]
+)
 LINES = [
-    {"core"},
-    {"launch", "schedule", "sharding", "data", "ops"},
-    {"mesh", "jaxpr", "models"},
-    {"collectives", "nn", "optim", "checkpoint", "inspect"},
-    {"parallel", "pipeline"},
-    {"step"},
-    {"planner", "loop", "weights"},
-    {"config"},
-    {"app"},
-    {"cli"},
+    set(re.split(r"\s{3,}", line)[0].split()) for line in reversed(PICTURE.strip().splitlines()[1:])
 ]
 LEVEL = {room: level for level, line in enumerate(LINES) for room in line}
 # Tighter than the lines: the schedule is plain Python, models are written for one device, and the
