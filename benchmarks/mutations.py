@@ -249,7 +249,7 @@ MUTATIONS = (
     ),
     # What the witness reads off a program, and what the planner says of one.
     row(
-        "inspect/walk.py", "return iteration\n", "return iteration + 1\n",
+        "inspect/computations.py", "return iteration\n", "return iteration + 1\n",
         "hlo/test_loops.py",
     ),
     row(

@@ -3,8 +3,8 @@
 Imports every room below `cli`. Start reading in `run.py`.
 """
 
-from .data import DataCheck as DataCheck
-from .data import check_data as check_data
+from .check_data import DataCheck as DataCheck
+from .check_data import check_data as check_data
 from .directory import AUTO as AUTO
 from .directory import RunDirectory as RunDirectory
 from .directory import create_directory as create_directory

@@ -39,7 +39,7 @@ from axon_dist.launch import INTERRUPTED
 from axon_dist.planner import parse_bytes
 from axon_dist.weights import MAX_FILE
 
-from .options import check_output, notice, write_output
+from .values import check_output, notice, write_output
 
 
 class LastingConsole(Console):

@@ -31,7 +31,7 @@ from axon_dist.schedule import (
     with_vocabulary,
 )
 
-from .options import write_output
+from .values import write_output
 
 _DEFAULT = PipelineSchedule.EAGER_1F1B
 _MOST_SEARCHED = 4096

@@ -10,7 +10,7 @@ from typing import Any
 
 from axon_dist.schedule import SCHEDULES, PipelineSchedule
 
-from .options import as_file, as_int, as_number, check_output
+from .values import as_file, as_int, as_number, check_output
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ no strategy. `hlo` reads the text, and this room judges it by the rates of `hard
 * `target_mesh("h100:8x8", "fsdp=64")` gives devices to compile for that are not here, and
   `target_options` the compiler options of their chip, which a step built for them has already.
 
-Start reading in `hlo.py`, which shows the order of things: of the room `hlo`, `parse.py` reads the
-text, `walk.py` follows its control flow, `transfers.py` finds the collectives and `groups.py` names
-their axes; here `overlap.py` judges what hides them, and `ledger.py` adds up.
+Start reading in `hlo.py`, which shows the order of things: `parse.py` reads the text,
+`computations.py` follows its control flow, `transfers.py` finds the collectives, `overlap.py` judges
+what hides them, and `ledger.py` adds up.
 """
 
 from ..mesh.chips import MACHINES as MACHINES
@@ -27,16 +27,17 @@ from ..mesh.targets import missing_compiler as missing_compiler
 from ..mesh.targets import parse_target as parse_target
 from ..mesh.targets import prepare_environment as prepare_environment
 from ..mesh.targets import target_options as target_options
-from .cost import Flops as Flops
-from .cost import flops as flops
+from .calls import Recomputed as Recomputed
+from .calls import attention_kernels as attention_kernels
+from .calls import expect_bytes as expect_bytes
+from .calls import expect_collectives as expect_collectives
+from .calls import expect_kernels as expect_kernels
+from .calls import kernels as kernels
+from .calls import recomputed as recomputed
+from .computations import carried_bytes as carried_bytes
+from .flops import Flops as Flops
+from .flops import flops as flops
 from .hlo import collectives as collectives
-from .kernels import Recomputed as Recomputed
-from .kernels import attention_kernels as attention_kernels
-from .kernels import expect_bytes as expect_bytes
-from .kernels import expect_collectives as expect_collectives
-from .kernels import expect_kernels as expect_kernels
-from .kernels import kernels as kernels
-from .kernels import recomputed as recomputed
 from .ledger import Collective as Collective
 from .ledger import Ledger as Ledger
 from .ledger import ring_bytes as ring_bytes
@@ -53,4 +54,3 @@ from .report import Report as Report
 from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh
-from .walk import carried_bytes as carried_bytes

@@ -9,10 +9,10 @@ import jax
 from ..mesh import SLOW_AXES
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.replica_groups import permuted_axes, spanned_axes
+from .computations import Visit, visits
 from .ledger import Collective, Ledger
 from .overlap import WireModel
 from .parse import ProgramLike, as_module, origin
-from .walk import Visit, visits
 
 
 def collectives(

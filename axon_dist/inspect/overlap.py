@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from ..mesh.chips import Hardware
 from ..mesh.replica_groups import Groups, replica_groups, source_target_pairs
-from .cost import Cost, CostModel
+from .computations import trip_count
+from .flops import Cost, CostModel
 from .ledger import Exposure, ring_bytes
 from .parse import Computation, Instruction, Module, total_bytes
 from .transfers import ScheduledCollective, results, transfers
-from .walk import trip_count
 
 NOTHING = 0.01
 """A transfer is exposed where compute covers less than this share of its time."""

@@ -21,9 +21,9 @@ from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
 from ..mesh.chips import Hardware, machine_of
 from ..mesh.targets import Target, as_target, prepare_environment
-from .cost import Flops, flops
+from .calls import Recomputed, attention_kernels, recomputed
+from .flops import Flops, flops
 from .hlo import collectives
-from .kernels import Recomputed, attention_kernels, recomputed
 from .ledger import Ledger
 from .memory import MemoryReport, memory
 from .parse import as_module

@@ -25,10 +25,10 @@ from .agreement import from_main as from_main
 from .agreement import rank_table as rank_table
 from .agreement import self_test as self_test
 from .group import ProcessGroup as ProcessGroup
-from .spec import AXIS_ORDER as AXIS_ORDER
-from .spec import SLOW_AXES as SLOW_AXES
-from .spec import AxesLike as AxesLike
-from .spec import MeshSpec as MeshSpec
+from .mesh_spec import AXIS_ORDER as AXIS_ORDER
+from .mesh_spec import SLOW_AXES as SLOW_AXES
+from .mesh_spec import AxesLike as AxesLike
+from .mesh_spec import MeshSpec as MeshSpec
 from .step_watch import watch_steps as watch_steps
 from .world import GROUP as GROUP
 from .world import WORLD as WORLD

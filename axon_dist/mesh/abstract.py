@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from .spec import AxesLike, MeshSpec
+from .mesh_spec import AxesLike, MeshSpec
 from .world import Backend, World
 
 _BACKENDS = {"cpu": Backend.EMULATED, "gpu": Backend.NCCL, "tpu": Backend.TPU}

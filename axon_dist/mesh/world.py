@@ -21,7 +21,7 @@ from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import keep_collectives_in_order, prepare_emulation, share_of, stated_share
 from ..launch.environment import from_env
 from .group import ProcessGroup
-from .spec import SLOW_AXES, AxesLike, MeshSpec, by_links
+from .mesh_spec import SLOW_AXES, AxesLike, MeshSpec, by_links
 
 
 def batch_shares(mesh: Mesh, axes: Sequence[str]) -> dict[int, int]:

@@ -6,13 +6,13 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
-from .data import DDP as DDP
-from .data import ZERO as ZERO
-from .data import DistributedDataParallel as DistributedDataParallel
-from .data import ZeROOptimizer as ZeROOptimizer
-from .data import ZeROStage as ZeROStage
-from .data import ddp as ddp
-from .data import zero as zero
+from .ddp import DDP as DDP
+from .ddp import ZERO as ZERO
+from .ddp import DistributedDataParallel as DistributedDataParallel
+from .ddp import ZeROOptimizer as ZeROOptimizer
+from .ddp import ZeROStage as ZeROStage
+from .ddp import ddp as ddp
+from .ddp import zero as zero
 from .expert import EXPERTS as EXPERTS
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
@@ -46,6 +46,9 @@ from .pipelining import Pipeline as Pipeline
 from .pipelining import PipelineStage as PipelineStage
 from .pipelining import StageChain as StageChain
 from .pipelining import pipelined as pipelined
+from .placing import STRATEGY_RULES as STRATEGY_RULES
+from .placing import PlacedStrategy as PlacedStrategy
+from .placing import check_placed as check_placed
 from .plan import PRESETS as PRESETS
 from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
@@ -59,9 +62,6 @@ from .plans import SlowPlan as SlowPlan
 from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .registry import STRATEGIES as STRATEGIES
 from .registry import data_axes as data_axes
-from .rules import STRATEGY_RULES as STRATEGY_RULES
-from .rules import PlacedStrategy as PlacedStrategy
-from .rules import check_placed as check_placed
 from .slow import diloco as diloco
 from .slow import local_sgd as local_sgd
 from .strategy import AdaptLayers as AdaptLayers

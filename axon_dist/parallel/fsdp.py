@@ -20,7 +20,7 @@ from ..mesh import ProcessGroup
 from ..nn import ActivationCheckpointing
 from ..ops.precision import MixedPrecision, clip_by_global_norm
 from ..sharding import shardings
-from .data import MIN_ELEMENTS, ZeROStage, zero
+from .ddp import MIN_ELEMENTS, ZeROStage, zero
 from .memory import FSDPMemoryStats, estimate, measure
 from .plans import AutoWrapPolicy, CPUOffload, TransformerAutoWrapPolicy
 from .strategy import Reduction, Strategy, axes_of, require_axes

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
-from .data import ZeROStage, ddp, zero
+from .ddp import ZeROStage, ddp, zero
 from .expert import ExpertForm, expert_parallel
 from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
 from ..mesh import MeshSpec
-from ..mesh.spec import SLOW_AXES
+from ..mesh.mesh_spec import SLOW_AXES
 from ..parallel import ZeROStage
 from ..parallel.plans import APART, USUAL_EVERY
 from ..schedule import PipelineSchedule

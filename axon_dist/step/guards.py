@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from ..core.errors import UnsupportedError
+from ..inspect.computations import below_branches
 from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
-from ..inspect.walk import below_branches
 from ..jaxpr.walk import in_branches
 from .spec import StepSpec
 

@@ -4,7 +4,7 @@ import pathlib
 import pytest
 
 from axon_dist.cli.main import main
-from axon_dist.cli.options import check_output
+from axon_dist.cli.values import check_output
 from axon_dist.core.errors import ConfigError
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "pp4.yaml"

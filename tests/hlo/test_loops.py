@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from axon_dist.inspect.computations import visits
 from axon_dist.inspect.parse import parse
-from axon_dist.inspect.walk import visits
 
 LOOP = """HloModule step, num_partitions=1
 

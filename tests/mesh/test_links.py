@@ -7,7 +7,7 @@ import pytest
 from axon_dist import World
 from axon_dist.core.errors import MeshError
 from axon_dist.mesh import MeshSpec
-from axon_dist.mesh.spec import by_links
+from axon_dist.mesh.mesh_spec import by_links
 
 
 def devices(nodes, kind="slice_index"):

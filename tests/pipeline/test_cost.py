@@ -11,9 +11,9 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, pipelined
 from axon_dist.inspect import flops
-from axon_dist.inspect.cost import CostModel
+from axon_dist.inspect.computations import visits
+from axon_dist.inspect.flops import CostModel
 from axon_dist.inspect.parse import as_module, origin
-from axon_dist.inspect.walk import visits
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.schedule import Phase, peak_live
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from axon_dist import World, build_train_step, linear_cross_entropy, pipelined
 from axon_dist.core.errors import ConfigError, DivisibilityError, UnsupportedError
+from axon_dist.inspect.computations import visits
 from axon_dist.inspect.parse import as_module
-from axon_dist.inspect.walk import visits
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.pipeline.stage import Data, Start, Wire
 from axon_dist.pipeline.tables import lookups_of

@@ -12,8 +12,8 @@ from flax import nnx
 from axon_dist import MixedPrecision, World, build_train_step, fsdp
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.inspect import collectives, target_devices
+from axon_dist.inspect.computations import visits
 from axon_dist.inspect.parse import as_module
-from axon_dist.inspect.walk import visits
 from axon_dist.mesh.targets import missing_compiler
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.ops.fp8 import fp8_layers

@@ -149,7 +149,7 @@ def test_type_checkers_see_the_names_that_programs_find():
 
 def test_rooms_are_found_by_name():
     program = (
-        "import sys, axon_dist; assert 'jax' not in sys.modules; axon_dist.parallel.data; "
+        "import sys, axon_dist; assert 'jax' not in sys.modules; axon_dist.parallel.ddp; "
         "from axon_dist import schedule, World; import axon_dist.mesh; "
         "assert axon_dist.mesh.World is World"
     )

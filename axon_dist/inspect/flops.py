@@ -16,8 +16,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..mesh.chips import Hardware
+from .computations import trip_count, visits
 from .parse import Computation, Instruction, Module, ProgramLike, as_module
-from .walk import trip_count, visits
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')

@@ -18,11 +18,11 @@ import jax
 from rich.console import Console
 
 from ..core.errors import ClaimError
-from .cost import CostModel
+from .computations import visits
+from .flops import CostModel
 from .hlo import collectives
 from .ledger import Ledger
 from .parse import Instruction, ProgramLike, as_module
-from .walk import visits
 
 Expected: TypeAlias = int | range | None
 """A number of executions per step, a range of allowed numbers, or None for any number."""

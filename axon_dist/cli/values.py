@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import as_path, kind_at
+from ..core.errors import ConfigError
+from ..core.files import as_path, kind_at
 
 
 def as_int(text: str) -> int:
