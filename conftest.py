@@ -20,9 +20,9 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
-# Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have never
+# Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not
 # mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
-# processes that tests start have no cache.
+# processes that tests start have no cache, nor have tests marked `uncached`, whose programs are large.
 emulation.runs_cached_collectives_in_order = lambda: True
 
 DEVICES = 8
@@ -97,6 +97,6 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A compiler without its device cannot read back what the cache has stored, so aot has none."""
-    is_aot = item.get_closest_marker("aot") is not None
-    jax.config.update("jax_enable_compilation_cache", not is_aot)
+    is_cached = not any(map(item.get_closest_marker, ("aot", "uncached")))
+    jax.config.update("jax_enable_compilation_cache", is_cached)
     return (yield)
