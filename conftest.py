@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("unhurried")
 
 # Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not
 # mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
-# processes that tests start have no cache, nor have tests marked `uncached`, whose programs are large.
+# processes that tests start have no cache, nor have the large programs of tests marked `uncached`.
 emulation.runs_cached_collectives_in_order = lambda: True
 
 DEVICES = 8
