@@ -276,7 +276,7 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if is_row else None
 
 
-def _flat(config: Any, path: str = "") -> Iterator[tuple[str, object]]:
+def _flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:
     """The values of nested dicts by dotted path."""
     if not isinstance(config, dict):
         yield path, config

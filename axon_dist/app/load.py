@@ -34,6 +34,7 @@ from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
 from ..config import RunConfig, build_world, load_config, model_of
+from ..core.typing import Array, Leaf
 from .directory import RunDirectory
 
 BEST = "best"
@@ -208,7 +209,7 @@ def load_arrays(
     rows = (s.shape[0] for path, s in saved.items() if _met(path) in saved)
     replicas = next(rows, 0)
 
-    def target(path: LeafPath, leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    def target(path: LeafPath, leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
         if path not in saved:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         if replicas and path.startswith("buffers/"):
@@ -239,7 +240,7 @@ def load_arrays(
     targets = map_with_path(target, wanted, {name: places[name] for name in wanted})
     found = load_checkpoint(checkpoint, targets, parts=tuple(wanted))
 
-    def own(path: LeafPath, leaf: Any, value: Any) -> Any:
+    def own(path: LeafPath, leaf: Leaf, value: Array) -> Array:
         if path.startswith(("ema/", "outer/")):
             return value.astype(saved[path.replace(params, "params", 1)].dtype)
         if replicas and path.startswith("buffers/"):
@@ -265,11 +266,11 @@ def _saved_forms(saved: Mapping[LeafPath, LeafSpec], weights: PyTree) -> dict[Le
     return found
 
 
-def _is_per_rank(saved: LeafSpec, leaf: Any) -> bool:
+def _is_per_rank(saved: LeafSpec, leaf: Leaf) -> bool:
     return _is_float(leaf) and saved.shape[1:] == leaf.shape and len(saved.shape) > len(leaf.shape)
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: Leaf) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Batch
+from ..core.typing import Array, Batch, PyTree
 from ..mesh import World
 from ..nn import Layout
 from ..parallel import Strategy, ddp, fsdp, zero
@@ -425,7 +425,7 @@ def _laid_out(
     return _by_path(grads)
 
 
-def _by_path(tree: Any) -> dict[str, Array]:
+def _by_path(tree: PyTree) -> dict[str, Array]:
     return dict(leaves_with_paths(tree))
 
 

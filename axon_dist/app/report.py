@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -133,7 +134,9 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     # Around a ring a kernel sees one of the two pieces of positions that a rank has.
     pieces = 2 * step.world.mesh.shape[rings[0].axes[0]] if rings else 1
     precision = step.strategy.precision
-    dtype: Any = model.dtype or (model.param_dtype if precision is None else precision.compute)
+    dtype: DTypeLike = model.dtype or (
+        model.param_dtype if precision is None else precision.compute
+    )
     shape = config.data.sequence_length // pieces, model.num_heads, model.key_size
     segments = "segments" in getattr(config.data, "arrays", ())
     platform = platform_of(step.world)

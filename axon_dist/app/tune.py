@@ -22,6 +22,7 @@ from axon_dist.nn import ActivationCheckpointing
 from ..config.build import abstract_batch, build_step, build_world
 from ..config.load import CONFIG
 from ..config.schema import RunConfig
+from ..core.typing import PyTree
 
 Options = Mapping[str, OptionValue | None]
 
@@ -200,7 +201,7 @@ def tune(
 
 
 def _compiled(
-    config: RunConfig, world: Any, variant: Variant, batch: Any
+    config: RunConfig, world: Any, variant: Variant, batch: PyTree
 ) -> tuple[Any, Any, float]:
     if not variant.as_config:
         config = dataclasses.replace(config, remat=variant.remat)

@@ -137,7 +137,7 @@ def _of_replica(state: TrainState, number: int) -> TrainState:
 def _share(batch: Mapping[str, object], replica: int, count: int, microbatches: int) -> PyTree:
     """The rows of every microbatch that a replica has."""
 
-    def rows(leaf: object) -> Any:
+    def rows(leaf: object) -> PyTree:
         parts = np.split(np.asarray(leaf), microbatches * count)
         return np.concatenate(parts[replica::count])
 

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from ..core.errors import AxonDistError, CheckpointError, ConfigError
 from ..core.tree import is_key, leaves_with_paths
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Leaf, PyTree
 from ..core.typing import Path as LeafPath
 from ..mesh import process_index
 
@@ -158,7 +158,7 @@ def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
     return leaves
 
 
-def as_array(path: LeafPath, leaf: Any) -> Array:
+def as_array(path: LeafPath, leaf: Leaf) -> Array:
     """A leaf as a JAX array; numbers and numpy arrays are put on the default device.
 
     Raises:
@@ -206,7 +206,7 @@ def from_stored(stored: Array, target: jax.ShapeDtypeStruct) -> Array:
     return jax.random.wrap_key_data(stored, impl=_key_impl(target)) if is_key(target) else stored
 
 
-def described(path: LeafPath, leaf: Any) -> jax.ShapeDtypeStruct:
+def described(path: LeafPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """What a leaf of a target asks for, with the sharding it has to say.
 
     Raises:
@@ -255,7 +255,7 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def from_main(value: Any) -> Any:
+def from_main(value: object) -> Any:
     """The value that process 0 holds, on every process; all of them must call this.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -171,7 +170,7 @@ class Mailbox:
         self.num_ranks = num_ranks
         self._queues: dict[tuple[int, int, int], deque[np.ndarray]] = defaultdict(deque)
 
-    def send(self, value: Any, src: int, dst: int, tag: int = 0) -> None:
+    def send(self, value: object, src: int, dst: int, tag: int = 0) -> None:
         """Leaves a copy of `value` for rank `dst`.
 
         Raises:

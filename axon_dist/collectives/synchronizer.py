@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError, DTypeError, GroupError
 from ..core.reduction import all_sum
@@ -275,7 +276,7 @@ class GradientBucket:
         Array([0.1, 0.2, 0.3, 0.4, 0.5], dtype=float32)
     """
 
-    def __init__(self, capacity: int, dtype: Any = jnp.float32):
+    def __init__(self, capacity: int, dtype: DTypeLike = jnp.float32):
         check_capacity(capacity)
         self.capacity: int = capacity
         NUMBERS.check("GradientBucket", "dtype", dtype)
@@ -355,7 +356,7 @@ class GradientBucket:
         """Empties the bucket."""
         self._gradients = []
 
-    def _check_dtype(self, dtype: Any) -> None:
+    def _check_dtype(self, dtype: DTypeLike) -> None:
         floats = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(self.dtype, jnp.floating)
         if dtype != self.dtype and not (
             floats and jnp.promote_types(dtype, self.dtype) == self.dtype

@@ -22,9 +22,11 @@ from jax._src import (
 )
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+from .typing import Array, PyTree
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """The names of equations that only call a program."""
@@ -188,12 +190,12 @@ def detect_cluster(name: str, timeout: float) -> tuple[Any, Any, Any, Sequence[i
     return found
 
 
-def eval_jaxpr(closed: Any, values: Sequence[Any]) -> list[Any]:
+def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Array]) -> list[Array]:
     """Runs a closed jaxpr on values, keeping the source lines of its equations."""
     return core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
-def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
+def eval_equation(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
     """Runs one equation of a jaxpr on values, as a jaxpr interpreter does."""
     params = equation.primitive.get_bind_params(equation.params)
     with in_place_of(equation):
@@ -202,7 +204,7 @@ def eval_equation(equation: Any, values: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def in_place_of(equation: Any) -> Iterator[None]:
+def in_place_of(equation: JaxprEqn) -> Iterator[None]:
     """Gives what is traced within the names, the source line and the settings of an equation."""
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     context = source_info_util.user_context(equation.source_info.traceback, name_stack=names)
@@ -210,7 +212,7 @@ def in_place_of(equation: Any) -> Iterator[None]:
         yield
 
 
-def called_program(equation: Any) -> ClosedJaxpr | None:
+def called_program(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation calls once, as a `jit` or a `checkpoint` does, or None."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = equation.params.get(key)
@@ -220,7 +222,7 @@ def called_program(equation: Any) -> ClosedJaxpr | None:
     return None
 
 
-def scan_counts(equation: Any) -> tuple[int, int]:
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """How many operands of a `scan` are its constants, and how many it carries."""
     if "num_consts" in equation.params:
         return equation.params["num_consts"], equation.params["num_carry"]
@@ -228,7 +230,7 @@ def scan_counts(equation: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def inner_programs(equation: Any) -> Iterator[Any]:
+def inner_programs(equation: JaxprEqn) -> Iterator[Any]:
     """The open jaxprs that an equation of a jaxpr runs: of calls, loops and branches."""
     for value in equation.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
@@ -236,7 +238,7 @@ def inner_programs(equation: Any) -> Iterator[Any]:
                 yield getattr(inner, "jaxpr", inner)
 
 
-def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
+def dce_jaxpr(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
     """Drops all equations that the used outputs do not need, inside calls and loops too.
 
     Returns:
@@ -245,7 +247,7 @@ def dce_jaxpr(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]
     return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
-def source_line(equation: Any) -> str:
+def source_line(equation: JaxprEqn) -> str:
     """The line of the user's that made an equation, as `file.py:12`; "" where none is known.
 
     The innermost that is not in an installed package, or else the innermost of all.
@@ -281,12 +283,12 @@ def new_operation(
     operation.multiple_results = True
     compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
 
-    def shapes(*avals: Any, **parameters: Any) -> list[Any]:
+    def shapes(*avals: Any, **parameters: PyTree) -> list[Array]:
         likes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         results = jax.eval_shape(functools.partial(run, **parameters), *likes)
         return [avals[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in results]
 
-    def mapped(arrays: Sequence[Any], dims: Sequence[Any], **parameters: Any) -> Any:
+    def mapped(arrays: Sequence[Array], dims: Sequence[Any], **parameters: PyTree) -> Any:
         one = functools.partial(run, **parameters)
         axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
         results = jax.vmap(one, in_axes=axes)(*arrays)
@@ -298,7 +300,7 @@ def new_operation(
     mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=True))
     if moved is not None:
 
-        def derived(arrays: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> Any:
+        def derived(arrays: Sequence[Array], tangents: Sequence[Any], **parameters: PyTree) -> Any:
             moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
             results, of_results = moved(arrays, moves, **parameters)
             return list(results), list(of_results)
@@ -308,7 +310,7 @@ def new_operation(
 
 
 def cudnn_attention_forward(
-    query: Any, key: Any, value: Any, bias: Any | None, causal: bool, keeps_weights: bool
+    query: Array, key: Array, value: Array, bias: Array | None, causal: bool, keeps_weights: bool
 ) -> tuple[Any, ...]:
     """The forward kernel of cuDNN's attention, asked of no process whether it has cuDNN.
 
@@ -334,13 +336,13 @@ def cudnn_attention_forward(
     return tuple(found[: 1 + keeps_weights])
 
 
-def _cudnn_operands(query: Any, key: Any, value: Any, bias: Any | None) -> tuple[Any, ...]:
+def _cudnn_operands(query: Array, key: Array, value: Array, bias: Array | None) -> tuple[Any, ...]:
     """The arrays of a call: no lengths, offsets or pages."""
     unused = jnp.zeros(0, query.dtype)
     return query, key, value, unused if bias is None else bias, *[unused] * 6
 
 
-def _cudnn_parameters(query: Any, bias: Any | None, causal: bool) -> dict[str, Any]:
+def _cudnn_parameters(query: Array, bias: Array | None, causal: bool) -> dict[str, Any]:
     # Since 0.11 a score may be changed by a function.
     names = inspect.signature(cudnn.dot_product_attention).parameters
     more = {"score_mod": None} if "score_mod" in names else {}
@@ -357,14 +359,14 @@ def _cudnn_parameters(query: Any, bias: Any | None, causal: bool) -> dict[str, A
 
 
 def cudnn_attention_gradients(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
     causal: bool,
-    log_weight: Any,
-    out: Any,
-    cotangent: Any,
+    log_weight: Array,
+    out: Array,
+    cotangent: Array,
 ) -> tuple[Any, Any, Any]:
     """The backward kernel of cuDNN by itself, with the weights that the caller names.
 
@@ -393,13 +395,13 @@ def cudnn_attention_gradients(
 
 def splash_gradients(
     kernel: Any,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: Array,
+    key: Array,
+    value: Array,
     segments: Any | None,
-    log_weight: Any,
-    out: Any,
-    cotangent: Any,
+    log_weight: Array,
+    out: Array,
+    cotangent: Array,
 ) -> tuple[Any, Any, Any]:
     """The backward kernels of splash attention, with the weights that the caller names.
 

@@ -10,10 +10,10 @@ does to bfloat16 sums anyway; no other platform sees a difference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .typing import Array, PyTree
 
@@ -69,7 +69,7 @@ def varying(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def on_wire(x: Array, dtype: Any) -> Array:
+def on_wire(x: Array, dtype: DTypeLike) -> Array:
     """A value in the dtype in which it is reduced; complex values stay what they are."""
     is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return x if dtype is None or is_complex else x.astype(dtype)

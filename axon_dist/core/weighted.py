@@ -62,7 +62,7 @@ class Shared:
         (3,)
     """
 
-    value: Any
+    value: object
 
 
 PER_SAMPLE = "axon_dist_per_sample"
@@ -90,7 +90,7 @@ def per_sample(function: Callable[..., Any]) -> Callable[..., Any]:
         [2.0, 2.0]
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> Array:
         return function(*args)
 
     run.__name__ = run.__qualname__ = PER_SAMPLE

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.files import as_path, kind_at, read_text
@@ -377,7 +378,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
 
 
 def _tokens_of_chat(
-    model: Any, added: tuple[int, ...], dtype: Any, pieces: Pieces
+    model: Any, added: tuple[int, ...], dtype: DTypeLike, pieces: Pieces
 ) -> tuple[np.ndarray, np.ndarray]:
     # A template says itself where a special token stands.
     encoded = model.encode("".join(text for text, _ in pieces), add_special_tokens=False)

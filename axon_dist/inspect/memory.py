@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..core.errors import UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import PyTree
+from ..core.typing import Leaf, PyTree
 from ..core.words import byte_size
 
 Where: TypeAlias = Literal["device", "host"]
@@ -210,7 +210,7 @@ def _platforms(compiled: jax.stages.Compiled) -> set[str]:
     return {device.platform for place in places for device in place.device_set}
 
 
-def _shard_bytes(leaf: Any) -> int:
+def _shard_bytes(leaf: Leaf) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 

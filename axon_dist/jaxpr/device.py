@@ -14,9 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from ..core.compat import called_program, scan_counts
+from ..core.typing import Array
 from .liveness import postponed
 from .placement import (
     ADDS,
@@ -41,7 +42,7 @@ from .walk import LOOPS, is_kept_apart
 
 
 def tape_of(
-    closed: Any,
+    closed: ClosedJaxpr,
     splits: Sequence[Splits],
     sizes: Mapping[str, int],
     platform: str,
@@ -107,7 +108,7 @@ class _Reader:
         count = math.prod(-(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True))
         return count * getattr(getattr(aval, "dtype", None), "itemsize", 8)
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Sharded]) -> list[Sharded]:
+    def run(self, jaxpr: Any, consts: Sequence[Array], values: Sequence[Sharded]) -> list[Sharded]:
         known: dict[Any, Sharded] = {}
         for variable in jaxpr.constvars:
             known[variable] = self.input(variable.aval, whole(variable.aval.ndim))
@@ -422,7 +423,7 @@ class _Reader:
         return self._loop(equation, operands[1:], tuple(bodies), splits or [], 1, 0, 0)
 
     def _body(
-        self, closed: Any, splits: Sequence[Splits], carry: range = range(0)
+        self, closed: ClosedJaxpr, splits: Sequence[Splits], carry: range = range(0)
     ) -> tuple[Tape, list[Sharded]]:
         reader = _Reader(self.axes, self.platform)
         inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]

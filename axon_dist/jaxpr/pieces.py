@@ -50,7 +50,7 @@ class Piece:
         """The variables that it computes."""
         return made_by(self.equations)
 
-    def run(self, known: Mapping[Var, Any]) -> list[Any]:
+    def run(self, known: Mapping[Var, Any]) -> list[Array]:
         """Computes the outputs.
 
         Args:
@@ -99,7 +99,7 @@ def cut(
     return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
 
 
-def whole(x: Any) -> Any:
+def whole(x: Any) -> Array:
     """Keeps the compiler from splitting a value over the axes that are left to it."""
     return _laid(x, lambda _: PartitionSpec())
 
@@ -114,7 +114,7 @@ def as_it_lies(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _laid(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
 
 
-def _laid(x: Any, spec_of: Callable[[int], PartitionSpec]) -> Any:
+def _laid(x: Any, spec_of: Callable[[int], PartitionSpec]) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return x
@@ -149,7 +149,7 @@ class TableRows:
     fill: Any
 
     @property
-    def result(self) -> Any:
+    def result(self) -> Array:
         """The variable of the rows."""
         return self.equation.outvars[0]
 
@@ -169,7 +169,7 @@ class Readers:
     forms: Collection[Any]
 
 
-def readers_of(jaxpr: Any, table: Any) -> Readers:
+def readers_of(jaxpr: Jaxpr, table: Any) -> Readers:
     """What reads a table `[N, D]`, in a program and the calls that it makes.
 
     Args:

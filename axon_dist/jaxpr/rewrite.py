@@ -64,10 +64,10 @@ class Rewriting:
             A function of the same arguments with the same results.
         """
 
-        def rewritten(*args: Any) -> Any:
+        def rewritten(*args: object) -> Array:
             numbers: list[Any] = []
 
-            def traced(*args: Any) -> Any:
+            def traced(*args: object) -> Array:
                 results = function(*args)
 
                 def is_number(leaf):
@@ -97,8 +97,8 @@ class Rewriting:
         return Rewriting({**self.replace, **other.replace}, hidden)
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], one: Run
-    ) -> list[Any]:
+        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array], one: Run
+    ) -> list[Array]:
         """Runs one program, each equation as `one` does it."""
         return interpret(jaxpr, consts, values, one)
 
@@ -127,10 +127,12 @@ class _Run:
     rewriting: Rewriting
     done: dict[int, tuple[Any, Any]]
 
-    def program(self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    def program(
+        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array]
+    ) -> list[Array]:
         return self.rewriting.run(jaxpr, consts, values, self.equation)
 
-    def equation(self, equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Any]:
         name = equation.primitive.name
         if name in self.rewriting.replace:
             with in_place_of(equation):
@@ -153,7 +155,7 @@ class _Run:
                 new[name] = self._inner(value)
         return new
 
-    def _inner(self, value: Any) -> Any:
+    def _inner(self, value: Any) -> Array:
         jaxpr = getattr(value, "jaxpr", value)
         if not hasattr(jaxpr, "eqns") or not self.rewriting.concerns(jaxpr):
             return value

@@ -192,7 +192,7 @@ def _exchange(world: World, topic: str, mine: str, timeout: float) -> dict[int, 
         time.sleep(_PAUSE_SECONDS)
 
 
-def _brief(value: Any, most: int = 80) -> str:
+def _brief(value: object, most: int = 80) -> str:
     text = json.dumps(value)
     return text if len(text) <= most else f"{text[:most]}..."
 

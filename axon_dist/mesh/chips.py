@@ -11,10 +11,11 @@ import math
 import re
 from collections import Counter
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..core.compat import gpu_pipelining
 from ..core.errors import ConfigError, did_you_mean
@@ -211,7 +212,7 @@ class Hardware:
         inside = num_ranks - 1 - crossings
         return crossings * self.network_latency + inside * self.link_latency
 
-    def rate(self, dtype: Any) -> float:
+    def rate(self, dtype: DTypeLike) -> float:
         """Dense matrix operations per second on operands of a dtype, as XLA multiplies by default.
 
         Example:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..core.errors import GroupError, did_you_mean
 from ..core.told import is_whole
+from ..core.typing import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +142,13 @@ class ProcessGroup:
         """
         spec = PartitionSpec(self.mesh.axis_names)
 
-        def body(*stacked: Any) -> Any:
+        def body(*stacked: Any) -> Array:
             rows = jax.tree.map(lambda x: x[0], stacked)
             return jax.tree.map(lambda y: jax.numpy.asarray(y)[None], function(*rows))
 
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
-        def run(*stacked: Any) -> Any:
+        def run(*stacked: Any) -> Array:
             _check_stacked(stacked, self.world_size)
             return mapped(*jax.tree.map(jax.numpy.asarray, stacked))
 

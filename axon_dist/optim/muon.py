@@ -19,7 +19,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.modules import stacks_of
 from ..core.told import MODEL
 from ..core.tree import map_with_path
-from ..core.typing import Array, Path, PyTree
+from ..core.typing import Array, Leaf, Path, PyTree
 from ..jaxpr.rows import matrixwise
 
 Coefficients: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
@@ -257,7 +257,7 @@ def hidden_matrices(model: nnx.Module | Callable[[], nnx.Module]) -> Callable[[P
     stacks = tuple(stacks_of(model))
     modules = {"/".join(map(str, keys)): module for keys, module in nnx.iter_modules(model)}
 
-    def dims_of(path: Path, leaf: Any) -> Dims | None:
+    def dims_of(path: Path, leaf: Leaf) -> Dims | None:
         stack = next((s for s in stacks if path.startswith(f"{s}/") or not s), None)
         if stack is None and not any(key.isdigit() for key in path.split("/")):
             return None
@@ -313,7 +313,7 @@ class _Orthogonal:
         mu = optax.tree.zeros_like(params, dtype=self.mu_dtype)
         return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(self.coefficients))
 
-    def update(self, updates: PyTree, state: Any, params: PyTree = None) -> Any:
+    def update(self, updates: PyTree, state: PyTree, params: PyTree = None) -> PyTree:
         """The orthogonalised momenta, and the next state."""
         beta, correct = self.beta, optax.tree.bias_correction
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
@@ -338,7 +338,7 @@ class _Orthogonal:
         """Updates scaled by the sizes of their matrices."""
         leaves, structure = jax.tree.flatten(updates)
 
-        def scale(x: Any, dims: Dims | None) -> Any:
+        def scale(x: Any, dims: Dims | None) -> PyTree:
             rows, columns = _axes(x, dims)
             m, n = (math.prod(x.shape[d] for d in some) for some in (rows, columns))
             if rms is None:

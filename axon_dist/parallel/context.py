@@ -167,7 +167,7 @@ class SplitAttention:
     layout: Layout
     is_dealt: bool = False
 
-    def __call__(self, attend: Any, module: Any, *args: Any, **kwargs: Any) -> Array:
+    def __call__(self, attend: Any, module: Any, *args: object, **kwargs: object) -> Array:
         """Attends over the whole sequence; Ulysses by the module's own method.
 
         Args:
@@ -351,5 +351,5 @@ class AttentionFunction:
         return self.attention(_dot_product, self, query, key, value)
 
 
-def _dot_product(_: Any, query: Array, key: Array, value: Array) -> Array:
+def _dot_product(_: object, query: Array, key: Array, value: Array) -> Array:
     return nnx.dot_product_attention(query, key, value)

@@ -128,7 +128,7 @@ class DistributedDataParallel:
             broadcast_buffers=self.broadcast_buffers,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Runs the module."""
         return self.module(*args, **kwargs)
 
@@ -198,7 +198,7 @@ class ZeROStage(enum.IntEnum):
     STAGE3 = 3
 
     @classmethod
-    def _missing_(cls, value: object) -> Any:
+    def _missing_(cls, value: object) -> object:
         raise unknown(cls, value)
 
 
@@ -339,10 +339,10 @@ class ZeROOptimizer:
         self.group: ProcessGroup = group
         self.strategy: Strategy = zero(stage, group.axes, min_elements=min_elements)
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         """The state of the transformation."""
         return self.transformation.init(params)
 
-    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(self, grads: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         """The updates of the transformation."""
         return self.transformation.update(grads, state, params)

@@ -18,7 +18,7 @@ from ..core.errors import NamedChoice as Named
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Path, Shape
+from ..core.typing import Array, Path, PyTree, Shape
 from ..core.weighted import per_sample
 from ..nn import Axes, Layout, manual_axes
 from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
@@ -306,7 +306,7 @@ def keep_samples_apart(model: nnx.Module) -> None:
 class PerSampleExperts:
     """Runs a module's `mix_experts` as a function of samples one by one."""
 
-    def __call__(self, mix: Any, module: Any, *arrays: Any) -> tuple[Array, Array]:
+    def __call__(self, mix: Any, module: Any, *arrays: Array) -> tuple[Array, Array]:
         """As `Experts.mix_experts`."""
         return per_sample(lambda *arrays: mix(module, *arrays))(*arrays)
 
@@ -357,7 +357,7 @@ class SplitExperts:
             for name, kernel in kernels.items()
         }
 
-        def local(tokens: Array, gates: Array, chosen: Array, kernels: Any) -> Any:
+        def local(tokens: Array, gates: Array, chosen: Array, kernels: Any) -> PyTree:
             def rows(x):
                 return x.reshape(-1, x.shape[-1])
 

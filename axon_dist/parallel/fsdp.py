@@ -187,7 +187,7 @@ class FullyShardedDataParallel:
         }
         self.strategy: Strategy = fsdp(self.sharding_strategy, group.axes, **self._options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Runs the module."""
         return self._made("a forward pass")(*args, **kwargs)
 
@@ -277,7 +277,7 @@ def _params(module: nnx.Module) -> PyTree:
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def _member(kind: type[enum.StrEnum], value: Any) -> Any:
+def _member(kind: type[enum.StrEnum], value: object) -> Any:
     try:
         return kind(value)
     except ValueError:

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
@@ -137,7 +139,7 @@ class Int8Gather:
 
     gather: GlobalGather | LocalGather | None
     form: Int8Form
-    dtype: Any
+    dtype: DTypeLike
 
     def __call__(self, weight: Int8) -> Array:
         """Returns the gathered weight."""
@@ -242,12 +244,12 @@ def only_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(*(entry[0] if len(entry) == 1 else (entry or None) for entry in kept))
 
 
-def regather_in_backward(primitive: Any, *_: Any, **__: Any) -> bool:
+def regather_in_backward(primitive: Primitive, *_: object, **__: Any) -> bool:
     """A `jax.checkpoint` policy: keep every intermediate result but gathered weights."""
     return primitive.name not in GATHERED
 
 
-def remake_in_backward(primitive: Any, *operands: Any, **__: Any) -> bool:
+def remake_in_backward(primitive: Primitive, *operands: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy: keep what the device works for.
 
     That is products, reductions, kernels and draws. Weights are gathered again, and what comes of

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from ..core.tree import num_params
-from ..core.typing import PyTree
+from ..core.typing import Leaf, PyTree
 from ..ops.precision import cast_floating
 from ..sharding import Policy, Replicate, explain_optimizer
 from .strategy import Strategy, with_masters
@@ -174,5 +174,5 @@ def _held(policy: Policy, params: PyTree, tree: PyTree, mesh: Mesh) -> int:
     return sum(row.bytes_per_device for row in rows if row.shape)
 
 
-def _bytes(leaf: Any) -> int:
+def _bytes(leaf: Leaf) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize

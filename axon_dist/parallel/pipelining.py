@@ -142,7 +142,7 @@ class PipelineStage(nnx.Module):
         self.stage_id: int = stage_id
         self.device_rank: int | None = device_rank
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: object) -> Any:
         """Runs the module."""
         return self.module(x)
 
@@ -157,7 +157,7 @@ class StageChain(nnx.Module):
     def __init__(self, stages: Sequence[nnx.Module]):
         self.stages = nnx.List(stages)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: object) -> Any:
         """Runs all stages."""
         for stage in self.stages:
             x = stage(x)
@@ -194,7 +194,7 @@ class Pipeline:
 
     def __init__(
         self,
-        module: Any,
+        module: nnx.Module,
         num_stages: int,
         num_microbatches: int | None = None,
         schedule: str | Schedule = PipelineSchedule.EAGER_1F1B,
@@ -264,7 +264,7 @@ class Pipeline:
         """Stages through the whole model."""
         return self.schedule.num_stages
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Runs the whole module."""
         return self.module(*args, **kwargs)
 

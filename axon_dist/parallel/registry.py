@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import optax
+from flax import nnx
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
@@ -74,7 +75,7 @@ def _row(
 ) -> MakeStrategy:
     """A row for `make` over some axes; its signature shows what is left for a config to say."""
 
-    def strategy(model: Any, world: World, **options: Any) -> Strategy:
+    def strategy(model: nnx.Module, world: World, **options: Any) -> Strategy:
         return make(axes=axes(world), **fixed, **options)
 
     left = [
@@ -88,7 +89,7 @@ def _row(
 
 
 def _tensor(
-    model: Any,
+    model: nnx.Module,
     world: World,
     plan: str | Mapping[str, ParallelMode] = AUTO,
     sequence: bool = False,
@@ -114,7 +115,7 @@ def _tensor(
 
 
 def _pipeline(
-    model: Any,
+    model: nnx.Module,
     world: World,
     num_microbatches: int,
     schedule: str = "eager_1f1b",
@@ -151,7 +152,7 @@ def _pipeline(
     )
 
 
-def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> Strategy:
+def _context(model: nnx.Module, world: World, mode: ContextMode = ContextMode.RING) -> Strategy:
     """Context parallelism over the axis `cp`.
 
     Args:
@@ -164,7 +165,10 @@ def _context(model: Any, world: World, mode: ContextMode = ContextMode.RING) -> 
 
 
 def _expert(
-    model: Any, world: World, form: ExpertForm = ExpertForm.AUTO, capacity: float | None = None
+    model: nnx.Module,
+    world: World,
+    form: ExpertForm = ExpertForm.AUTO,
+    capacity: float | None = None,
 ) -> Strategy:
     """Expert parallelism over the axis `ep`, which splits the batch, too.
 
@@ -180,7 +184,7 @@ def _expert(
 
 
 def _diloco(
-    model: Any,
+    model: nnx.Module,
     world: World,
     every: int,
     lr: float = 0.7,
@@ -208,7 +212,7 @@ def _diloco(
 
 
 def _local_sgd(
-    model: Any,
+    model: nnx.Module,
     world: World,
     every: int,
     compress: str | None = None,

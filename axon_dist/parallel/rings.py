@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from ..core.compat import eval_equation
@@ -51,7 +52,7 @@ class RingProducts:
         if self.layout.mesh.shape[self.axis] == 1:
             return function
 
-        def rewritten(*args: Any) -> Any:
+        def rewritten(*args: object) -> Array:
             # What is marked belongs to one trace.
             marked = _Marked(self.layout, self.axis, {}, {}, set())
             replace = {"name": marked.name, "dot_general": marked.product}
@@ -119,14 +120,14 @@ class _Marked:
                 "layer out of the plan"
             )
 
-    def name(self, equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+    def name(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Marks what is named."""
         if (kind := equation.params["name"]) not in (COLUMNS, ROWS):
             return None
         mark = Mark(kind, operands[0], len(self.marks))
         return self._note(eval_equation(equation, operands), mark)
 
-    def same(self, equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+    def same(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Marks what is made of a marked value."""
         if (mark := self._mark(operands[0])) is None:
             return None
@@ -136,7 +137,7 @@ class _Marked:
             mark = dataclasses.replace(mark, source=cast)
         return self._note(results, mark)
 
-    def product(self, equation: Any, operands: Sequence[Any]) -> list[Any] | None:
+    def product(self, equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         """Computes a product of a marked value with a kernel; None for any other."""
         mark = self._mark(operands[0])
         if mark is None or not self._fits(equation, mark, operands[1]):
@@ -168,7 +169,7 @@ class _Marked:
             check_vma=False,
         )
 
-    def _fits(self, equation: Any, mark: Mark, kernel: Array) -> bool:
+    def _fits(self, equation: JaxprEqn, mark: Mark, kernel: Array) -> bool:
         """Whether it is the product of the features of positions with a matrix that divides."""
         size, source = self.layout.mesh.shape[self.axis], mark.source
         dims = (((source.ndim - 1,), (0,)), ((), ()))
@@ -177,15 +178,15 @@ class _Marked:
         divides = source.ndim == 3 and source.shape[1] % size == 0 and split % size == 0
         return divides and self.axis not in manual_axes()
 
-    def _mark(self, value: Any) -> Mark | None:
+    def _mark(self, value: object) -> Mark | None:
         found = self.marks.get(id(value))
         return None if found is None else found[1]
 
-    def _note(self, results: list[Any], mark: Mark) -> list[Any]:
+    def _note(self, results: list[Any], mark: Mark) -> list[Array]:
         self.marks[id(results[0])] = results[0], mark
         return results
 
-    def _once(self, source: Any, what: Any, make: Callable[[Any], Any]) -> Any:
+    def _once(self, source: Any, what: object, make: Callable[[Any], Any]) -> Array:
         key = id(source), what
         if key not in self.sent:
             self.sent[key] = source, make(source)

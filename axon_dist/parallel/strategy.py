@@ -430,7 +430,7 @@ def _only(parts: Sequence[Strategy], field: str, silent: Any) -> Any:
     return getattr(saying[0], field) if saying else silent
 
 
-def _briefly(value: Any, other: Any) -> str:
+def _briefly(value: object, other: object) -> str:
     """A value, of a record only the fields in which it differs from another."""
     if not dataclasses.is_dataclass(value) or type(value) is not type(other):
         return getattr(value, "name", None) or str(value)
@@ -442,7 +442,7 @@ def _briefly(value: Any, other: Any) -> str:
     return ", ".join(f"{name}={_named(own)}" for name, own in differing)
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     if isinstance(value, Schedule):
         sizes = f"{value.num_stages} stages and {value.num_microbatches} microbatches"
         return f"{value.name!r} of {sizes}"

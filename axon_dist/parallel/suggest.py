@@ -18,7 +18,7 @@ from ..core.errors import UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.told import MODEL
 from ..core.tree import leaves_with_paths
-from ..core.typing import Path
+from ..core.typing import Array, Path, PyTree
 from ..jaxpr.dataflow import Cut, Flow, FlowValue, Product, follow
 from ..nn import ParallelMode, mixes, softmax_attention
 from .expert import MIX, has_experts
@@ -142,7 +142,7 @@ def _trace(
     leaves, form = jax.tree.flatten((inputs, keywords))
     arrays = tuple(leaf for leaf in leaves if hasattr(leaf, "shape"))
 
-    def call(params: Any, rest: Any, arrays: Any) -> Any:
+    def call(params: PyTree, rest: PyTree, arrays: Array) -> PyTree:
         merged = nnx.merge(graphdef, params, rest, copy=True)
         # Flags stay what they are.
         found = iter(arrays)
@@ -175,7 +175,7 @@ def _trace(
     return flow, nodes
 
 
-def _plain_attention(attend: Any, module: Any, query: Any, key: Any, value: Any) -> Any:
+def _plain_attention(attend: Any, module: Any, query: Array, key: Array, value: Array) -> Any:
     """Stands for attention of any form: fused kernels show nothing of their heads."""
     share = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(heads, share, axis=2) for heads in (key, value))
@@ -195,7 +195,9 @@ def _every_expert(mix: Any, module: Any, tokens: Any, gates: Any, chosen: Any, k
     return jnp.einsum("ebtd,bte->btd", made, weights.astype(made.dtype)), jnp.zeros(())
 
 
-def _make_jaxpr(call: Any, params: Any, rest: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+def _make_jaxpr(
+    call: Any, params: PyTree, rest: PyTree, inputs: tuple[Any, ...]
+) -> tuple[Any, Any]:
     if inputs:
         return jax.make_jaxpr(call)(params, rest, inputs), inputs
     failures = []
@@ -210,7 +212,7 @@ def _make_jaxpr(call: Any, params: Any, rest: Any, inputs: tuple[Any, ...]) -> t
     )
 
 
-def _guesses(params: Any) -> Iterator[jax.ShapeDtypeStruct]:
+def _guesses(params: PyTree) -> Iterator[jax.ShapeDtypeStruct]:
     yield jax.ShapeDtypeStruct((SAMPLES, POSITIONS), jnp.int32)
     sizes = dict.fromkeys(x.shape[0] for x in jax.tree.leaves(params) if len(x.shape) > 1)
     for size in sizes:

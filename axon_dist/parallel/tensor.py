@@ -249,11 +249,13 @@ class Pin:
             return {"__call__": self, "attend": head}
         return {"__call__": self}
 
-    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
         """Runs a call between its pins, by the mode."""
         return _AROUND[self.rule.mode](self, call, module, *args, **kwargs)
 
-    def around_columns(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+    def around_columns(
+        self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
+    ) -> Array:
         """Whole features in, split features out."""
         x, parts = self._whole(self._ring(COLUMNS, x)), self.rule.parts
         features = (self.axis,) if self.is_split else ()
@@ -270,14 +272,16 @@ class Pin:
         whole = (*blocks[0].shape[:dim], parts * blocks[0].shape[dim], *blocks[0].shape[dim:][1:])
         return jnp.stack(blocks, dim - 1).reshape(whole)
 
-    def around_rows(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+    def around_rows(
+        self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
+    ) -> Array:
         """Split features in, the sum over the ranks out."""
         features = (self.axis,) if self.is_split else ()
         x = self._ring(ROWS, x)
         x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
         return summed(self._residual(call(module, x, *args, **kwargs)))
 
-    def around_lookup(self, call: Any, module: Any, tokens: Array) -> Any:
+    def around_lookup(self, call: Any, module: Any, tokens: Array) -> Array:
         """Token ids in, rows of the table out: every rank looks up those that it holds.
 
         Written with `shard_map`, for left to itself the compiler may move the table, or the
@@ -289,7 +293,7 @@ class Pin:
         table, look_up = found
         rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
 
-        def local(table: Any, tokens: Array) -> Array:
+        def local(table: Array, tokens: Array) -> Array:
             size = jax.tree.leaves(table)[0].shape[0]
             found = own_rows(lambda ids: look_up(table, ids), tokens, size, self.axis)
             if self.sequence:
@@ -302,17 +306,19 @@ class Pin:
         )
         return mapped(table, tokens)
 
-    def around_vocabulary(self, call: Any, module: Any, x: Array, *args: Any, **kwargs: Any) -> Any:
+    def around_vocabulary(
+        self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
+    ) -> Array:
         """A table looks tokens up, a head gives split logits."""
         looks_up = not jnp.issubdtype(x.dtype, jnp.floating)
         around = self.around_lookup if looks_up else self.around_columns
         return around(call, module, x, *args, **kwargs)
 
-    def around_positions(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_positions(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
         """Every position is computed by itself, so positions may be split."""
         return self._residual(call(module, *args, **kwargs))
 
-    def around_whole(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_whole(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
         """Whole features in and out."""
         return jax.tree.map(self._whole, call(module, *args, **kwargs))
 
@@ -357,11 +363,11 @@ class LinenPins:
     path: Path
     shapes: tuple[tuple[Path, tuple[int, ...]], ...]
 
-    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
         """Runs the bridge with its inner calls intercepted."""
         pinned: list[nn.Module] = []
 
-        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Array:
             # A layer may call the method of its superclass, which is intercepted too.
             if any(context.module is layer for layer in pinned):
                 return call(*args, **kwargs)
@@ -376,7 +382,7 @@ class LinenPins:
 
     def intercept(
         self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext
-    ) -> Any:
+    ) -> Array:
         """Runs one Linen method between the pins of its layer."""
         path = "/".join(filter(None, (self.path, *context.module.path)))
         rule = self.layers.policy.plan.rule_of(path)
@@ -452,10 +458,10 @@ def shapes_below(module: nnx.Module) -> tuple[tuple[Path, tuple[int, ...]], ...]
     )
 
 
-def is_param(value: Any) -> bool:
+def is_param(value: Array) -> bool:
     """Whether a node of a model's graph is a trained parameter."""
     return isinstance(value, nnx.Param)
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: Array) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

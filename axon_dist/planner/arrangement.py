@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.typing import PyTree
 from ..mesh import MeshSpec
 from ..mesh.mesh_spec import SLOW_AXES
 from ..parallel import ZeROStage
@@ -217,7 +218,7 @@ class Arrangement:
         return lines
 
 
-def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
+def arrange(strategy: str, num_ranks: int, **rest: PyTree) -> Arrangement:
     """A data-parallel strategy over some ranks, on the axis where it usually lies.
 
     Args:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from ..jaxpr.device import tape_of
 from ..jaxpr.liveness import peak_of
@@ -136,7 +137,11 @@ class Reading:
 
 
 def read_program(
-    program: Any, arguments: Sequence[Any], num_state: int, mesh: Mapping[str, int], platform: str
+    program: ClosedJaxpr,
+    arguments: Sequence[Any],
+    num_state: int,
+    mesh: Mapping[str, int],
+    platform: str,
 ) -> Reading:
     """Reads a traced train step.
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import num_params
-from ..core.typing import Batch, LossFn
+from ..core.typing import Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.device import tape_of
 from ..jaxpr.placement import whole
@@ -122,7 +122,7 @@ def workload_of(
     )
 
 
-def _experts(make: Callable[[], nnx.Module], params: Any) -> int:
+def _experts(make: Callable[[], nnx.Module], params: PyTree) -> int:
     """How many experts the mixtures of a model have in common."""
     flat = {"/".join(map(str, k)): v.get_value().shape for k, v in nnx.to_flat_state(params)}
     if not any(len(shape) > 2 for shape in flat.values()):
@@ -137,7 +137,12 @@ def _experts(make: Callable[[], nnx.Module], params: Any) -> int:
 
 
 def _loss(
-    graphdef: Any, loss_fn: LossFn, policy: MixedPrecision, params: Any, rest: Any, batch: Batch
+    graphdef: nnx.GraphDef,
+    loss_fn: LossFn,
+    policy: MixedPrecision,
+    params: PyTree,
+    rest: PyTree,
+    batch: Batch,
 ) -> Any:
     module = nnx.merge(graphdef, cast_floating(params, policy.compute), rest, copy=True)
     if policy.is_mixed:

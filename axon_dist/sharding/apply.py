@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.tree import leaves_with_paths, map_with_path, path_str
-from ..core.typing import Path, PyTree, Shape
+from ..core.typing import Leaf, Path, PyTree, Shape
 from .policy import Decision, HasShape, Merge, Policy, axes_of
 
 
@@ -92,7 +92,7 @@ def optimizer_decisions(
     }
     paths = dict(zip(keys, (path for path, _ in leaves_with_paths(params)), strict=True))
 
-    def of_leaf(key_path: tuple[Any, ...], leaf: Any) -> Decision:
+    def of_leaf(key_path: tuple[Any, ...], leaf: Leaf) -> Decision:
         suffixes = (tuple(map(str, key_path[start:])) for start in range(len(key_path)))
         for suffix in suffixes:
             parameter = keys.get(suffix)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..core.errors import ClaimError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Path, PyTree, Shape
+from ..core.typing import Leaf, Path, PyTree, Shape
 from .apply import optimizer_decisions
 from .policy import Decision, HasShape, Policy, shard_count
 
@@ -166,7 +166,7 @@ def explain_optimizer(
     return Explanation(tuple(rows), title)
 
 
-def shard_bytes(leaf: Any) -> int:
+def shard_bytes(leaf: Leaf) -> int:
     """Bytes of one array on the device that holds most of it, measured where there is an array."""
     if not isinstance(leaf, jax.Array):
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -176,11 +176,11 @@ def shard_bytes(leaf: Any) -> int:
     return max(held.values(), default=0)
 
 
-def _row(path: Path, leaf: Any, decision: Decision, mesh: HasShape) -> LeafDecision:
+def _row(path: Path, leaf: Leaf, decision: Decision, mesh: HasShape) -> LeafDecision:
     size = math.prod(leaf.shape) * leaf.dtype.itemsize
     ways = shard_count(decision.spec, mesh)
     return LeafDecision(path, tuple(leaf.shape), str(leaf.dtype), size, ways, decision)
 
 
-def _spec_of(leaf: Any) -> str:
+def _spec_of(leaf: Leaf) -> str:
     return str(getattr(leaf.sharding, "spec", type(leaf.sharding).__name__))

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..core.tree import is_key
-from ..core.typing import Path, PyTree
+from ..core.typing import Leaf, Path, PyTree
 from ..parallel import Reduction, sum_over_ranks, sums_samples
 from .parts import own_and_given
 
@@ -55,7 +55,7 @@ def _of_ranks(
     return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
 
 
-def _per_rank(leaf: Any) -> bool:
+def _per_rank(leaf: Leaf) -> bool:
     return not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 

@@ -50,7 +50,7 @@ class WithArguments:
     names: tuple[str, ...]
     arguments: tuple[tuple[str, Any], ...]
 
-    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Any:
         """Runs the method; a bridged module that is told another method runs that as it is."""
         if kwargs.get("method") is not None:
             return call(module, *args, **kwargs)
@@ -64,7 +64,7 @@ class WithArguments:
 class AtRest:
     """Calls a bridged Linen module with the layers in it as `nnx.Module.eval` would set them."""
 
-    def __call__(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Any:
         """Runs the method."""
         with nn.intercept_methods(_rest):
             return call(module, *args, **kwargs)

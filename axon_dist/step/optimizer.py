@@ -32,7 +32,7 @@ class StepOptimizer(Protocol):
         """The first state."""
         ...
 
-    def update(self, grads: PyTree, state: PyTree, params: PyTree, **extra: Any) -> Any:
+    def update(self, grads: PyTree, state: PyTree, params: PyTree, **extra: PyTree) -> PyTree:
         """The updates and the next state."""
         ...
 
@@ -103,7 +103,12 @@ def _without_value(
     """An optimizer that is not told the loss."""
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, *, value: Any = None, **extra: Any
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        value: object = None,
+        **extra: PyTree,
     ):
         return optimizer.update(updates, state, params, **extra)
 
@@ -113,7 +118,7 @@ def _without_value(
 def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
     """What the optimizer says when it is tried on shapes."""
 
-    def attempt(params: PyTree) -> Any:
+    def attempt(params: PyTree) -> PyTree:
         state = optimizer.init(params)
         changes = optimizer.update(params, state, params, value=jnp.zeros(()))
         return _checked(changes, params, state)
@@ -127,7 +132,7 @@ def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
     return None
 
 
-def _checked(changes: Any, params: PyTree, state: PyTree) -> Any:
+def _checked(changes: Any, params: PyTree, state: PyTree) -> PyTree:
     """What an update returns, if that can be added to the parameters and be given back to it."""
     if not isinstance(changes, tuple) or len(changes) != 2:
         raise ConfigError(
@@ -187,7 +192,7 @@ def _as_state(
     def init(params: PyTree) -> PyTree:
         return hide(optimizer.init(show(params)))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> PyTree:
         updates, state = optimizer.update(show(updates), inside(state), show(params), **extra)
         return hide(updates), hide(state)
 

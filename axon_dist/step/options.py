@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from ..core.errors import ConfigError, GroupError, did_you_mean
 from ..core.told import REAL, TEXTS
-from ..core.typing import OptionValue
+from ..core.typing import LossFn, OptionValue
 from ..mesh import ProcessGroup, World
 from ..nn import ActivationCheckpointing
 from ..ops.precision import GradScaler
@@ -65,7 +65,7 @@ def options_of(options: StepOptions | None, keywords: StepKeywords, scales: bool
 
 def check_arguments(
     optimizer: Any,
-    loss_fn: Any,
+    loss_fn: LossFn,
     world: Any,
     remat: Any = None,
     strategy: Any = None,
@@ -151,7 +151,7 @@ def _axes(mesh: Mesh) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
-def _check_arity(loss_fn: Any) -> None:
+def _check_arity(loss_fn: LossFn) -> None:
     """Raises unless a loss can be called as `loss_fn(model, batch)`, or with a `step` besides."""
     try:
         signature = inspect.signature(loss_fn)
@@ -166,7 +166,7 @@ def _check_arity(loss_fn: Any) -> None:
         ) from error
 
 
-def is_told_step(loss_fn: Any) -> bool:
+def is_told_step(loss_fn: LossFn) -> bool:
     """Whether a loss function has a parameter `step` that it must be given.
 
     Example:
@@ -181,7 +181,7 @@ def is_told_step(loss_fn: Any) -> bool:
     return found is not None and found.default is found.empty and found.kind is not positional
 
 
-def check_kind(name: str, value: Any, kind: type, example: str) -> None:
+def check_kind(name: str, value: object, kind: type, example: str) -> None:
     """Raises `ConfigError` unless an option is None or of its kind.
 
     Example:

@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from ..core.errors import ConfigError
 from ..core.modules import stacks_of
@@ -111,7 +112,7 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
                 )
 
 
-def frozen_as(dtype: Any, frozen: PyTree) -> Any:
+def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
     """Reads the dtype that frozen parameters shall be kept in.
 
     Args:
@@ -131,7 +132,7 @@ def frozen_as(dtype: Any, frozen: PyTree) -> Any:
     return INT8 if _is_int8(dtype) else floating_dtype(dtype, "frozen")
 
 
-def _is_int8(dtype: Any) -> bool:
+def _is_int8(dtype: DTypeLike) -> bool:
     try:
         return jnp.dtype(dtype) == jnp.int8
     except TypeError:

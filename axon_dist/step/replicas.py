@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..core.reduction import all_mean
 from ..core.tree import joined, leaves_with_paths, num_params, parted
@@ -88,7 +89,7 @@ def _on_each(spec: StepSpec, inner: StepSpec, run: Any, out_specs: Any) -> Any:
     def mapped(state: TrainState, placed: Placed) -> Any:
         # Looked at here, and known in the region, where it could not be traced.
         separation_of(inner, spec, placed)
-        batch: Any = batch_spec(_axes(spec), spec.num_microbatches)
+        batch: PyTree = batch_spec(_axes(spec), spec.num_microbatches)
         here = jax.shard_map(
             run,
             mesh=spec.world.mesh,
@@ -156,7 +157,7 @@ def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation
         return spec.with_shared(placed.shared).separator.of(placed.arrays)
     lead, ranks = int(spec.num_microbatches > 1), spec.mesh.shape[_axes(spec)[0]]
 
-    def share(x: Any) -> jax.ShapeDtypeStruct:
+    def share(x: Array) -> jax.ShapeDtypeStruct:
         samples = (*x.shape[:lead], x.shape[lead] // ranks, *x.shape[lead + 1 :])
         return jax.ShapeDtypeStruct(samples, x.dtype)
 
@@ -183,7 +184,7 @@ def _own_row(state: TrainState) -> TrainState:
     return _with_rows(state, lambda tree: jax.tree.map(lambda x: x[0], tree))
 
 
-def _stacked(tree: Any) -> Any:
+def _stacked(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
@@ -335,7 +336,7 @@ class Outer:
         return mapped(outer, params, missing)
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 

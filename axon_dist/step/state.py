@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from ..core.errors import ConfigError, NamedChoice, did_you_mean
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Leaf, PyTree
 from ..ops.precision import all_finite
 
 
@@ -70,7 +70,7 @@ def averaged(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
-def _named(value: Any) -> str:
+def _named(value: Array) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -116,7 +116,7 @@ def _problem(given: Any, wanted: Any, where: Any) -> str | None:
     return None
 
 
-def _is_gone(leaf: Any) -> bool:
+def _is_gone(leaf: Leaf) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
