@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.modules import layers_of, num_stacked, wrap_calls
 from ..core.tree import path_str
-from ..core.typing import Path
+from ..core.typing import Array, Path
+from .equality import same_program, same_value
 from .linen import BlockProgram, LinenUnits, bridges_of, linen_modules
 
 UNIT_NAME = "axon_unit"
@@ -115,7 +119,7 @@ def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = N
     """
     units = list(units_of(model, is_unit))
     # A function of its own, so that the programs of units live no longer than the trace does.
-    around = {"__call__": AsUnit(_named(), remat)}
+    around = {"__call__": AsUnit(UnitPrograms(_named()), remat)}
     for _, module in units:
         if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
             wrap_calls(module, around)
@@ -154,16 +158,65 @@ def _running(remat: RematPolicy | None) -> Callable[..., Any]:
     return jax.jit(axon_unit, static_argnums=(0, 1))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitProgram:
+    """What a call of a unit computes, traced once; the same object for all calls that equal it.
+
+    Args:
+        jaxpr: from the leaves of parameters, other state and arguments to those of the results.
+        consts: the values that are part of it.
+    """
+
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+
+    def is_like(self, other: UnitProgram) -> bool:
+        """Whether another computes the same from the same numbers."""
+        return (
+            len(self.consts) == len(other.consts)
+            and all(map(same_value, self.consts, other.consts))
+            and same_program(self.jaxpr, other.jaxpr)
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitPrograms:
+    """The programs of the units of one trace: calls share one where they compute the same.
+
+    That two calls are equal is seen from what they have traced to, and not from their modules and
+    arguments: a call may read globals, context variables, the type of a flag or an object that has
+    changed since the call before.
+
+    Args:
+        run: `axon_unit` jitted, whose equations of one program have one inner jaxpr.
+        known: the programs so far, by what is cheap to compare.
+    """
+
+    run: Callable[..., list[Array]]
+    known: dict[Hashable, list[UnitProgram]] = dataclasses.field(default_factory=dict)
+
+    def shared(self, program: UnitProgram) -> UnitProgram:
+        """The program that stands for all that are like this one."""
+        jaxpr = program.jaxpr
+        names = tuple(equation.primitive.name for equation in jaxpr.eqns)
+        alike = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
+        for other in alike:
+            if program.is_like(other):
+                return other
+        alike.append(program)
+        return program
+
+
 @dataclasses.dataclass(frozen=True)
 class AsUnit:
     """Runs the call of a module as one named equation.
 
     Args:
-        run: `axon_unit` jitted, which gives equal calls of one trace the same inner program.
+        programs: of the trace, which gives equal calls the same inner program.
         remat: the policy of `jax.checkpoint`, or None.
     """
 
-    run: Any
+    programs: UnitPrograms
     remat: RematPolicy | None
 
     def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -177,14 +230,18 @@ class AsUnit:
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
-        static = tuple(_static(leaf) for leaf in leaves)
+        call = Call(method, graphdef, structure, tuple(map(_static, leaves)), nodes_graph)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        how = Call(method, structure, static, Structure(nodes_graph), self.remat)
-        output, rest, changed = self.run(
-            Structure(graphdef), how, params, rest, (arrays, nodes_state)
-        )
+        flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
+        closed, results = jax.make_jaxpr(
+            lambda *flat: call.run(*jax.tree.unflatten(tree, flat)), return_shape=True
+        )(*flat)
+        program, given = _without_tracers(closed)
+        found = self.programs.run(self.programs.shared(program), self.remat, [*flat, *given])
+        output, rest, changed = jax.tree.unflatten(jax.tree.structure(results), found)
         nnx.update(module, rest)
         nnx.update(nodes, changed)
+        _set_attributes(module, call.attributes)
         return output
 
     def check(self, module: nnx.Module) -> None:
@@ -193,53 +250,109 @@ class AsUnit:
             raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
 
 
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """A flag among the arguments of a unit, which is part of its program.
-
-    Args:
-        value: anything that compares and is no array.
-    """
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return _hash(self.value)
+def _without_tracers(closed: ClosedJaxpr) -> tuple[UnitProgram, list[Array]]:
+    """A program that is given what it has read of the trace around it, and that."""
+    jaxpr = closed.jaxpr
+    pairs = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
+    kept = [(v, x) for v, x in pairs if not isinstance(x, Tracer)]
+    jaxpr = jaxpr.replace(
+        constvars=[v for v, _ in kept], invars=[*jaxpr.invars, *(v for v, _ in read)]
+    )
+    return UnitProgram(jaxpr, tuple(x for _, x in kept)), [x for _, x in read]
 
 
-@dataclasses.dataclass(frozen=True)
-class Structure:
-    """The structure of a module, as a part of a program.
-
-    A module may hold what compares and has no hash, such as a dataclass that is not frozen.
-
-    Args:
-        graphdef: from `nnx.split`.
-    """
-
-    graphdef: Any
-
-    def __hash__(self) -> int:
-        return _hash(self.graphdef)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """All of a call that is no array, which is part of its program.
+    """All of a call that is no array.
 
     Args:
         method: what is called.
+        graphdef: the structure of the module.
         structure: of `(args, kwargs)`.
-        static: for each leaf, its `Static`, or the kind of what takes its place.
+        static: for each leaf, a list of its value, or the kind of what takes its place.
         nodes: the structure of the modules, variables and random streams among the leaves.
-        remat: the policy, or None.
+        attributes: the plain attributes that the call has set, by the keys of their module and
+            their name; there once it has run.
     """
 
     method: Any
+    graphdef: Any
     structure: Any
-    static: tuple[Any, ...]
-    nodes: Structure
-    remat: RematPolicy | None
+    static: tuple[list[Any] | str, ...]
+    nodes: Any
+    attributes: dict[tuple[Any, str], Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, params: Any, rest: Any, arrays: Any, state: Any) -> Any:
+        """Runs the call that a unit stands for.
+
+        Args:
+            params: the module's parameters.
+            rest: its other state.
+            arrays: those among its arguments.
+            state: that of modules among its arguments.
+
+        Returns:
+            What the call returns, the state that it has changed, and that of its arguments.
+        """
+        module = nnx.merge(self.graphdef, gathered(params), rest, copy=True)
+        before = {keys: _value(leaf) for keys, leaf in nnx.to_flat_state(nnx.state(module))}
+        plain = _plain_attributes(module)
+        nodes = nnx.merge(self.nodes, state, copy=True)
+        sources = {ARRAY: iter(arrays), NODE: iter(nodes)}
+        leaves = [x[0] if isinstance(x, list) else next(sources[x]) for x in self.static]
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        output = self.method(module, *args, **kwargs)
+        _check_unchanged(type(module), leaves, (args, kwargs))
+        self.attributes.update(_changes(type(module), plain, _plain_attributes(module)))
+        # What never changes is not handed on from block to block.
+        changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
+        weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
+
+        # What the call has left alone is not written back: within `jax.grad` it could not be.
+        def is_changed(keys, leaf):
+            return keys not in weights and _value(leaf) is not before.get(keys)
+
+        return output, nnx.state(module, is_changed), changed
+
+
+def _value(leaf: Any) -> Any:
+    """The array of a variable, or of an attribute that is data."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _plain_attributes(module: nnx.Module) -> dict[tuple[Any, str], Any]:
+    """The attributes of a module and those in it that are neither state nor modules."""
+    return {
+        (keys, name): value
+        for keys, one in nnx.iter_modules(module)
+        for name, value in vars(one).items()
+        if not (name.startswith("_pytree__") or _is_node(value) or _is_array(value))
+    }
+
+
+def _changes(module_type: type, before: Any, after: Any) -> dict[tuple[Any, str], Any]:
+    """The attributes that a call has set to something else.
+
+    Raises:
+        UnsupportedError: for one that holds an array which is no state of the module.
+    """
+    changes = {at: x for at, x in after.items() if at not in before or before[at] is not x}
+    for (_, name), value in changes.items():
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            raise UnsupportedError(
+                f"a call of {module_type.__name__} keeps an array in its attribute {name!r}, which "
+                "is no state of the module: keep it in an nnx.Variable, or make the attribute data "
+                "by nnx.data"
+            )
+    return changes
+
+
+def _set_attributes(module: nnx.Module, attributes: Mapping[tuple[Any, str], Any]) -> None:
+    """Sets the plain attributes that a call has set on the copy that it ran on."""
+    modules = dict(nnx.iter_modules(module)) if attributes else {}
+    for (keys, name), value in attributes.items():
+        setattr(modules[keys], name, value)
 
 
 def why_not_as_a_whole(name: str, count: int) -> str:
@@ -253,59 +366,16 @@ def why_not_as_a_whole(name: str, count: int) -> str:
     )
 
 
-def _named() -> Any:
+def _named() -> Callable[..., list[Array]]:
     """A jitted function whose equations have the name of units."""
 
-    def axon_unit(module: Structure, how: Call, params: Any, rest: Any, given: Any) -> Any:
-        run = functools.partial(run_call, module.graphdef, how)
-        protected = run if how.remat is None else jax.checkpoint(run, policy=RealOnly(how.remat))
-        return protected(params, rest, given)
+    def axon_unit(program: UnitProgram, remat: RematPolicy | None, values: list[Array]):
+        closed = ClosedJaxpr(program.jaxpr, program.consts)
+        run = functools.partial(eval_jaxpr, closed)
+        protected = run if remat is None else jax.checkpoint(run, policy=RealOnly(remat))
+        return protected(values)
 
     return jax.jit(axon_unit, static_argnums=(0, 1))
-
-
-def run_call(graphdef: Any, how: Call, params: Any, rest: Any, given: Any) -> Any:
-    """Runs a call that a unit stands for.
-
-    Args:
-        graphdef: the structure of the module.
-        how: all of the call that is no array.
-        params: the module's parameters.
-        rest: its other state.
-        given: the arrays among its arguments, and the state of modules among them.
-
-    Returns:
-        What the call returns, the state that it has changed, and that of its arguments.
-    """
-    module = nnx.merge(graphdef, gathered(params), rest, copy=True)
-    before = {keys: variable.get_value() for keys, variable in _variables_of(module)}
-    arrays, state = given
-    nodes = nnx.merge(how.nodes.graphdef, state, copy=True)
-    sources = {ARRAY: iter(arrays), NODE: iter(nodes)}
-    leaves = [
-        flag.value if isinstance(flag, Static) else next(sources[flag]) for flag in how.static
-    ]
-    args, kwargs = jax.tree.unflatten(how.structure, leaves)
-    output = how.method(module, *args, **kwargs)
-    _check_unchanged(type(module), leaves, (args, kwargs))
-    # What never changes is not handed on from block to block.
-    changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-    weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
-
-    # What the call has left alone is not written back: within `jax.grad` it could not be.
-    def is_new(keys, variable):
-        return variable.get_value() is not before.get(keys)
-
-    def is_changed(keys, variable):
-        return keys not in weights and is_new(keys, variable)
-
-    return output, nnx.state(module, is_changed), changed
-
-
-def _variables_of(module: nnx.Module) -> Iterator[tuple[Any, nnx.Variable]]:
-    for keys, variable in nnx.to_flat_state(nnx.state(module)):
-        if isinstance(variable, nnx.Variable):
-            yield keys, variable
 
 
 def _is_weight(_: Any, variable: Any) -> bool:
@@ -359,18 +429,10 @@ def names_of(model: nnx.Module) -> list[str]:
     return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
 
 
-def _hash(value: Any) -> int:
-    """The hash of a value; of one that has none that of its type, and it is compared."""
-    try:
-        return hash(value)
-    except TypeError:
-        return hash(type(value))
-
-
-def _static(leaf: Any) -> Any:
+def _static(leaf: Any) -> list[Any] | str:
     if _is_node(leaf):
         return NODE
-    return ARRAY if _is_array(leaf) else Static(leaf)
+    return ARRAY if _is_array(leaf) else [leaf]
 
 
 def _is_node(leaf: Any) -> bool:

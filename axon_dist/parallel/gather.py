@@ -193,10 +193,12 @@ class ReduceHeld:
     def __call__(self, held: Held) -> Array:
         """Returns the weight; to be called once for each, or sums would count more than once."""
         spec = _tail(self.spec, self.ndim - held.weight.ndim)
+        # Rules that close over values of a trace are different for each weight.
+        dtype = held.slot.dtype
 
         def backward(sums: Array, ct: Array) -> tuple[None, None, Array]:
             total = reduce_by(sums + ct.astype(sums.dtype), spec, self.axes, self.wire)
-            return None, None, total.astype(held.slot.dtype)
+            return None, None, total.astype(dtype)
 
         weight = jax.custom_vjp(lambda weight, sums, slot: weight)
         weight.defvjp(lambda weight, sums, slot: (weight, sums), backward)
