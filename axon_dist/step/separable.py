@@ -123,8 +123,9 @@ class Separator:
                 return f"the statistics {path} are those of a microbatch"
         lead = 0 if self._microbatches == 1 else 1
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-        samples = max(jax.tree.leaves(shapes)[0].shape[0], 2)
-        return self._obstacle(self._use(shapes, (samples, 2 * samples), 2))
+        samples = jax.tree.leaves(shapes)[0].shape[0]
+        sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._microbatches
+        return self._obstacle(self._use(shapes, sizes, 2))
 
     @property
     def _ranks(self) -> int:
@@ -136,25 +137,25 @@ class Separator:
         ranks = self._ranks if per_rank else 1
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
-        use = self._use(batch, self._sizes_of(samples, ranks), ranks)
+        whole = samples * self._microbatches
+        use = self._use(batch, (samples // ranks, whole), ranks)
         why = self._obstacle(use) if ranks > 1 else ""
+        if use.failure and self._microbatches > 1:
+            # What all ranks together cannot compute either has another way out.
+            self._use(batch, (samples, whole), 1)
         if why and asked:
             raise UnsupportedError(self._refusal(why, asked))
         if why:
             per_rank, ranks = False, 1
-            if self._microbatches > 1 and has_statistics(self._parts.abstract):
-                use = self._use(batch, self._sizes_of(samples, 1), 1)
+            if self._microbatches == 1:
+                return Separation(self._loss_fn, per_rank, why)
+            use = self._use(batch, (samples, whole), 1)
+        self._check_related(use, samples // ranks, whole)
         self._check_mixed(use, ranks)
-        return Separation(in_parts(self._loss_fn, use, self._microbatches, ranks), per_rank, why)
-
-    def _sizes_of(self, samples: int, ranks: int) -> tuple[int, int]:
-        """The numbers of samples of a part and of a whole to look at, `samples` in a microbatch."""
-        # Programs for one sample squeeze and broadcast other dims than those for more.
-        small = max(samples // ranks, 2)
-        return small, small * (ranks if ranks > 1 else self._microbatches)
+        return Separation(in_parts(self._loss_fn, use), per_rank, why)
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
-        """What the loss is to the samples, which a microbatch must have enough of."""
+        """What the loss is to the samples, of a part and of the whole as they run."""
         # Ranks that are no stages leave experts to the compiler, in global view.
         apart = ranks == 1 or self._strategy.pipeline is not None
         adapt = None if self._adapt is None else self._adapt(apart)
@@ -165,18 +166,39 @@ class Separator:
         except Exception as error:  # Whatever the user's loss does with fewer samples.
             if self._microbatches == 1:
                 raise
-            raise UnsupportedError(self._too_small(sizes[1], str(error))) from error
+            raise UnsupportedError(
+                f"the loss cannot be computed of the whole batch of {sizes[1]} samples, which the "
+                f"{self._microbatches} microbatches are to give the loss of: {_shortened(error)}. "
+                "Take the number of samples from the shapes of the batch, and not from a constant"
+            ) from error
         if use.failure and ranks == 1:
             raise UnsupportedError(self._too_small(sizes[0], use.failure))
         return use
 
     def _too_small(self, samples: int, error: str) -> str:
-        said = " ".join(error.split())[:200].rstrip(".")
         return (
             f"the loss cannot be computed of a microbatch, which has {samples} samples where the "
-            f"batch is cut into {self._microbatches}: {said}. Take the number of samples from the "
-            "shapes of the batch, and not from a constant; or leave the batch whole"
+            f"batch is cut into {self._microbatches}: {_shortened(error)}. Take the number of "
+            "samples from the shapes of the batch, and not from a constant; or leave the batch "
+            "whole"
         )
+
+    def _check_related(self, use: SampleUse, part: int, whole: int) -> None:
+        """Raises where nothing is known of how a part's loss, or a metric, relates to the whole's.
+
+        Other losses that couple samples are averaged over the microbatches.
+        """
+        if self._promise:
+            return
+        for name, found in use.outputs().items():
+            if found.kind is Use.COUPLED and found.is_unrelated:
+                raise UnsupportedError(
+                    f"the {name} {found.why}{_place(found)}: of {whole} samples it is not known "
+                    f"from those of parts of {part}, as {self._microbatches} microbatches give "
+                    "them. Make it a mean over the samples, a sum, or Weighted; take other "
+                    "microbatches, or leave the batch whole; or, if what the parts find on their "
+                    "own is to be averaged, say so: build_train_step(separable=True)"
+                )
 
     def _check_mixed(self, use: SampleUse, ranks: int) -> None:
         """A number that is no sum over the samples, and yet grows with them, has no mean."""
@@ -221,6 +243,14 @@ class Separator:
         )
 
 
+def _shortened(error: Any) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def _place(found: OutputUse) -> str:
+    return f" ({found.where})" if found.where else ""
+
+
 def wants_ranks(
     strategy: Strategy, parts: ModelParts, num_microbatches: int
 ) -> tuple[bool, list[str]]:
@@ -256,7 +286,7 @@ def wants_ranks(
     return True, [word for word, is_asked in words.items() if is_asked]
 
 
-def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> LossFn:
+def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     """A loss of parts whose sums of totals and weights make that of the whole.
 
     Neither microbatches nor ranks are to be noticed: a sum, and a `Weighted` whose weight is the
@@ -265,33 +295,29 @@ def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> 
     Args:
         loss_fn: the user's loss.
         use: what it is to the samples.
-        microbatches: into how many the batch of a step is cut.
-        ranks: into how many parts each of these is cut.
 
     Returns:
         The loss function; the same where nothing is to be changed.
     """
-    powers = {n: m.power for n, m in use.metrics.items() if m.kind in _SUMMED}
+    factors = {n: m.factor for n, m in use.metrics.items() if m.kind in _SUMMED}
     if use.loss.kind is Use.MEAN:
-        powers = {name: power for name, power in powers.items() if power}
-    if not use.loss.power and not powers:
+        factors = {name: factor for name, factor in factors.items() if factor != 1}
+    if use.loss.factor == 1 and not factors:
         return loss_fn
 
-    parts = ranks * microbatches
-
-    def weighed(value: Any, power: float) -> Weighted:
+    def weighed(value: Any, factor: float) -> Weighted:
         if isinstance(value, Weighted):
-            return Weighted(value.total, value.weight * parts**-power)
-        return Weighted(value, float(parts**-power))
+            return Weighted(value.total, value.weight / factor)
+        return Weighted(value, 1 / factor)
 
     def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
         returned = loss_fn(model, batch, **told)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
-        if use.loss.power:
-            loss = weighed(loss, use.loss.power)
+        if use.loss.factor != 1:
+            loss = weighed(loss, use.loss.factor)
         if not rest:
             return loss
-        metrics = {n: weighed(m, powers[n]) if n in powers else m for n, m in rest[0].items()}
+        metrics = {n: weighed(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
         return loss, metrics
 
     return run
@@ -316,7 +342,7 @@ def sample_use(
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
-        sizes: the numbers of samples of a part and of a whole, the latter a multiple.
+        sizes: the numbers of samples of a part and of the whole, the latter a multiple.
         adapt: changes the merged model first.
 
     Returns:
@@ -349,7 +375,8 @@ def sample_use(
     total, weight, *rest = values
     metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
     buffers = rest[2 * len(names) :]
-    return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
+    changed = dict(zip(paths, buffers, strict=True))
+    return use_of(total, weight, metrics, changed, plain == [True], sizes[1] / sizes[0])
 
 
 def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
