@@ -9,8 +9,10 @@ from typing import Any
 from .factors import Role
 from .sample_values import (
     NUMBERS,
+    PICKED,
     SIZES,
     UNEVEN,
+    WRITTEN,
     Coupling,
     Kind,
     Operation,
@@ -95,7 +97,7 @@ def _gather_rows(op: Operation, table: Value, indices: Value) -> Value:
         is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
         if is_fixed and op.factors.role(_TABLE, dim or 0) is Role.PASSES:
             return op.moved(table)
-    raise Coupling("picks samples by an index")
+    raise Coupling(PICKED)
 
 
 def _scatter(op: Operation, values: list[Value]) -> Value:
@@ -150,7 +152,7 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
         return plus(table, total(updates.scale * large / small))
     if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
         return plus(table, updates)
-    raise Coupling("is written where several samples can write")
+    raise Coupling(WRITTEN)
 
 
 def _dynamic_slice(op: Operation, values: list[Value]) -> Value:

@@ -18,6 +18,7 @@ from .sample_values import (
     CONSTANT,
     LOOPED,
     NUMBERS,
+    RESHAPED,
     Coupling,
     Kind,
     Operation,
@@ -106,10 +107,10 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     dims = grown(op.outputs[0])
     blocks = math.prod(shape[: value.dim]) * value.outer
     if len(dims) != 1 or blocks % math.prod(new[: dims[0]]):
-        raise Coupling("is reshaped across the samples")
+        raise Coupling(RESHAPED)
     outer = blocks // math.prod(new[: dims[0]])
     if new[dims[0]] % outer:
-        raise Coupling("is reshaped across the samples")
+        raise Coupling(RESHAPED)
     return only_numbers(value).at(dims[0], outer)
 
 

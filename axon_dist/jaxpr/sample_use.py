@@ -7,7 +7,20 @@ import enum
 from collections.abc import Mapping
 
 from ..core.typing import Path
-from .sample_values import DIFFERS, SIZES, UNEVEN, Kind, Value, same_scale
+from .sample_values import (
+    DIFFERS,
+    LOOPED,
+    NUMBERS,
+    ONE_EACH,
+    PICKED,
+    RESHAPED,
+    SIZES,
+    UNEVEN,
+    WRITTEN,
+    Kind,
+    Value,
+    same_scale,
+)
 
 
 class Use(enum.Enum):
@@ -28,6 +41,9 @@ class Use(enum.Enum):
     CONSTANT = "constant"
     MIXED = "mixed"
     COUPLED = "coupled"
+
+
+_UNRELATED = (DIFFERS, LOOPED, NUMBERS, ONE_EACH, PICKED, RESHAPED, SIZES, UNEVEN, WRITTEN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +70,11 @@ class OutputUse:
 
     @property
     def is_unrelated(self) -> bool:
-        """Whether the programs of a part and of the whole could not be related at all."""
-        return any(reason in self.why for reason in (DIFFERS, SIZES, UNEVEN))
+        """Whether a part makes of its samples what the whole batch makes of none.
+
+        Such as a loss that goes by their places, or by their number.
+        """
+        return any(reason in self.why for reason in _UNRELATED)
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""

@@ -415,6 +415,10 @@ def not_numbered(value: Value) -> Value:
 
 
 DIFFERS = "is another program for another number of samples"
+RESHAPED = "is reshaped across the samples"
+WRITTEN = "is written where several samples can write"
+PICKED = "picks samples by an index"
+ONE_EACH = "is an array with an entry of its own for every sample"
 UNEVEN = "takes some of the samples, which are others for a part of the batch than for the whole"
 
 
@@ -448,7 +452,7 @@ def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value
         flat = first.reshape(-1)
         if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
             return scalar(flat[0])
-        return coupled("is an array with an entry of its own for every sample", "")
+        return coupled(ONE_EACH, "")
     if first.dtype.kind not in "biufV" or first.dtype != second.dtype or not first.size:
         return coupled(DIFFERS, "")
     if not first.ndim:

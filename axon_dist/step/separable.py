@@ -18,19 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn, Path, PyTree
+from ..core.typing import Batch, LossFn
 from ..core.weighted import Weighted
-from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
-from ..jaxpr.samples import RANKS, follow_samples
-from ..jaxpr.walk import moves_with
+from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use
 from ..parallel import Reduction, Strategy
-from .buffers import has_statistics, synchronise_statistics
-from .objective import Prepare, evaluate
+from .loss_traces import Traces
+from .objective import Prepare
 from .parts import ModelParts
 
 
@@ -83,6 +82,7 @@ class Separator:
         self._sizes = {axis: mesh.shape[axis] for axis in strategy.batch_axes}
         self._found: dict[Any, Separation] = {}
         self._adapt = adapt
+        self._traced: dict[bool, Traces] = {}
 
     def of(self, batch: Batch) -> Separation:
         """How the loss of such a batch is computed.
@@ -138,6 +138,12 @@ class Separator:
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         whole = samples * self._microbatches
+        if not self._is_computable(batch, whole):
+            # A loss of microbatches: of more samples one device could not compute it either.
+            whole = samples
+        if samples // ranks == whole:
+            self._traces(True).of(batch, whole)
+            return Separation(self._loss_fn, per_rank)
         use = self._use(batch, (samples // ranks, whole), ranks)
         why = self._obstacle(use) if ranks > 1 else ""
         if use.failure and self._microbatches > 1:
@@ -147,30 +153,60 @@ class Separator:
             raise UnsupportedError(self._refusal(why, asked))
         if why:
             per_rank, ranks = False, 1
-            if self._microbatches == 1:
+            if samples == whole:
                 return Separation(self._loss_fn, per_rank, why)
             use = self._use(batch, (samples, whole), 1)
-        self._check_related(use, samples // ranks, whole)
+        self._check_related(use, samples, whole)
         self._check_mixed(use, ranks)
         return Separation(in_parts(self._loss_fn, use), per_rank, why)
+
+    def _is_computable(self, batch: Batch, whole: int) -> bool:
+        if self._microbatches == 1:
+            return True
+        try:
+            self.program(batch, whole)
+        except AxonDistError:
+            raise
+        except Exception:  # Whatever the user's loss does with more samples.
+            return False
+        return True
+
+    def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
+        """The program of the loss, traced once for a number of samples.
+
+        Args:
+            batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
+            samples: how many.
+
+        Returns:
+            (params, buffers, batch) -> what the loss function gives, with the weights whole.
+        """
+        apart = self._strategy.pipeline is not None or not self._ranks_of_view
+        return self._traces(apart).of(batch, samples).program
+
+    def _traces(self, apart: bool) -> Traces:
+        if apart not in self._traced:
+            adapt = None if self._adapt is None else self._adapt(apart)
+            self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
+        return self._traced[apart]
+
+    @property
+    def _ranks_of_view(self) -> bool:
+        """Whether ranks would compute the loss each from its own samples."""
+        return wants_ranks(self._strategy, self._parts, self._microbatches)[0] and self._ranks > 1
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, of a part and of the whole as they run."""
         # Ranks that are no stages leave experts to the compiler, in global view.
         apart = ranks == 1 or self._strategy.pipeline is not None
-        adapt = None if self._adapt is None else self._adapt(apart)
         try:
-            use = sample_use(self._parts, self._loss_fn, batch, sizes, adapt)
+            use = self._traces(apart).use(batch, sizes)
         except AxonDistError:
             raise
         except Exception as error:  # Whatever the user's loss does with fewer samples.
             if self._microbatches == 1:
                 raise
-            raise UnsupportedError(
-                f"the loss cannot be computed of the whole batch of {sizes[1]} samples, which the "
-                f"{self._microbatches} microbatches are to give the loss of: {_shortened(error)}. "
-                "Take the number of samples from the shapes of the batch, and not from a constant"
-            ) from error
+            raise UnsupportedError(self._too_small(sizes[1], str(error))) from error
         if use.failure and ranks == 1:
             raise UnsupportedError(self._too_small(sizes[0], use.failure))
         return use
@@ -188,16 +224,16 @@ class Separator:
 
         Other losses that couple samples are averaged over the microbatches.
         """
-        if self._promise:
+        if self._promise is not None:
             return
-        for name, found in use.outputs().items():
+        for name, found in {"loss": use.loss, **use.metrics}.items():
             if found.kind is Use.COUPLED and found.is_unrelated:
+                what = "the loss" if found is use.loss else f"the metric {name!r}"
                 raise UnsupportedError(
-                    f"the {name} {found.why}{_place(found)}: of {whole} samples it is not known "
-                    f"from those of parts of {part}, as {self._microbatches} microbatches give "
-                    "them. Make it a mean over the samples, a sum, or Weighted; take other "
-                    "microbatches, or leave the batch whole; or, if what the parts find on their "
-                    "own is to be averaged, say so: build_train_step(separable=True)"
+                    f"{what} {found.why}{_place(found)}, so that {self._microbatches} microbatches "
+                    f"of {part} samples do not give that of {whole}. Make every sample count for "
+                    "itself, or leave the batch whole; or, if what the microbatches find is to be "
+                    "averaged, say so: build_train_step(separable=False)"
                 )
 
     def _check_mixed(self, use: SampleUse, ranks: int) -> None:
@@ -333,100 +369,5 @@ def sample_use(
     sizes: tuple[int, int],
     adapt: Prepare | None = None,
 ) -> SampleUse:
-    """What a loss function makes of the samples of its batch, read from its program.
-
-    BatchNorm counts as one that averages its statistics over all parts, and experts as ones that
-    count the tokens of all, as the views that split the batch have them do.
-
-    Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        loss_fn: the user's loss.
-        batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
-        sizes: the numbers of samples of a part and of the whole, the latter a multiple.
-        adapt: changes the merged model first.
-
-    Returns:
-        What it is.
-    """
-    shapes = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(batch)]
-    names: list[str] = []
-    plain: list[bool] = []
-
-    def trace(count: int) -> Any:
-        leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
-        given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
-        run, found, is_plain = _forward(parts, loss_fn, adapt)
-        jaxpr = jax.make_jaxpr(run)(*parts.arguments, given)
-        names[:], plain[:] = found, is_plain
-        return jaxpr
-
-    whole = trace(sizes[1])
-    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.weights)], parts.frozen_paths)
-    try:
-        part = trace(sizes[0])
-    except AxonDistError:
-        raise
-    except Exception as error:  # Whatever the user's loss does with fewer samples.
-        why = f"cannot be computed of {sizes[0]} samples alone: {str(error)[:200]}"
-        return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {}, failure=str(error) or why)
-    traces = {sizes[0]: part, sizes[1]: whole}
-    values = follow_samples(lambda count: traces[count], sizes, len(shapes))
-    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
-    total, weight, *rest = values
-    metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
-    buffers = rest[2 * len(names) :]
-    changed = dict(zip(paths, buffers, strict=True))
-    return use_of(total, weight, metrics, changed, plain == [True], sizes[1] / sizes[0])
-
-
-def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
-    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
-
-    Weights of parts are added up before anything is divided, so they are held when the loss is
-    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
-
-    Args:
-        program: the traced loss; its first inputs are the parameters.
-        params: their paths.
-        frozen: those of them that are not trained.
-    """
-    moving = moves_with(program, 1, len(params))
-    found = [number for number in moving if params[number] not in frozen]
-    if found:
-        raise UnsupportedError(
-            f"the weight of the loss depends on the parameter {params[found[0]]!r}; in "
-            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
-            "number of its tokens, or go through jax.lax.stop_gradient"
-        )
-
-
-def _forward(
-    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None
-) -> tuple[Any, list[str], list[bool]]:
-    """(params, buffers, batch) -> total, weight, those of each metric, buffers.
-
-    With it come, once it has run, the names of the metrics, and whether the loss has no weight.
-    """
-    names: list[str] = []
-    plain: list[bool] = []
-
-    def prepare(model: nnx.Module) -> None:
-        if adapt is not None:
-            adapt(model)
-        synchronise_statistics(model, (RANKS,))
-
-    def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
-        outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
-        names[:] = sorted(outcome.metrics)
-        plain[:] = [isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1]
-        numbers = [outcome.loss, *(outcome.metrics[name] for name in names)]
-        pairs = [x if isinstance(x, Weighted) else Weighted(x, 1.0) for x in numbers]
-        scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
-        return [*scalars, *jax.tree.leaves(outcome.buffers)]
-
-    if not has_statistics(parts.abstract):
-        return run, names, plain
-    whole = PartitionSpec()
-    mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
-    run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return run, names, plain
+    """What a loss function makes of the samples of its batch: `Traces.use`."""
+    return Traces(parts, loss_fn, adapt).use(batch, sizes)
