@@ -24,6 +24,7 @@ from .sample_values import (
     as_rows,
     either,
     grown,
+    is_turn,
     nonlinear,
     not_numbered,
     plus,
@@ -52,6 +53,10 @@ def _gather(op: Operation, values: list[Value]) -> Value:
         raise Coupling(NUMBERS)
     if table.dim is None:
         return aligned([table, indices], table.scale)
+    if is_turn(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
+        numbers = op.params["dimension_numbers"]
+        is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
+        return table.at(None) if is_row else _stray()
     return _gather_rows(op, table, indices)
 
 
@@ -157,10 +162,21 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
 
 def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[1:]):
-        return _moving(op, values)
+        return _own_row(op, values) or _moving(op, values)
     if Role.PART in op.roles:
         raise Coupling("takes some of the samples")
     return not_numbered(values[0])
+
+
+def _own_row(op: Operation, values: list[Value]) -> Value | None:
+    """The row of the sample that a loop over all samples is at."""
+    table, places, dim = values[0], values[1:], values[0].dim
+    if not table.is_rows or dim is None or table.outer != 1 or table.numbers:
+        return None
+    rest = [*places[:dim], *places[dim + 1 :]]
+    is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]
+    is_own = is_one and is_turn(places[dim], op.inputs[0][0][dim])
+    return table.at(None) if is_own and all_constant(rest) else None
 
 
 def _moving(op: Operation, values: list[Value]) -> Value:

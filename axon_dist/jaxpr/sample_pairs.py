@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -13,7 +15,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
-from .sample_values import CONSTANT, DIFFERS, Kind, Operation, Value, coupled, grown, rows
+from .sample_values import (
+    CONSTANT,
+    DIFFERS,
+    ONE_EACH,
+    SIZES,
+    Kind,
+    Operation,
+    Value,
+    coupled,
+    grown,
+    rows,
+)
 from .walk import Atom, called, dtype_of, equations, shape_of, struct_of
 
 Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
@@ -253,6 +266,14 @@ WITHIN = (
 )
 
 
+def counts(body: Jaxpr, given: int, made: int) -> bool:
+    """Whether an output of a loop's body is one of its inputs plus 1."""
+    result, source = body.outvars[made], body.invars[given]
+    makers = [e for e in body.eqns if result in e.outvars and e.primitive.name == "add"]
+    steps = [atom.val for e in makers for atom in e.invars if isinstance(atom, Literal)]
+    return [int(step) for step in steps] == [1] and source in makers[0].invars
+
+
 def draws(called: ClosedJaxpr) -> str:
     """The operation by which a marked function draws random numbers; "" where none does."""
     names = (e.primitive.name for e in equations(called.jaxpr))
@@ -271,3 +292,76 @@ def promised(pair: Pair, operands: list[Value]) -> list[Value]:
         else:
             results.append(CONSTANT if not grown(shapes) else coupled("has no samples first", ""))
     return results
+
+
+def scalar(value: Any) -> Value:
+    """A constant that is the same for a part and the whole, its value known."""
+    number = _number(value)
+    return CONSTANT if number is None else Value(known=(number, number))
+
+
+def _number(value: Any) -> Any:
+    """A scalar as a number of Python; None of what is none, such as a key."""
+    if is_key(value):
+        return None
+    # Literals are Python's own numbers, too, which have no dtype.
+    dtype = np.dtype(getattr(value, "dtype", type(value)))
+    if dtype.kind in "biuf":
+        return np.asarray(value).item()
+    # To NumPy, bfloat16 and its like are no floats.
+    return float(value) if jnp.issubdtype(dtype, jnp.floating) else None
+
+
+def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
+    """A constant that differs between a part and the whole.
+
+    Args:
+        first: in the program of a part.
+        second: in that of the whole.
+        ratio: how many times more samples the whole has.
+    """
+    if first.shape != second.shape:
+        flat = first.reshape(-1)
+        if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
+            return scalar(flat[0])
+        return coupled(ONE_EACH, "")
+    if first.dtype.kind not in "biufV" or first.dtype != second.dtype or not first.size:
+        return coupled(DIFFERS, "")
+    if not first.ndim:
+        is_exact = first.dtype.kind in "biu"
+        eps = 0.0 if is_exact else float(jnp.finfo(first.dtype).eps)
+        return grown_scalar(_number(first[()]), _number(second[()]), ratio, eps)
+    a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
+    with np.errstate(all="ignore"):
+        scales = b / a
+    eps = 0.0 if first.dtype.kind in "biu" else float(jnp.finfo(first.dtype).eps)
+    fits = np.isfinite(scales).all() and scales[0]
+    if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
+        return coupled("is an array that " + SIZES, "")
+    return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
+
+
+def grown_scalar(first: Any, second: Any, ratio: float, eps: float = 2**-23) -> Value:
+    """A scalar that differs between a part and the whole.
+
+    Args:
+        first: its value for a part.
+        second: that for the whole.
+        ratio: how many times more samples the whole has.
+        eps: the relative distance of numbers in its dtype.
+    """
+    known = first, second
+    if first == second:
+        return Value(known=known)
+    has_scale = not isinstance(first, bool) and first and second and math.isfinite(second / first)
+    if not has_scale:
+        why = "is a number that " + SIZES
+        return dataclasses.replace(coupled(why, ""), known=known)
+    return Value(Kind.CONSTANT, _rounded(second / first, ratio, eps), known=known)
+
+
+def _rounded(scale: float, ratio: float, eps: float) -> float:
+    """A scale, or the power of the ratio that it is but for the rounding of two numbers."""
+    power = round(2 * math.log(abs(scale)) / math.log(ratio)) / 2 if ratio != 1 else 0.0
+    exact = math.copysign(ratio**power, scale)
+    return exact if math.isclose(scale, exact, rel_tol=max(2 * eps, 1e-12)) else scale

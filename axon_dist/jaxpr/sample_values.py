@@ -17,10 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
-import numpy as np
-
-from ..core.tree import is_key
 from .factors import Factors, Role, factors_of
 
 
@@ -57,7 +53,8 @@ class Value:
         outer: of ROWS, how many blocks of all samples lie one after another in the dim.
         numbers: of ROWS, by column of the last dim, whether it holds the position of the sample;
             `(True,)` where all of it does, and empty where nothing does.
-        over: of RATIO, the number of the total that it was divided by.
+        over: of RATIO, the number of the total that it was divided by; of the number of a sample in
+            a loop over all of them, how many a part has.
         slot: of CARRY, which of the values that the loop carries.
         known: the values of a scalar, or of an array of one value, in the programs of a part and of
             the whole, where these say it.
@@ -407,6 +404,11 @@ def only_numbers(value: Value) -> Value:
     return value
 
 
+def is_turn(value: Value, count: int) -> bool:
+    """Whether it is the number of the sample that a loop over so many is at."""
+    return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
+
+
 def not_numbered(value: Value) -> Value:
     """A value that is no position of a sample, and no sum that a loop is still at."""
     if value.numbers or value.kind is Kind.CARRY:
@@ -414,82 +416,12 @@ def not_numbered(value: Value) -> Value:
     return value
 
 
-DIFFERS = "is another program for another number of samples"
+DIFFERS = (
+    "is another program for another number of samples, as a loop of Python over them or a branch "
+    "by their number makes it"
+)
 RESHAPED = "is reshaped across the samples"
 WRITTEN = "is written where several samples can write"
 PICKED = "picks samples by an index"
 ONE_EACH = "is an array with an entry of its own for every sample"
 UNEVEN = "takes some of the samples, which are others for a part of the batch than for the whole"
-
-
-def scalar(value: Any) -> Value:
-    """A constant that is the same for a part and the whole, its value known."""
-    number = _number(value)
-    return CONSTANT if number is None else Value(known=(number, number))
-
-
-def _number(value: Any) -> Any:
-    """A scalar as a number of Python; None of what is none, such as a key."""
-    if is_key(value):
-        return None
-    # Literals are Python's own numbers, too, which have no dtype.
-    dtype = np.dtype(getattr(value, "dtype", type(value)))
-    if dtype.kind in "biuf":
-        return np.asarray(value).item()
-    # To NumPy, bfloat16 and its like are no floats.
-    return float(value) if jnp.issubdtype(dtype, jnp.floating) else None
-
-
-def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
-    """A constant that differs between a part and the whole.
-
-    Args:
-        first: in the program of a part.
-        second: in that of the whole.
-        ratio: how many times more samples the whole has.
-    """
-    if first.shape != second.shape:
-        flat = first.reshape(-1)
-        if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
-            return scalar(flat[0])
-        return coupled(ONE_EACH, "")
-    if first.dtype.kind not in "biufV" or first.dtype != second.dtype or not first.size:
-        return coupled(DIFFERS, "")
-    if not first.ndim:
-        is_exact = first.dtype.kind in "biu"
-        eps = 0.0 if is_exact else float(jnp.finfo(first.dtype).eps)
-        return grown_scalar(_number(first[()]), _number(second[()]), ratio, eps)
-    a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
-    with np.errstate(all="ignore"):
-        scales = b / a
-    eps = 0.0 if first.dtype.kind in "biu" else float(jnp.finfo(first.dtype).eps)
-    fits = np.isfinite(scales).all() and scales[0]
-    if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
-        return coupled("is an array that " + SIZES, "")
-    return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
-
-
-def grown_scalar(first: Any, second: Any, ratio: float, eps: float = 2**-23) -> Value:
-    """A scalar that differs between a part and the whole.
-
-    Args:
-        first: its value for a part.
-        second: that for the whole.
-        ratio: how many times more samples the whole has.
-        eps: the relative distance of numbers in its dtype.
-    """
-    known = first, second
-    if first == second:
-        return Value(known=known)
-    has_scale = not isinstance(first, bool) and first and second and math.isfinite(second / first)
-    if not has_scale:
-        why = "is a number that " + SIZES
-        return dataclasses.replace(coupled(why, ""), known=known)
-    return Value(Kind.CONSTANT, _rounded(second / first, ratio, eps), known=known)
-
-
-def _rounded(scale: float, ratio: float, eps: float) -> float:
-    """A scale, or the power of the ratio that it is but for the rounding of two numbers."""
-    power = round(2 * math.log(abs(scale)) / math.log(ratio)) / 2 if ratio != 1 else 0.0
-    exact = math.copysign(ratio**power, scale)
-    return exact if math.isclose(scale, exact, rel_tol=max(2 * eps, 1e-12)) else scale

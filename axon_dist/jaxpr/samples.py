@@ -29,8 +29,11 @@ from .sample_pairs import (
     are_alike,
     are_equal_keys,
     both,
+    counts,
     draws,
     folded,
+    grown_constant,
+    grown_scalar,
     have_one_form,
     inner,
     is_float,
@@ -39,6 +42,7 @@ from .sample_pairs import (
     parting,
     promised,
     pullback,
+    scalar,
 )
 from .sample_rules import RULES, unknown, unread
 from .sample_single import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
@@ -56,12 +60,9 @@ from .sample_values import (
     coupled,
     either,
     grown,
-    grown_constant,
-    grown_scalar,
     plus,
     rows,
     same_scale,
-    scalar,
     told,
     total,
 )
@@ -369,14 +370,22 @@ class Walk:
             for i in range(len(carry))
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
+        lengths: Any = tuple(inners(equation)[0].times for equation in pair)
+        counters = [
+            first.is_zero and all(counts(program.jaxpr, len(consts) + i, i) for program in bodies)
+            for i, first in enumerate(carry)
+        ]
+        turn = Value(Kind.ROWS, numbers=(True,), over=lengths[0])
+        start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
         found = self._body(bodies, [*consts, *start, *each])
         results = []
-        times = inners(pair[1])[0].times / inners(pair[0])[0].times  # type: ignore[operator]
         for slot, (value, first, kept) in enumerate(zip(found, carry, through, strict=False)):
             if kept:
                 results.append(first)
+            elif counters[slot]:
+                results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
             elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_joined(plus, first, total(times), at))
+                results.append(_joined(plus, first, total(lengths[1] / lengths[0]), at))
             else:
                 results.append(value if value.kind is Kind.COUPLED else bad)
         for value in found[len(carry) :]:
