@@ -8,9 +8,12 @@ from typing import Any
 
 from .factors import Role
 from .sample_values import (
+    MOVING,
     NUMBERS,
     PICKED,
     SIZES,
+    SOME,
+    TURNED,
     UNEVEN,
     WRITTEN,
     Coupling,
@@ -164,7 +167,7 @@ def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[1:]):
         return _own_row(op, values) or _moving(op, values)
     if Role.PART in op.roles:
-        raise Coupling("takes some of the samples")
+        raise Coupling(SOME)
     return not_numbered(values[0])
 
 
@@ -182,7 +185,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
 def _moving(op: Operation, values: list[Value]) -> Value:
     """Slices at places that depend on the one sample of a loop."""
     if any(v.is_rows and v.dim is not None for v in values):
-        raise Coupling("takes slices at places that differ from sample to sample")
+        raise Coupling(MOVING)
     return nonlinear(op.name, values)
 
 
@@ -226,7 +229,7 @@ def _sliced(value: Value, shapes: Shapes, new: Shapes, found: list[Any]) -> Valu
     # So many from either end are the same for all sizes; a share of the samples is not.
     is_fixed = all(a == b or sizes[0] - a == sizes[1] - b for a, b in ends)
     is_fixed = is_fixed and all(new[0]) and {cut[2] for cut in spans} == {1}
-    raise Coupling("takes some of the samples" if is_fixed else UNEVEN)
+    raise Coupling(SOME if is_fixed else UNEVEN)
 
 
 def _split(op: Operation, values: list[Value]) -> list[Value]:
@@ -259,7 +262,7 @@ def _pad(op: Operation, values: list[Value]) -> Value:
 
 def _reverse(op: Operation, values: list[Value]) -> Value:
     if Role.ALONG in op.roles:
-        raise Coupling("reverses the order of the samples")
+        raise Coupling(TURNED)
     return not_numbered(values[0])
 
 

@@ -16,9 +16,11 @@ from .factors import TRAILING, Role
 from .sample_indexing import INDEXING
 from .sample_values import (
     CONSTANT,
+    JOINED,
     LOOPED,
     NUMBERS,
     RESHAPED,
+    RUNNING,
     Coupling,
     Kind,
     Operation,
@@ -155,7 +157,8 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     """Operations along some dims, or around each place, which keep the others."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
     if op.roles - {Role.PASSES}:
-        raise Coupling(f"takes `{op.name}` along the samples")
+        how = RUNNING if op.name.startswith("cum") else "takes"
+        raise Coupling(f"{how} `{op.name}` along the samples")
     is_sum = op.name in ("cumsum", "reduce_window_sum")
     result = values[0] if is_sum else nonlinear(op.name, values)
     if result.numbers or result.kind is Kind.CARRY:
@@ -207,10 +210,10 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
         if len({shapes[0][dim] for shapes in op.inputs}) > 1:
-            raise Coupling("joins samples with something else along their dim")
+            raise Coupling(JOINED)
         first = functools.reduce(either, map(not_numbered, beside))
         if not first.is_rows:
-            raise Coupling("joins samples with something else along their dim")
+            raise Coupling(JOINED)
         return first.at(dim, first.outer * len(values))
     if any(value.numbers for value in beside):
         flags = tuple(value.numbers == (True,) for value in beside)

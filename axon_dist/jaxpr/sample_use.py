@@ -9,13 +9,19 @@ from collections.abc import Mapping
 from ..core.typing import Path
 from .sample_values import (
     DIFFERS,
+    DIMS,
+    JOINED,
     LOOPED,
+    MOVING,
     NUMBERS,
     ONE_EACH,
     PICKED,
+    QUOTIENT,
     RESHAPED,
+    RUNNING,
     SIZES,
-    UNEVEN,
+    SOME,
+    TURNED,
     WRITTEN,
     Kind,
     Value,
@@ -43,7 +49,10 @@ class Use(enum.Enum):
     COUPLED = "coupled"
 
 
-_UNRELATED = (DIFFERS, LOOPED, NUMBERS, ONE_EACH, PICKED, RESHAPED, SIZES, UNEVEN, WRITTEN)
+_UNRELATED = (
+    DIFFERS, DIMS, JOINED, LOOPED, MOVING, NUMBERS, ONE_EACH, PICKED, QUOTIENT, RESHAPED, RUNNING,
+    SIZES, SOME, TURNED, WRITTEN,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +83,8 @@ class OutputUse:
 
         Such as a loss that goes by their places, or by their number.
         """
-        return any(reason in self.why for reason in _UNRELATED)
+        is_weight = self.why.startswith(OF_WEIGHT)
+        return is_weight or any(reason in self.why for reason in _UNRELATED)
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""

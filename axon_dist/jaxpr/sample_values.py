@@ -303,7 +303,9 @@ def nonlinear(name: str, values: list[Value]) -> Value:
         Coupling: when one of them is a total, or depends on the number of samples.
     """
     for value in values:
-        if value.kind in (Kind.TOTAL, Kind.CARRY):
+        if value.kind is Kind.CARRY:
+            raise Coupling(LOOPED)
+        if value.kind is Kind.TOTAL:
             raise Coupling(f"takes `{name}` of a total over the samples, which is not linear")
         if value.kind in (Kind.RATIO, Kind.MIXED):
             raise Coupling(value.why)
@@ -423,5 +425,11 @@ DIFFERS = (
 RESHAPED = "is reshaped across the samples"
 WRITTEN = "is written where several samples can write"
 PICKED = "picks samples by an index"
+MOVING = "takes slices at places that differ from sample to sample"
+SOME = "takes some of the samples"
+TURNED = "reverses the order of the samples"
+JOINED = "joins samples with something else along their dim"
+DIMS = "depends on the number of samples in more than one dim"
+RUNNING = "goes on from sample to sample, by"
 ONE_EACH = "is an array with an entry of its own for every sample"
-UNEVEN = "takes some of the samples, which are others for a part of the batch than for the whole"
+UNEVEN = SOME + ", which are others for a part of the batch than for the whole"

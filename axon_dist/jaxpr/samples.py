@@ -49,6 +49,7 @@ from .sample_single import RELAYS, Aligned, aligned_equations, is_loose, loosely
 from .sample_values import (
     CONSTANT,
     DIFFERS,
+    DIMS,
     LOOPED,
     SIZES,
     Coupling,
@@ -237,8 +238,7 @@ class Walk:
             fits = dims == counts and all(
                 shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
             )
-            why = "depends on the number of samples in more than one dim"
-            results.append(value if fits else coupled(why, at))
+            results.append(value if fits else coupled(DIMS, at))
         return results
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:

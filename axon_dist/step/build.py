@@ -142,9 +142,12 @@ def build_train_step(
             then also what only a batch can show is refused here, rather than by the first call.
             Its leaves have shape [B, ...]; what belongs to no sample stands in a `Shared`.
         separable: True promises that the loss of a batch is the (weighted) mean of those of its
-            parts, False that it is not. None reads it from the program of the loss: a mean, a sum
-            and `Weighted` have the value of the whole batch however it is cut, and a loss that
-            couples samples is computed in global view, averaged over microbatches.
+            parts, False that it is not. None reads it from the programs of the loss of the batch
+            and of one part, at the sizes that run: a mean, a sum and `Weighted` have the value of
+            the whole batch however it is cut. A loss that couples samples is computed in global
+            view, averaged over microbatches; one that goes by their places, divides one sum by
+            another, or is another program for a part, is refused with microbatches, unless False
+            says that it is to be averaged all the same.
         eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
             as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
             modules, with the layers of Linen in them, as `evaluation` says; tell models of yours

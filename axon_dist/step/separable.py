@@ -41,15 +41,20 @@ class Separation:
         loss_fn: the user's, weighed so that `sum(totals) / sum(weights)` over all parts is right.
         is_per_rank: whether ranks compute it each from its own samples.
         why: what keeps them from it where they would have; "" otherwise.
+        averaged: what makes the loss a mean of those of the microbatches, which that of the whole
+            batch is not; "" where it is.
     """
 
     loss_fn: LossFn
     is_per_rank: bool
     why: str = ""
+    averaged: str = ""
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
-        return view + (f", because {self.why}" if self.why else "")
+        found = view + (f", because {self.why}" if self.why else "")
+        also = "" if self.averaged == self.why else f", for {self.averaged}"
+        return found + (f"; averaged over microbatches{also}" if self.averaged else "")
 
 
 class Separator:
@@ -158,7 +163,9 @@ class Separator:
             use = self._use(batch, (samples, whole), 1)
         self._check_related(use, samples, whole)
         self._check_mixed(use, ranks)
-        return Separation(in_parts(self._loss_fn, use), per_rank, why)
+        is_averaged = self._promise is None and self._microbatches > 1
+        averaged = use.coupled if is_averaged else ""
+        return Separation(in_parts(self._loss_fn, use), per_rank, why, averaged)
 
     def _is_computable(self, batch: Batch, whole: int) -> bool:
         if self._microbatches == 1:
@@ -227,7 +234,9 @@ class Separator:
         if self._promise is not None:
             return
         for name, found in {"loss": use.loss, **use.metrics}.items():
-            if found.kind is Use.COUPLED and found.is_unrelated:
+            # One sample alone is coupled with none: such a loss is 0 of it, or not a number.
+            is_lost = found.is_unrelated or (part == 1 and "of a total" not in found.why)
+            if found.kind is Use.COUPLED and is_lost:
                 what = "the loss" if found is use.loss else f"the metric {name!r}"
                 raise UnsupportedError(
                     f"{what} {found.why}{_place(found)}, so that {self._microbatches} microbatches "

@@ -334,7 +334,7 @@ COUPLED = {
     "top": (lambda p, b: jnp.sum(jax.lax.top_k(error(p, b), 2)[0]), "`top_k` along the samples"),
     "places in the queue of an expert": (
         lambda p, b: jnp.mean(jnp.cumsum(jax.nn.one_hot(b["label"], 3), 0) < 2),
-        "takes `cumsum` along the samples",
+        "by `cumsum` along the samples",
     ),
     "softmax over samples": (
         lambda p, b: jnp.sum(jax.nn.softmax(error(p, b)) * error(p, b)),
