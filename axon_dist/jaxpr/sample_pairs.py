@@ -67,7 +67,8 @@ class Known:
                 return self._constant(part.val, whole.val)
             return coupled(DIFFERS, "")
         found, origin = self._values[whole], self._origin(part)
-        is_same = self._mates[whole] is origin or self._numbers.get(origin) == found.number
+        is_equal = found.number != 0 and self._numbers.get(origin) == found.number
+        is_same = self._mates[whole] is origin or is_equal
         return found if is_same else coupled(DIFFERS, "")
 
     def _origin(self, part: Atom) -> Atom:

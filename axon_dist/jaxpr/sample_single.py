@@ -73,7 +73,7 @@ def relay(known: Known, pair: Aligned, ratio: float) -> bool:
     op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, (None, None))
     found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
     if found is not None:
-        known.write(source, made, found)
+        known.write(source, made, dataclasses.replace(found, number=value.number))
     return found is not None
 
 

@@ -257,6 +257,12 @@ QUOTIENT = (
 )
 
 
+FLOORED = (
+    "; where that keeps a divisor from being 0, return Weighted(total, weight) without it, for "
+    "what weighs nothing is a loss of 0"
+)
+
+
 def _scaled(value: Value, scale: float) -> Value:
     if value.kind is Kind.CARRY:
         raise Coupling(LOOPED)
@@ -306,7 +312,8 @@ def nonlinear(name: str, values: list[Value]) -> Value:
         if value.kind is Kind.CARRY:
             raise Coupling(LOOPED)
         if value.kind is Kind.TOTAL:
-            raise Coupling(f"takes `{name}` of a total over the samples, which is not linear")
+            also = FLOORED if name == "max" else ""
+            raise Coupling(f"takes `{name}` of a total over the samples, which is not linear{also}")
         if value.kind in (Kind.RATIO, Kind.MIXED):
             raise Coupling(value.why)
     if any(value.is_scaled and not value.is_zero for value in values):

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ..core.compat import source_line
 from ..core.tree import is_key
@@ -201,7 +201,7 @@ class Walk:
         one, count = pair[0], len(pair[0].outvars)
         name, op = one.primitive.name, operation(pair)
         if (number := folded(op, operands)) is not None:
-            key = (name, *(value.known for value in operands))
+            key = (name, str(op.params), *(value.known for value in operands))
             return [self._named(grown_scalar(*number, self._ratio), key)]
         decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
@@ -210,7 +210,7 @@ class Walk:
         rule = RULES.get(name, unknown)
         try:
             if (loose := self._loose(op, operands)) is not None:
-                return [told(loose, at)] * count
+                return self._numbered(pair, operands, [told(loose, at)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # Versions of JAX differ in the parameters of operations.
@@ -222,7 +222,7 @@ class Walk:
             return [coupled(str(problem), mixed.where if mixed else at)] * count
         results = result if isinstance(result, list) else [result] * count
         results = [told(value, at) for value in results]
-        return self._checked(pair, self._numbered(one, operands, results), at)
+        return self._checked(pair, self._numbered(pair, operands, results), at)
 
     def _checked(self, pair: Pair, values: list[Value], at: str) -> list[Value]:
         """Values whose dims that count samples are those that grow."""
@@ -247,7 +247,7 @@ class Walk:
             if op.name in RELAYS and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
                 found = relayed(op, operands[0], self._ratio)
                 if found is not None:
-                    return dataclasses.replace(found, number=0)
+                    return found
             shapes = zip(operands, op.inputs, strict=True)
             if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
                 found = loosely(op, operands, self._ratio)
@@ -255,14 +255,12 @@ class Walk:
         is_known = op.name in RULES or all_constant(operands)
         return None if not is_known or are_alike(op) else coupled(DIFFERS, "")
 
-    def _numbered(
-        self, equation: JaxprEqn, operands: list[Value], results: list[Value]
-    ) -> list[Value]:
+    def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""
-        name = equation.primitive.name
+        name = pair[0].primitive.name
         if name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], number=operands[0].number)]
-        params = str(sorted(equation.params.items(), key=str))
+        params = str([sorted(equation.params.items(), key=str) for equation in pair])
         key = (name, params, *(value.number for value in operands))
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
