@@ -49,10 +49,18 @@ class Traces:
         parts: the model's structure, and the shapes of its parameters and buffers.
         loss_fn: the user's loss.
         adapt: changes the merged model first.
+        over_all: whether statistics are averaged over all parts; else each part has its own.
     """
 
-    def __init__(self, parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None = None):
+    def __init__(
+        self,
+        parts: ModelParts,
+        loss_fn: LossFn,
+        adapt: Prepare | None = None,
+        over_all: bool = True,
+    ):
         self._parts, self._loss_fn, self._adapt = parts, loss_fn, adapt
+        self._over_all = over_all and has_statistics(parts.abstract)
         self._found: dict[Any, Traced] = {}
 
     def of(self, batch: Batch, samples: int) -> Traced:
@@ -62,15 +70,23 @@ class Traces:
             batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
             samples: how many.
         """
-        leaves, structure = jax.tree.flatten(batch)
-        shapes = [jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for x in leaves]
-        key = (structure, *((x.shape, x.dtype) for x in shapes))
+        key = self._key(batch, samples)
         if key not in self._found:
-            run, names, plain = _forward(self._parts, self._loss_fn, self._adapt)
+            structure, *kinds = key
+            shapes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
+            run, names, plain = _forward(self._parts, self._loss_fn, self._adapt, self._over_all)
             given = jax.tree.unflatten(structure, shapes)
             program = jax.make_jaxpr(run)(*self._parts.arguments, given)
             self._found[key] = Traced(program, tuple(names), plain == [True])
         return self._found[key]
+
+    def _key(self, batch: Batch, samples: int) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(batch)
+        return structure, *(((samples, *x.shape[1:]), x.dtype) for x in leaves)
+
+    def has(self, batch: Batch, samples: int) -> bool:
+        """Whether the loss of so many samples is traced."""
+        return self._key(batch, samples) in self._found
 
     def use(self, batch: Batch, sizes: tuple[int, int]) -> SampleUse:
         """What the loss makes of the samples of its batch, read from its programs.
@@ -126,7 +142,7 @@ def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> 
 
 
 def _forward(
-    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None
+    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None, over_all: bool
 ) -> tuple[Any, list[str], list[bool]]:
     """(params, buffers, batch) -> total, weight, those of each metric, buffers.
 
@@ -138,7 +154,8 @@ def _forward(
     def prepare(model: nnx.Module) -> None:
         if adapt is not None:
             adapt(model)
-        synchronise_statistics(model, (RANKS,))
+        if over_all:
+            synchronise_statistics(model, (RANKS,))
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
         outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
@@ -149,7 +166,7 @@ def _forward(
         scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
         return [*scalars, *jax.tree.leaves(outcome.buffers)]
 
-    if not has_statistics(parts.abstract):
+    if not over_all:
         return run, names, plain
     whole = PartitionSpec()
     mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))

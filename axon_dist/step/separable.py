@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -133,6 +134,11 @@ class Separator:
         return self._obstacle(self._use(shapes, sizes, 2))
 
     @property
+    def _is_by_ranks(self) -> bool:
+        """Whether ranks would compute the loss each from its own samples."""
+        return wants_ranks(self._strategy, self._parts, self._microbatches)[0] and self._ranks > 1
+
+    @property
     def _ranks(self) -> int:
         return math.prod(self._sizes.values())
 
@@ -171,7 +177,8 @@ class Separator:
         if self._microbatches == 1:
             return True
         try:
-            self.program(batch, whole)
+            apart = self._strategy.pipeline is not None or not self._is_by_ranks
+            self._traces(apart).of(batch, whole)
         except AxonDistError:
             raise
         except Exception:  # Whatever the user's loss does with more samples.
@@ -188,19 +195,22 @@ class Separator:
         Returns:
             (params, buffers, batch) -> what the loss function gives, with the weights whole.
         """
-        apart = self._strategy.pipeline is not None or not self._ranks_of_view
-        return self._traces(apart).of(batch, samples).program
+        for traces in self._traced.values():
+            if traces.has(batch, samples):
+                return traces.of(batch, samples).program
+        # Asked for where ranks are known by name, which the program over all of them is not.
+        return self._alone.of(batch, samples).program
+
+    @cached_property
+    def _alone(self) -> Traces:
+        adapt = None if self._adapt is None else self._adapt(False)
+        return Traces(self._parts, self._loss_fn, adapt, over_all=False)
 
     def _traces(self, apart: bool) -> Traces:
         if apart not in self._traced:
             adapt = None if self._adapt is None else self._adapt(apart)
             self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
         return self._traced[apart]
-
-    @property
-    def _ranks_of_view(self) -> bool:
-        """Whether ranks would compute the loss each from its own samples."""
-        return wants_ranks(self._strategy, self._parts, self._microbatches)[0] and self._ranks > 1
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, of a part and of the whole as they run."""
