@@ -33,7 +33,7 @@ Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 """An equation of the program of a part, and the same of that of the whole."""
 
 
-class Known:
+class PairValues:
     """What is known of the variables of two programs, which have to stand at the same places.
 
     Args:

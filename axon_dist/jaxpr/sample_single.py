@@ -17,7 +17,7 @@ from typing import TypeAlias
 from jax.extend.core import JaxprEqn, Var
 
 from ..core.typing import Shape
-from .sample_pairs import Known
+from .sample_pairs import PairValues
 from .sample_rules import RULES
 from .sample_values import Coupling, Kind, Operation, Shapes, Value, total
 from .walk import ELEMENTWISE, JaxprLike, shape_of
@@ -46,7 +46,7 @@ def aligned_equations(part: JaxprLike, whole: JaxprLike) -> Iterator[Aligned] | 
     return iter(found)
 
 
-def relay(known: Known, pair: Aligned, ratio: float) -> bool:
+def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
     """Notes what an equation makes that one of the programs has alone.
 
     Args:

@@ -24,8 +24,8 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .sample_pairs import (
     WITHIN,
-    Known,
     Pair,
+    PairValues,
     are_alike,
     are_equal_keys,
     both,
@@ -133,7 +133,7 @@ class Walk:
         pairs = self._pairs(jaxprs)
         if pairs is None or not have_one_form(*jaxprs, "constvars", "invars", "outvars"):
             return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
-        known = Known(self._constant)
+        known = PairValues(self._constant)
         consts = (program.consts for program in programs)
         for variables, constants in zip(
             both(jaxprs, "constvars"), zip(*consts, strict=True), strict=True
