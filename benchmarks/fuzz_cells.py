@@ -39,6 +39,12 @@ class Layout:
     replicas: int = 1
     every: int = 1
 
+    @property
+    def num_ranks(self) -> int:
+        """Into how many parts the samples of a microbatch are cut."""
+        sizes = dict(axis.split("=") for axis in self.mesh.split(","))
+        return math.prod(int(n) for axis, n in sizes.items() if axis not in ("tp", "pp", "cp"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -235,6 +241,49 @@ class Net(nnx.Module):
         return self.leave(self.norm(x).mean((1, 2)))
 """
 
+# Equal blocks that compute other things: by the type of a flag, by a global, by a context variable,
+# by an object that is changed between their calls.
+_PYTHON = """
+import contextvars
+import types
+
+DEPTHS, REFERENCE = [], contextvars.ContextVar("reference", default=False)
+CONFIG = types.SimpleNamespace(scale=1)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x, flag):
+        scale = {{bool: 0.5, int: 0.25}}.get(type(flag), 1.0) + 0.1 * (len(DEPTHS) % 5)
+        scale = scale * CONFIG.scale * (0.3 if REFERENCE.get() else 1.0)
+        return x + scale * self.down(jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.enter, self.leave = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.blocks = nnx.List(Block(rngs) for _ in range(4))
+
+    def __call__(self, x):
+        DEPTHS.clear()
+        REFERENCE.set(False)
+        CONFIG.scale = 1
+        x = self.enter(x)
+        for i, block in enumerate(self.blocks):
+            flag = {flag}
+            x = block(x, flag)
+        return self.leave(x)
+"""
+
+STATEFUL = frozenset(
+    ("dropout", "keys of samples", "batch norm", "batch norms of blocks", "running mean", "counter",
+     "experts", "experts, stacked")
+)  # fmt: skip
+"""Models of which a whole batch and its microbatches are two runs."""
+
 MODELS: MappingProxyType[str, Model] = MappingProxyType(
     {
         "blocks": Model(_blocks(_UP_DOWN, "self.down(jnp.tanh(self.up(x)))")),
@@ -302,6 +351,10 @@ MODELS: MappingProxyType[str, Model] = MappingProxyType(
         "experts, stacked": Model(_EXPERTS.format(more="scan_layers=True,"), tokens=True),
         "bridged": Model(_BRIDGED),
         "convolutions": Model(_CONVOLUTION),
+        "flags that are equal": Model(_PYTHON.format(flag="(0, False, 1, True)[i]")),
+        "a global": Model(_PYTHON.format(flag="DEPTHS.append(i) or len(DEPTHS) % 5")),
+        "a context variable": Model(_PYTHON.format(flag="REFERENCE.set(i > 1) and i")),
+        "an object that changes": Model(_PYTHON.format(flag="setattr(CONFIG, 'scale', 1 + i)")),
     }
 )
 
@@ -322,6 +375,11 @@ LOSSES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
         "root of the mean": ("mean", "jnp.sqrt(jnp.mean(each) + 1e-3)"),
         "contrast": ("mean", "jnp.mean(each) + 0.1 * jnp.mean((each[:, None] - each[None]) ** 2)"),
         "balance": ("mean", "jnp.mean(each) + 0.1 * jnp.var(each)"),
+        "times log of the batch": ("whole", "jnp.mean(each) * jnp.log(1.0 + len(each))"),
+        "over at most eight": ("whole", "jnp.sum(each) / min(len(each), 8)"),
+        "every second sample": ("whole", "2 * jnp.sum(each[1::2]) / len(each)"),
+        "interleaved pairs": ("whole", "jnp.mean(nnx.softplus(each[1::2] - each[::2]))"),
+        "one by one": ("whole", "sum(each[i] for i in range(len(each))) / len(each)"),
     }
 )
 
@@ -365,6 +423,7 @@ class Cell:
         accumulate: K; a pipeline's own where there is one.
         options: further arguments of `build_train_step`.
         factory: whether the model is made by the step.
+        samples: of a batch.
     """
 
     layout: Layout
@@ -374,29 +433,39 @@ class Cell:
     accumulate: int
     options: tuple[str, ...]
     factory: bool
+    samples: int = SAMPLES
 
     @classmethod
     def draw(cls, draw: random.Random) -> Cell:
         """A cell by chance; each column by itself."""
         layout = draw.choice(LAYOUTS)
         options = tuple(filter(None, (draw.choice(each) for each in OPTIONS.values())))
-        return cls(
-            layout,
-            draw.choice(sorted(MODELS)),
-            draw.choice(sorted(LOSSES)),
-            draw.choice(sorted(OPTIMIZERS)),
-            layout.microbatches or draw.choice((1, 1, 2, 4)),
-            options,
-            draw.random() < 0.5,
-        )
+        model, loss = draw.choice(sorted(MODELS)), draw.choice(sorted(LOSSES))
+        optimizer = draw.choice(sorted(OPTIMIZERS))
+        count = layout.microbatches or draw.choice((1, 1, 2, 4))
+        factory, samples = draw.random() < 0.5, SAMPLES
+        if LOSSES[loss][0] == "whole" and model in STATEFUL:
+            model = "blocks"
+        if draw.random() < 0.4:
+            # One sample for each rank and microbatch.
+            samples = count * layout.num_ranks
+        elif loss == "weighted" and model not in STATEFUL and layout.replicas == 1:
+            options, samples = (*options, "pad='weight'"), SAMPLES - 3
+        return cls(layout, model, loss, optimizer, count, options, factory, samples)
 
     @property
     def name(self) -> str:
         """The choices in a line."""
-        more = (f"K={self.accumulate}", *self.options, *(["factory"] if self.factory else []))
+        made = ["factory"] if self.factory else []
+        more = (f"K={self.accumulate}", f"B={self.samples}", *self.options, *made)
         return " | ".join(
             (self.layout.mesh, self.layout.strategy, self.model, self.loss, self.optimizer, *more)
         )
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the batch is filled up, so that only the whole of it can be compared."""
+        return "pad='weight'" in self.options
 
     @property
     def is_low(self) -> bool:
@@ -413,7 +482,7 @@ class Cell:
             model=model.source.strip(),
             each=_TOKENS if model.tokens else _FEATURES,
             loss=loss,
-            batch=(_TOKEN_BATCH if model.tokens else _FEATURE_BATCH).format(samples=SAMPLES),
+            batch=(_TOKEN_BATCH if model.tokens else _FEATURE_BATCH).format(samples=self.samples),
             optimizer=OPTIMIZERS[self.optimizer],
             mesh=self.layout.mesh,
             size=math.prod(int(axis.split("=")[1]) for axis in self.layout.mesh.split(",")),
@@ -422,11 +491,11 @@ class Cell:
             make="Net" if self.factory else "Net()",
             reduce=reduce,
             clip=next((o.split("=")[1] for o in self.options if o.startswith("clip")), None),
-            count=self.accumulate,
+            count=1 if reduce == "whole" or self.is_padded else self.accumulate,
             replicas=self.layout.replicas,
             every=self.layout.every,
             steps=STEPS,
-            samples=SAMPLES,
+            samples=self.samples,
             tolerance=_LOW if self.is_low else _TOLERANCE,
             low=self.is_low,
         )

@@ -114,7 +114,9 @@ def evaluate(
     checkpoint = find_checkpoint(run, config, step, notes)
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
-    built = build_step(config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None)
+    built = build_step(
+        config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None, trains=False
+    )
     loader = build_loader(config, world, built.strategy.batch_axes)
     if world.process_index == 0:
         tell(f"data: {loader.description}")
@@ -330,7 +332,7 @@ def tokenizer_of(run: str | Path, config: RunConfig) -> Tokenizer:
 
 def _placed_model(checkpoint: Path, config: RunConfig, world: World) -> nnx.Module:
     """The model of a checkpoint, its parameters where the strategy lays them."""
-    step = build_step(config, world, optax.identity(), meeting=lambda slow: None)
+    step = build_step(config, world, optax.identity(), meeting=lambda slow: None, trains=False)
     targets: Any = step.weight_targets
 
     # In device memory, where a strategy that offloads them would not have them.

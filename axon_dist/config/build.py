@@ -81,6 +81,7 @@ def build_step(
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
     meeting: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
+    trains: bool = True,
 ) -> TrainStep:
     """Builds the step of a run; nothing is compiled yet.
 
@@ -93,12 +94,15 @@ def build_step(
         compiler_options: beside and over those of the chip.
         meeting: changes when and how replicas meet that train on their own; None for a plan makes
             one model of them, as for a step that trains nothing.
+        trains: whether steps will be taken, so that the loss of the config's batch has to be that
+            of its parts.
 
     Raises:
         ConfigError: when an option of the strategy is not one.
         DivisibilityError: when the batch does not divide over the mesh and the microbatches.
         MeshError: when the strategy needs an axis that the mesh lacks.
         StrategyConflictError: when strategies contradict each other.
+        UnsupportedError: when the loss of the batch cannot be had from its parts.
     """
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
@@ -124,6 +128,8 @@ def build_step(
         batch=_example(config, strategy, world),
     )
     _check_batch(config, step)
+    if trains:
+        step.separation(abstract_batch(config))
     return step
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-
-from ..core.compat import eval_equation, source_line
-from ..core.tree import is_key
 from .factors import Role
 from .sample_values import (
+    MOVING,
     NUMBERS,
+    PICKED,
+    SIZES,
+    SOME,
+    TURNED,
+    UNEVEN,
+    WRITTEN,
     Coupling,
     Kind,
     Operation,
@@ -24,14 +25,15 @@ from .sample_values import (
     aligned,
     all_constant,
     as_rows,
+    either,
     grown,
+    is_turn,
     nonlinear,
     not_numbered,
     plus,
     rows,
     total,
 )
-from .walk import Atom, called, dtype_of, shape_of, struct_of
 
 _SCATTERS = tuple(
     f"scatter{dash}{kind}" for kind in ("add", "sub", "mul", "min", "max") for dash in "-_"
@@ -46,14 +48,18 @@ def _gather(op: Operation, values: list[Value]) -> Value:
             if not table.is_constant:
                 raise Coupling("looks up a total over the samples for each of them")
             found = op.moved(indices, _INDICES)
-            return rows(found.dim, found.outer, table.degree)
+            return rows(found.dim, found.outer, table.scale)
         if not indices.is_constant and not indices.is_rows:
             raise Coupling("is an index that depends on several samples")
-        return aligned([indices], table.degree) if indices.is_rows else table
+        return aligned([indices], table.scale) if indices.is_rows else table
     if table.numbers:
         raise Coupling(NUMBERS)
     if table.dim is None:
-        return aligned([table, indices], table.degree)
+        return aligned([table, indices], table.scale)
+    if is_turn(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
+        numbers = op.params["dimension_numbers"]
+        is_row = numbers.start_index_map == (table.dim,) == numbers.collapsed_slice_dims
+        return table.at(None) if is_row else _stray()
     return _gather_rows(op, table, indices)
 
 
@@ -99,7 +105,7 @@ def _gather_rows(op: Operation, table: Value, indices: Value) -> Value:
         is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
         if is_fixed and op.factors.role(_TABLE, dim or 0) is Role.PASSES:
             return op.moved(table)
-    raise Coupling("picks samples by an index")
+    raise Coupling(PICKED)
 
 
 def _scatter(op: Operation, values: list[Value]) -> Value:
@@ -111,10 +117,12 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
     factor = _written(op, table, indices)
     if factor is None:
         raise Coupling("writes to samples by an index")
+    if op.name.endswith("mul") and (table.is_scaled or updates.is_scaled):
+        raise Coupling(SIZES)
     if updates.is_rows:
         is_own = _factor(op, updates, _UPDATES) == factor
-        return plus(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
-    return plus(table, updates)
+        return either(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
+    return either(table, updates)
 
 
 def _written(op: Operation, table: Value, indices: Value) -> int | None:
@@ -147,24 +155,37 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
     at = {_factor(op, value, operand) for value, operand in pairs if value.is_rows}
     known = {indices.kind, updates.kind} <= {Kind.CONSTANT, Kind.ROWS}
     if ok and known and len(at) == 1 and None not in at:
-        return plus(table, total(updates.degree))
+        operand, value = next((o, v) for v, o in pairs if v.is_rows)
+        small, large = (shape[value.dim or 0] for shape in op.inputs[operand])
+        return plus(table, total(updates.scale * large / small))
     if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
         return plus(table, updates)
-    raise Coupling("is written where several samples can write")
+    raise Coupling(WRITTEN)
 
 
 def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[1:]):
-        return _moving(op, values)
+        return _own_row(op, values) or _moving(op, values)
     if Role.PART in op.roles:
-        raise Coupling("takes some of the samples")
+        raise Coupling(SOME)
     return not_numbered(values[0])
+
+
+def _own_row(op: Operation, values: list[Value]) -> Value | None:
+    """The row of the sample that a loop over all samples is at."""
+    table, places, dim = values[0], values[1:], values[0].dim
+    if not table.is_rows or dim is None or table.outer != 1 or table.numbers:
+        return None
+    rest = [*places[:dim], *places[dim + 1 :]]
+    is_one = op.params["slice_sizes"][dim] == 1 == op.others["slice_sizes"][dim]
+    is_own = is_one and is_turn(places[dim], op.inputs[0][0][dim])
+    return table.at(None) if is_own and all_constant(rest) else None
 
 
 def _moving(op: Operation, values: list[Value]) -> Value:
     """Slices at places that depend on the one sample of a loop."""
     if any(v.is_rows and v.dim is not None for v in values):
-        raise Coupling("takes slices at places that differ from sample to sample")
+        raise Coupling(MOVING)
     return nonlinear(op.name, values)
 
 
@@ -174,7 +195,7 @@ def _dynamic_update(op: Operation, values: list[Value]) -> Value:
     table, new = (as_rows(v, s) for v, s in zip(values[:2], op.inputs[:2], strict=True))
     if Role.JOINED in op.roles:
         raise Coupling("writes over some of the samples")
-    return plus(table, new)
+    return either(table, new)
 
 
 def _slice(op: Operation, values: list[Value]) -> Value:
@@ -197,20 +218,24 @@ def _sliced(value: Value, shapes: Shapes, new: Shapes, found: list[Any]) -> Valu
         return value
     not_numbered(value)
     blocks = [size // value.outer for size in sizes]
-    ends = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
-    if ends[0] == ends[1] and all(x.is_integer() for x in ends[0]) and spans[0][2] == 1:
-        return value.at(dim, int(ends[0][1] - ends[0][0]))
+    at = [(a / n, b / n) for (a, b, _), n in zip(spans, blocks, strict=True)]
+    if at[0] == at[1] and all(x.is_integer() for x in at[0]) and spans[0][2] == 1:
+        return value.at(dim, int(at[0][1] - at[0][0]))
     start, _, stride = spans[0]
     even = [shape[dim] * stride == size for shape, size in zip(new, sizes, strict=True)]
     if value.outer == 1 and all(even) and start < stride and spans[1][::2] == (start, stride):
         return value
-    raise Coupling("takes some of the samples")
+    ends = [[cut[0] for cut in spans], [cut[1] for cut in spans]]
+    # So many from either end are the same for all sizes; a share of the samples is not.
+    is_fixed = all(a == b or sizes[0] - a == sizes[1] - b for a, b in ends)
+    is_fixed = is_fixed and all(new[0]) and {cut[2] for cut in spans} == {1}
+    raise Coupling(SOME if is_fixed else UNEVEN)
 
 
 def _split(op: Operation, values: list[Value]) -> list[Value]:
     value, axis = values[0], op.params["axis"]
     if value.dim != axis or not value.is_rows:
-        return [value if not value.numbers else not_numbered(value)] * len(op.outputs)
+        return [not_numbered(value)] * len(op.outputs)
     found, starts = [], [0, 0]
     for one, two, new in zip(op.params["sizes"], op.others["sizes"], op.outputs, strict=True):
         spans = [
@@ -227,13 +252,17 @@ def _pad(op: Operation, values: list[Value]) -> Value:
     if Role.PART in op.roles:
         raise Coupling("is padded along the samples")
     if filling.is_zero:
-        return not_numbered(value)
-    return plus(value, filling) if value.is_rows else nonlinear(op.name, values)
+        return (
+            not_numbered(value)
+            if value.is_zero
+            else dataclasses.replace(not_numbered(value), known=None)
+        )
+    return either(value, filling) if value.is_rows else nonlinear(op.name, values)
 
 
 def _reverse(op: Operation, values: list[Value]) -> Value:
     if Role.ALONG in op.roles:
-        raise Coupling("reverses the order of the samples")
+        raise Coupling(TURNED)
     return not_numbered(values[0])
 
 
@@ -250,91 +279,3 @@ INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
     }
 )
 """By the name of the primitive."""
-
-
-Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
-"""An equation of the program for two numbers of samples."""
-
-
-def operation(pair: Pair) -> Operation:
-    """What a rule gets to see of an equation."""
-    one, two = pair
-
-    def shapes(left, right):
-        return tuple((shape_of(a), shape_of(b)) for a, b in zip(left, right, strict=True))
-
-    def dtype(atoms):
-        return _dtype(atoms[0]) if atoms else np.dtype("float32")
-
-    return Operation(
-        one.primitive.name,
-        one.params,
-        two.params,
-        shapes(one.invars, two.invars),
-        shapes(one.outvars, two.outvars),
-        (dtype(one.invars), dtype(one.outvars)),
-        next((str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)), ""),
-    )
-
-
-def _dtype(atom: Atom) -> np.dtype:
-    found = dtype_of(atom) or np.float32
-    # Extended floats are of kind V for NumPy.
-    floats = not is_key(atom.aval) and jnp.issubdtype(found, jnp.floating)
-    return np.dtype("float32") if floats or is_key(atom.aval) else np.dtype(found)
-
-
-CALLS = frozenset(
-    {
-        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map",
-        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite",
-    }
-)  # fmt: skip
-"""What runs an inner program once, on its operands in order."""
-
-
-def inner(pair: Pair) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
-    """The programs that an equation calls once."""
-    if pair[0].primitive.name not in CALLS:
-        return None
-    one, two = map(called, pair)
-    return None if one is None or two is None else (one, two)
-
-
-def is_of_jax(name: str) -> bool:
-    """Whether a jitted function is one of JAX's own."""
-    rooms = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
-    return name.startswith("_") or any(hasattr(room, name) for room in rooms)
-
-
-def is_float(aval: Any) -> bool:
-    """Whether there are gradients of such an array."""
-    return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
-
-
-def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
-    """The program (operands, cotangents of the results) -> cotangents of some operands."""
-
-    def pull(*values: Any) -> Any:
-        operands = list(values[: len(equation.invars)])
-
-        def run(*changed: Any) -> list[Any]:
-            for index, value in zip(floats, changed, strict=True):
-                operands[index] = value
-            made = zip(eval_equation(equation, operands), equation.outvars, strict=True)
-            return [value for value, v in made if is_float(v.aval)]
-
-        _, back = jax.vjp(run, *(operands[index] for index in floats))
-        return back(list(values[len(operands) :]))
-
-    seeds = [v for v in equation.outvars if is_float(v.aval)]
-    return jax.make_jaxpr(pull)(*map(struct_of, [*equation.invars, *seeds]))
-
-
-def parting(jaxprs: tuple[Jaxpr, Jaxpr]) -> str:
-    """The line where two programs part."""
-    for one, two in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
-        if one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
-            return source_line(one)
-    longer = max(jaxprs, key=lambda jaxpr: len(jaxpr.eqns))
-    return source_line(longer.eqns[-1])

@@ -16,8 +16,11 @@ from .factors import TRAILING, Role
 from .sample_indexing import INDEXING
 from .sample_values import (
     CONSTANT,
+    JOINED,
     LOOPED,
     NUMBERS,
+    RESHAPED,
+    RUNNING,
     Coupling,
     Kind,
     Operation,
@@ -26,6 +29,7 @@ from .sample_values import (
     aligned,
     all_constant,
     as_rows,
+    either,
     grown,
     nonlinear,
     not_numbered,
@@ -52,7 +56,7 @@ def _linear(op: Operation, values: list[Value]) -> Value:
 def _convert(op: Operation, values: list[Value]) -> Value:
     old, new = (dtype.kind for dtype in op.dtypes)
     narrows = new == "b" or (new in "iu" and old not in "iub")
-    if narrows and values[0].kind is not Kind.CARRY and not values[0].numbers:
+    if narrows and not values[0].numbers:
         return nonlinear(op.name, values)
     return values[0]
 
@@ -64,16 +68,16 @@ def _same(op: Operation, values: list[Value]) -> list[Value]:
 def _compare(op: Operation, values: list[Value]) -> Value:
     # Indexing asks whether positions are negative, to count them from the end.
     if op.name == "lt" and values[0].numbers == (True,) and values[1].is_zero:
-        return Value(known=False)
+        return Value(known=(False, False))
     return nonlinear(op.name, values)
 
 
 def _power(op: Operation, values: list[Value]) -> Value:
     powers = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
     power = powers[op.name] if op.name in powers else float(op.params["y"])
-    degree = values[0].degree
-    if values[0].is_constant and values[0].known is None and degree is not None:
-        return dataclasses.replace(values[0], degree=degree * power)
+    value = values[0]
+    if value.is_constant and value.is_scaled:
+        return Value(Kind.CONSTANT, value.scale**power)
     return nonlinear(op.name, values)
 
 
@@ -83,6 +87,8 @@ def _nonlinear(op: Operation, values: list[Value]) -> Value:
 
 def _broadcast(op: Operation, values: list[Value]) -> Value:
     value, dims = values[0], grown(op.outputs[0])
+    if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
+        raise Coupling(LOOPED)
     if value.is_rows and value.dim is not None:
         result = op.moved(only_numbers(value))
         if dims != [result.dim]:
@@ -95,41 +101,47 @@ def _broadcast(op: Operation, values: list[Value]) -> Value:
 
 def _reshape(op: Operation, values: list[Value]) -> Value:
     value = values[0]
+    if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
+        raise Coupling(LOOPED)
     if not value.is_rows or value.dim is None:
         return value
     shape, new = op.inputs[0][0], op.outputs[0][0]
     dims = grown(op.outputs[0])
     blocks = math.prod(shape[: value.dim]) * value.outer
     if len(dims) != 1 or blocks % math.prod(new[: dims[0]]):
-        raise Coupling("is reshaped across the samples")
+        raise Coupling(RESHAPED)
     outer = blocks // math.prod(new[: dims[0]])
     if new[dims[0]] % outer:
-        raise Coupling("is reshaped across the samples")
+        raise Coupling(RESHAPED)
     return only_numbers(value).at(dims[0], outer)
 
 
 def _transpose(op: Operation, values: list[Value]) -> Value:
     value = values[0]
+    if value.kind is Kind.CARRY:
+        raise Coupling(LOOPED)
     has_dim = value.is_rows and value.dim is not None
     return op.moved(only_numbers(value)) if has_dim else value
 
 
-def _num_summed(op: Operation) -> int:
-    """Over how many dims that count samples the first operand is summed."""
-    return sum(op.factors.role(0, dim) is Role.SUMMED for dim in grown(op.inputs[0]))
+def _times_more(op: Operation) -> float:
+    """How many times more entries of the first operand are summed for the whole than for a part."""
+    small, large = op.inputs[0]
+    summed = (dim for dim in grown(op.inputs[0]) if op.factors.role(0, dim) is Role.SUMMED)
+    return math.prod(large[dim] / small[dim] for dim in summed)
 
 
 def _reduce_sum(op: Operation, values: list[Value]) -> Value:
     value = values[0]
     if value.is_constant:
-        known = 0 if value.is_zero else None
-        return dataclasses.replace(value, degree=value.degree + _num_summed(op), known=known)
+        known = (0, 0) if value.is_zero else None
+        return dataclasses.replace(value, scale=value.scale * _times_more(op), known=known)
     if value.kind is Kind.CARRY:
         raise Coupling(LOOPED)
     if value.is_rows and value.numbers:
         raise Coupling(NUMBERS)
     is_summed = value.is_rows and value.dim is not None and Role.SUMMED in op.roles
-    return total(value.degree) if is_summed else op.moved(value)
+    return total(value.scale * _times_more(op)) if is_summed else op.moved(value)
 
 
 def _reduce(op: Operation, values: list[Value]) -> list[Value]:
@@ -145,18 +157,20 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     """Operations along some dims, or around each place, which keep the others."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
     if op.roles - {Role.PASSES}:
-        raise Coupling(f"takes `{op.name}` along the samples")
+        how = RUNNING if op.name.startswith("cum") else "takes"
+        raise Coupling(f"{how} `{op.name}` along the samples")
     is_sum = op.name in ("cumsum", "reduce_window_sum")
     result = values[0] if is_sum else nonlinear(op.name, values)
     if result.numbers or result.kind is Kind.CARRY:
         raise Coupling(NUMBERS)
-    return [result] * len(op.outputs)
+    known = result.known if result.is_zero else None
+    return [dataclasses.replace(result, known=known)] * len(op.outputs)
 
 
 def _dot(op: Operation, values: list[Value]) -> Value:
     left, right = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if all_constant(values):
-        return Value(Kind.CONSTANT, left.degree + right.degree + _num_summed(op))
+        return Value(Kind.CONSTANT, left.scale * right.scale * _times_more(op))
     factors = [
         None if not v.is_rows or v.dim is None else op.factors.factor(number, v.dim)
         for number, v in enumerate((left, right))
@@ -168,14 +182,14 @@ def _dot(op: Operation, values: list[Value]) -> Value:
     if None not in factors:
         if factors[0] != factors[1] or left.outer != right.outer:
             raise Coupling("multiplies every sample with every other")
-        aligned(first, 0.0)
+        aligned(first, 1.0)
     result = times(*first)
     number = 0 if factors[0] is not None else 1
     factor, counting = factors[number], (left, right)[number]
     if factor is None:
         return result
     if op.factors.roles[factor] is Role.SUMMED:
-        return total(result.degree)
+        return total(result.scale * _times_more(op))
     return op.moved(result.at(counting.dim, result.outer), number)
 
 
@@ -196,23 +210,23 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
         if len({shapes[0][dim] for shapes in op.inputs}) > 1:
-            raise Coupling("joins samples with something else along their dim")
-        first = functools.reduce(plus, map(not_numbered, beside))
+            raise Coupling(JOINED)
+        first = functools.reduce(either, map(not_numbered, beside))
         if not first.is_rows:
-            raise Coupling("joins samples with something else along their dim")
+            raise Coupling(JOINED)
         return first.at(dim, first.outer * len(values))
     if any(value.numbers for value in beside):
         flags = tuple(value.numbers == (True,) for value in beside)
-        plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 0.0)
+        plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 1.0)
         last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
         if not last or any(value.numbers not in ((), (True,)) for value in beside):
             raise Coupling(NUMBERS)
         return dataclasses.replace(plain, numbers=flags)
-    return functools.reduce(plus, beside)
+    return functools.reduce(either, beside)
 
 
 def _stack(op: Operation, values: list[Value]) -> Value:
-    return op.moved(functools.reduce(plus, (not_numbered(v) for v in values)))
+    return op.moved(functools.reduce(either, (not_numbered(v) for v in values)))
 
 
 def _unstack(op: Operation, values: list[Value]) -> list[Value]:
@@ -223,16 +237,18 @@ def _unstack(op: Operation, values: list[Value]) -> list[Value]:
 
 def _select(op: Operation, values: list[Value]) -> Value:
     which, *cases = values
-    if which.known is not None:
-        return cases[int(which.known)]
-    if which.is_constant and not which.degree:
-        chosen = functools.reduce(plus, cases)
+    if which.chosen is not None:
+        return cases[int(which.chosen)]
+    if which.is_constant and not which.is_scaled:
+        chosen = functools.reduce(either, cases)
         return dataclasses.replace(chosen, known=None)
-    if which.kind not in (Kind.ROWS, Kind.CONSTANT) or which.degree:
+    if which.kind not in (Kind.ROWS, Kind.CONSTANT) or which.is_scaled:
         return nonlinear(op.name, values)
-    beside = functools.reduce(plus, cases)
+    beside = functools.reduce(either, cases)
+    if beside.kind is Kind.CARRY and which.dim is None and not which.numbers:
+        return beside
     if beside.is_constant or beside.is_rows:
-        return aligned([which, beside], beside.degree)
+        return aligned([which, beside], beside.scale)
     raise Coupling("puts a total over the samples together with each of them")
 
 
@@ -281,17 +297,18 @@ def _attention(op: Operation, values: list[Value]) -> list[Value]:
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     # The backward pass is linear in what comes back, alone.
     returned = beside[_RETURNED] if "_bwd_" in op.name else CONSTANT
-    if returned.degree:
-        beside[_RETURNED] = dataclasses.replace(returned, degree=0.0)
+    if "_bwd_" in op.name:
+        beside[_RETURNED] = dataclasses.replace(returned, scale=1.0)
     result = nonlinear(op.name, beside)
     if result.is_rows or result.is_constant:
-        result = dataclasses.replace(result, degree=returned.degree)
+        result = dataclasses.replace(result, scale=returned.scale)
     if not result.is_rows:
         return [result] * len(op.outputs)
     if (result.dim, result.outer) != (0, 1):
         raise Coupling(f"goes through `{op.name}` in a dim that is not the first")
     # What has no samples is the gradient of a bias that all of them share.
-    return [result if grown(shapes) else total(returned.degree) for shapes in op.outputs]
+    more = returned.scale * op.inputs[0][1][0] / op.inputs[0][0][0]
+    return [result if grown(shapes) else total(more) for shapes in op.outputs]
 
 
 def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
@@ -305,7 +322,8 @@ def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
     losses = nonlinear(op.name, [each[0], kernel, each[1], *bias])
     result = times(losses, as_rows(weights, op.inputs[3]))
     if result.is_rows and result.dim is not None:
-        result = total(result.degree)
+        small, large = (shape[result.dim] for shape in op.inputs[0])
+        result = total(result.scale * large / small)
     return [result] * len(op.outputs)
 
 
@@ -362,3 +380,25 @@ def _signed(op: Operation, values: list[Value]) -> list[Value]:
     if op.name == "sub" and values[1].kind is Kind.CARRY:
         raise Coupling(LOOPED)
     return values
+
+
+def unknown(op: Operation, values: list[Value]) -> Value:
+    """What an operation without a rule makes: of what has nothing to do with samples."""
+    fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
+    if values and all_constant(values) and fixed and not any(v.is_scaled for v in values):
+        return CONSTANT
+    if not op.outputs:
+        return CONSTANT
+    if not values and op.name in ("platform_index", "empty", "create_token"):
+        return CONSTANT
+    if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
+        return rows(None)
+    raise Coupling(unread(op.name))
+
+
+def unread(name: str) -> str:
+    """What to say of an operation that no rule can read."""
+    return (
+        f"goes through `{name}`, of which it is not known what it does to samples; "
+        "axon_dist.per_sample marks a function that treats them one by one"
+    )

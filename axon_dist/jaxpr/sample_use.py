@@ -7,7 +7,26 @@ import enum
 from collections.abc import Mapping
 
 from ..core.typing import Path
-from .sample_values import Kind, Value
+from .sample_values import (
+    DIFFERS,
+    DIMS,
+    JOINED,
+    LOOPED,
+    MOVING,
+    NUMBERS,
+    ONE_EACH,
+    PICKED,
+    QUOTIENT,
+    RESHAPED,
+    RUNNING,
+    SIZES,
+    SOME,
+    TURNED,
+    WRITTEN,
+    Kind,
+    Value,
+    same_scale,
+)
 
 
 class Use(enum.Enum):
@@ -15,10 +34,10 @@ class Use(enum.Enum):
 
     MEAN is a mean over samples, or the same for all batches. SUM is a sum over them. WEIGHTED is a
     sum divided by a sum: of a loss, its own weight; of a metric, the weight of the loss. SCALED is
-    a sum over the samples times another power of their number. CONSTANT, of a buffer or a metric,
-    is the same for all parts of a batch, as what is added up over all ranks is. MIXED adds terms
-    that grow differently with the number of samples, and COUPLED is what the parts of a batch
-    cannot give on their own.
+    a mean or sum over the samples times something else that follows from their number. CONSTANT,
+    of a buffer or a metric, is the same for all parts of a batch, as what is added up over all
+    ranks is. MIXED adds terms that grow differently with the number of samples, and COUPLED is
+    what the parts of a batch cannot give on their own.
     """
 
     MEAN = "mean"
@@ -30,20 +49,26 @@ class Use(enum.Enum):
     COUPLED = "coupled"
 
 
+_UNRELATED = (
+    DIFFERS, DIMS, JOINED, LOOPED, MOVING, NUMBERS, ONE_EACH, PICKED, QUOTIENT, RESHAPED, RUNNING,
+    SIZES, SOME, TURNED, WRITTEN,
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class OutputUse:
     """What one number is to the samples.
 
     Args:
         kind: see `Use`.
-        power: what the mean over equal parts of a batch is multiplied by to give the number of the
-            whole batch, as a power of the number of parts: 0 for a mean, 1 for a sum.
+        factor: what the mean over equal parts of a batch is multiplied by to give the number of the
+            whole batch: 1 for a mean, the number of parts for a sum.
         why: of MIXED and COUPLED, what is done to the samples.
         where: the line of the user's that does it.
     """
 
     kind: Use
-    power: float = 0.0
+    factor: float = 1.0
     why: str = ""
     where: str = ""
 
@@ -51,6 +76,15 @@ class OutputUse:
     def is_separable(self) -> bool:
         """Whether the parts of a batch give it, each on its own."""
         return self.kind not in (Use.MIXED, Use.COUPLED)
+
+    @property
+    def is_unrelated(self) -> bool:
+        """Whether a part makes of its samples what the whole batch makes of none.
+
+        Such as a loss that goes by their places, or by their number.
+        """
+        is_weight = self.why.startswith(OF_WEIGHT)
+        return is_weight or any(reason in self.why for reason in _UNRELATED)
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""
@@ -109,6 +143,7 @@ def use_of(
     metrics: Mapping[str, tuple[Value, Value]],
     buffers: Mapping[Path, Value],
     is_plain: bool = True,
+    parts: float = 1,
 ) -> SampleUse:
     """Reads off what was found out about the outputs of a loss function.
 
@@ -118,23 +153,17 @@ def use_of(
         metrics: by name, with what each is divided by.
         buffers: the new values, by path.
         is_plain: whether the loss is a number without a weight of its own.
+        parts: into how many the batch is cut.
 
     Returns:
         The uses.
     """
     return SampleUse(
-        _loss(loss, weight),
-        {name: _metric(value, own, weight) for name, (value, own) in metrics.items()},
+        _loss(loss, weight, parts),
+        {name: _metric(value, own, weight, parts) for name, (value, own) in metrics.items()},
         {path: _buffer(value) for path, value in buffers.items()},
         is_plain,
     )
-
-
-def _degree(value: Value) -> float | None:
-    """Of a sum over the samples, as which a constant counts: `c = sum(c / B)`."""
-    if value.kind is Kind.CONSTANT:
-        return value.degree - 1
-    return value.degree if value.kind is Kind.TOTAL else None
 
 
 OF_WEIGHT = "has a weight that "
@@ -143,34 +172,39 @@ OF_WEIGHT = "has a weight that "
 
 def _failed(value: Value, whose: str = "") -> OutputUse:
     kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
-    return OutputUse(kind, 0.0, whose + (value.why or "is no sum over the samples"), value.where)
+    return OutputUse(kind, 1.0, whose + (value.why or "is no sum over the samples"), value.where)
 
 
-def _summed(power: float) -> OutputUse:
-    return OutputUse({0.0: Use.MEAN, 1.0: Use.SUM}.get(power, Use.SCALED), power)
+def _is_sum(value: Value) -> bool:
+    """Whether the numbers of the parts give it; a constant is the mean of as many."""
+    return value.kind in (Kind.CONSTANT, Kind.TOTAL)
 
 
-def _loss(loss: Value, weight: Value) -> OutputUse:
-    mine, its = _degree(loss), _degree(weight)
-    if mine is None or its is None:
-        return _failed(loss) if mine is None else _failed(weight, OF_WEIGHT)
-    use = _summed(mine - its)
-    is_plain = weight.kind is Kind.CONSTANT and not weight.degree
-    return use if is_plain or use.power else OutputUse(Use.WEIGHTED)
+def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
+    if not _is_sum(loss) or not _is_sum(weight):
+        return _failed(weight, OF_WEIGHT) if _is_sum(loss) else _failed(loss)
+    factor = loss.scale / weight.scale
+    if same_scale(factor, parts):
+        return OutputUse(Use.SUM, factor)
+    if not same_scale(factor, 1.0):
+        return OutputUse(Use.SCALED, factor)
+    is_plain = weight.is_constant and not weight.is_scaled
+    return OutputUse(Use.MEAN if is_plain else Use.WEIGHTED)
 
 
-def _metric(value: Value, own: Value, weight: Value) -> OutputUse:
-    if value.kind is Kind.RATIO and not value.degree and value.over == weight.number:
+def _metric(value: Value, own: Value, weight: Value, parts: float) -> OutputUse:
+    if value.kind is Kind.RATIO and not value.is_scaled and value.over == weight.number:
         return OutputUse(Use.WEIGHTED)
-    if value.kind is own.kind is Kind.CONSTANT and not value.degree and not own.degree:
+    is_fixed = value.is_constant and own.is_constant
+    if is_fixed and not value.is_scaled and not own.is_scaled:
         return OutputUse(Use.CONSTANT)
-    return _loss(value, own)
+    return _loss(value, own, parts)
 
 
 def _buffer(value: Value) -> OutputUse:
-    if value.kind is Kind.CONSTANT and not value.degree:
+    if value.is_constant and not value.is_scaled:
         return OutputUse(Use.CONSTANT)
     why = value.why or "changes with the samples of the batch"
     if value.kind is Kind.CONSTANT:
         why = "counts the samples of the batch"
-    return OutputUse(Use.COUPLED, 0.0, why, value.where)
+    return OutputUse(Use.COUPLED, 1.0, why, value.where)

@@ -1,9 +1,11 @@
 """How a value of a program depends on the samples of a batch: what sums and products make of it.
 
-A program is looked at for two numbers of samples, `B`. A dim that grows with them counts samples.
-A value is described for all `B` by a kind and a degree: it is `B ** degree` times something that
-does not depend on `B`. So `1 / B` is a constant of degree -1, the sum of the samples' losses a
-total of degree 0, and their mean a total of degree -1.
+Two programs are looked at: that of the whole batch, and that of one of its equal parts, which runs
+on each of them. Dims in which they differ count samples. What a value is in the whole batch is said
+by what it is in the parts: by a kind and a scale. So `1 / B` is a constant, which is 1/4 as large
+for the whole as for one of four parts; the mean of the samples' losses is that of the parts' means,
+and their sum is 4 times the mean of the parts' sums. Scales are read off the constants of the two
+programs: they hold for these two sizes and no others.
 """
 
 from __future__ import annotations
@@ -15,10 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
-import numpy as np
-
-from ..core.tree import is_key
 from .factors import Factors, Role, factors_of
 
 
@@ -26,8 +24,9 @@ class Kind(enum.Enum):
     """What a value is to the samples.
 
     CONSTANT is the same whatever the samples are; where it has dims that grow, along them too.
-    ROWS has a dim that counts samples, and what stands at one sample depends on no other.
-    TOTAL is a sum over the samples of something that each gives for itself.
+    ROWS has a dim that counts samples: those of the parts, one behind another, are the whole's.
+    TOTAL is a sum over the samples of something that each gives for itself: that of the whole is
+    the mean of those of the parts, times the scale.
     RATIO is one total over another.
     CARRY is what a loop over the samples adds to.
     MIXED is a sum of terms that grow differently with the number of samples.
@@ -49,13 +48,16 @@ class Value:
 
     Args:
         kind: see `Kind`.
-        degree: how it grows with the number of samples, as a power.
+        scale: how many times larger it is for the whole batch than for a part.
         dim: of ROWS, the dim that counts samples; None where it is one sample of a loop over them.
         outer: of ROWS, how many blocks of all samples lie one after another in the dim.
         numbers: of ROWS, by column of the last dim, whether it holds the position of the sample;
             `(True,)` where all of it does, and empty where nothing does.
-        over: of RATIO, the number of the total that it was divided by.
-        known: the value of a scalar, or of an array of one value, where the program says it.
+        over: of RATIO, the number of the total that it was divided by; of the number of a sample in
+            a loop over all of them, how many a part has.
+        slot: of CARRY, which of the values that the loop carries.
+        known: the values of a scalar, or of an array of one value, in the programs of a part and of
+            the whole, where these say it.
         made: whether it is a random key that was made on the way, which all ranks make alike.
         why: of MIXED and COUPLED, what made it so.
         where: the line of the user's that did.
@@ -63,12 +65,13 @@ class Value:
     """
 
     kind: Kind = Kind.CONSTANT
-    degree: float = 0.0
+    scale: float = 1.0
     dim: int | None = None
     outer: int = 1
     numbers: tuple[bool, ...] = ()
     over: int = 0
-    known: Any = None
+    slot: int = 0
+    known: tuple[Any, Any] | None = None
     made: bool = False
     why: str = ""
     where: str = ""
@@ -86,8 +89,19 @@ class Value:
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is known to be 0, which is of any degree."""
-        return self.known is not None and self.known == 0
+        """Whether it is known to be 0, which has any scale."""
+        return self.known is not None and self.known[0] == 0 == self.known[1]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is another number for the whole batch than for a part, by its size alone."""
+        return not same_scale(self.scale, 1.0)
+
+    @property
+    def chosen(self) -> Any:
+        """Its value, where that is known and the same for a part and the whole; else None."""
+        known = self.known
+        return known[0] if known is not None and known[0] == known[1] else None
 
     def at(self, dim: int | None, outer: int = 1) -> Value:
         """The same rows in another dim."""
@@ -95,6 +109,15 @@ class Value:
 
 
 CONSTANT = Value()
+
+
+def same_scale(left: float, right: float) -> bool:
+    """Whether two scales are equal but for rounding."""
+    return math.isclose(left, right, rel_tol=_ROUNDING)
+
+
+_ROUNDING = 1e-6
+"""Of constants in float32, of which several may have been multiplied."""
 
 
 class Coupling(Exception):
@@ -110,18 +133,25 @@ def coupled(why: str, where: str) -> Value:
     return Value(Kind.COUPLED, why=why, where=where)
 
 
-def total(degree: float) -> Value:
+def told(value: Value, at: str) -> Value:
+    """The value with the line that it comes from, where it is one to complain of."""
+    if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.where:
+        return dataclasses.replace(value, where=at)
+    return value
+
+
+def total(scale: float) -> Value:
     """A sum over the samples."""
-    return Value(Kind.TOTAL, degree)
+    return Value(Kind.TOTAL, scale)
 
 
-def rows(dim: int | None, outer: int = 1, degree: float = 0.0) -> Value:
+def rows(dim: int | None, outer: int = 1, scale: float = 1.0) -> Value:
     """Something for every sample."""
-    return Value(Kind.ROWS, degree, dim, outer)
+    return Value(Kind.ROWS, scale, dim, outer)
 
 
 def plus(left: Value, right: Value) -> Value:
-    """A sum of two values, or one of them chosen by what does not depend on the samples.
+    """A sum of two values.
 
     Raises:
         Coupling: when the result depends on several samples, and is no sum over them.
@@ -130,21 +160,34 @@ def plus(left: Value, right: Value) -> Value:
         if one.is_zero and not (other.is_rows and other.numbers):
             return dataclasses.replace(other, known=None) if other.is_constant else other
     kinds = {left.kind, right.kind}
+    is_alike = same_scale(left.scale, right.scale)
     if kinds == {Kind.CONSTANT}:
-        if left.degree != right.degree:
+        if not is_alike:
             raise Mixing(SIZES)
-        return Value(Kind.CONSTANT, left.degree, made=left.made or right.made)
+        return Value(Kind.CONSTANT, left.scale, made=left.made or right.made)
     if kinds <= {Kind.ROWS, Kind.CONSTANT}:
-        return aligned([left, right], _one_degree(left, right))
+        return aligned([left, right], _one_scale(left, right))
     if kinds <= {Kind.TOTAL, Kind.CONSTANT}:
-        degrees = {v.degree - (1 if v.is_constant else 0) for v in (left, right)}
-        if len(degrees) > 1:
+        if not is_alike:
             raise Mixing(TERMS)
-        return total(degrees.pop())
-    return _plus_special(left, right, kinds)
+        return total(left.scale)
+    return _plus_special(left, right, kinds, is_alike)
 
 
-def _plus_special(left: Value, right: Value, kinds: set[Kind]) -> Value:
+def either(left: Value, right: Value) -> Value:
+    """One of two values, chosen by what does not depend on the samples, or both side by side.
+
+    Raises:
+        Coupling: when the result depends on several samples, and is no sum over them.
+    """
+    if Kind.CARRY in (left.kind, right.kind):
+        if (left.kind, left.slot) != (right.kind, right.slot):
+            raise Coupling(LOOPED)
+        return left
+    return plus(left, right)
+
+
+def _plus_special(left: Value, right: Value, kinds: set[Kind], is_alike: bool) -> Value:
     """Sums with what is already a ratio, a mixture or part of a loop."""
     if Kind.MIXED in kinds:
         first = left if left.kind is Kind.MIXED else right
@@ -152,19 +195,20 @@ def _plus_special(left: Value, right: Value, kinds: set[Kind]) -> Value:
             return first
         raise Coupling(first.why)
     if Kind.CARRY in kinds:
-        other = right if left.kind is Kind.CARRY else left
-        if other.is_rows and other.dim is None and not other.degree and not other.numbers:
-            return Value(Kind.CARRY)
+        carry, other = (left, right) if left.kind is Kind.CARRY else (right, left)
+        is_one = other.is_constant or (other.is_rows and other.dim is None and not other.numbers)
+        if is_one and not other.is_scaled:
+            return carry
         raise Coupling(LOOPED)
     if kinds <= {Kind.RATIO, Kind.CONSTANT}:
         ratio = left if left.kind is Kind.RATIO else right
-        if left.degree == right.degree and {left.over, right.over} <= {ratio.over, 0}:
+        if is_alike and {left.over, right.over} <= {ratio.over, 0}:
             return ratio
     raise Coupling("puts a total over the samples together with each of them")
 
 
 LOOPED = "goes through a loop over the samples that does more than add them up"
-SIZES = "depends on how many samples there are in another way than by a power of their number"
+SIZES = "depends on how many samples there are in a way that parts of a batch do not show"
 TERMS = (
     "adds a sum over the samples and a term that does not grow with them; take the mean over the "
     "samples, or multiply the other term by their number"
@@ -177,14 +221,15 @@ def times(left: Value, right: Value) -> Value:
     Raises:
         Coupling: when the result is no sum over the samples.
     """
-    degree = left.degree + right.degree
+    scale = left.scale * right.scale
     if left.is_constant and right.is_constant:
-        return Value(Kind.CONSTANT, degree, known=0 if left.is_zero or right.is_zero else None)
+        known = (0, 0) if left.is_zero or right.is_zero else None
+        return Value(Kind.CONSTANT, scale, known=known)
     for one, other in ((left, right), (right, left)):
         if one.is_constant:
-            return _scaled(other, degree)
+            return _scaled(other, scale)
     if left.is_rows and right.is_rows:
-        return aligned([left, right], degree)
+        return aligned([left, right], scale)
     raise Coupling(_product(left, right))
 
 
@@ -194,15 +239,15 @@ def over(left: Value, right: Value) -> Value:
     Raises:
         Coupling: when the result is no sum over the samples.
     """
-    degree = left.degree - right.degree
+    scale = left.scale / right.scale
     if right.is_constant:
         if left.is_constant:
-            return Value(Kind.CONSTANT, degree)
-        return _scaled(left, degree)
+            return Value(Kind.CONSTANT, scale)
+        return _scaled(left, scale)
     if right.is_rows and (left.is_rows or left.is_constant):
-        return aligned([left, right], degree)
+        return aligned([left, right], scale)
     if right.kind is Kind.TOTAL and left.kind in (Kind.TOTAL, Kind.CONSTANT):
-        return Value(Kind.RATIO, degree, over=right.number, why=QUOTIENT)
+        return Value(Kind.RATIO, scale, over=right.number, why=QUOTIENT)
     raise Coupling(_product(left, right))
 
 
@@ -212,12 +257,18 @@ QUOTIENT = (
 )
 
 
-def _scaled(value: Value, degree: float) -> Value:
+FLOORED = (
+    "; where that keeps a divisor from being 0, return Weighted(total, weight) without it, for "
+    "what weighs nothing is a loss of 0"
+)
+
+
+def _scaled(value: Value, scale: float) -> Value:
     if value.kind is Kind.CARRY:
         raise Coupling(LOOPED)
     if value.numbers:
         raise Coupling(NUMBERS)
-    return dataclasses.replace(value, degree=degree, known=None)
+    return dataclasses.replace(value, scale=scale, known=None)
 
 
 NUMBERS = "numbers the samples, and what is first in a part of a batch is not first in the whole"
@@ -229,14 +280,14 @@ def _product(left: Value, right: Value) -> str:
     return "multiplies or divides totals over the samples"
 
 
-def _one_degree(*values: Value) -> float:
-    degrees = {value.degree for value in values if not value.is_zero}
-    if len(degrees) > 1:
+def _one_scale(*values: Value) -> float:
+    scales = [value.scale for value in values if not value.is_zero] or [1.0]
+    if not all(same_scale(scale, scales[0]) for scale in scales):
         raise Coupling(SIZES)
-    return degrees.pop() if degrees else 0.0
+    return scales[0]
 
 
-def aligned(values: list[Value], degree: float) -> Value:
+def aligned(values: list[Value], scale: float) -> Value:
     """Rows made of rows and constants, sample by sample.
 
     Raises:
@@ -248,7 +299,7 @@ def aligned(values: list[Value], degree: float) -> Value:
     if len(places) != 1:
         raise Coupling("puts samples together with other samples")
     ((dim, outer),) = places
-    return rows(dim, outer, degree)
+    return rows(dim, outer, scale)
 
 
 def nonlinear(name: str, values: list[Value]) -> Value:
@@ -258,29 +309,32 @@ def nonlinear(name: str, values: list[Value]) -> Value:
         Coupling: when one of them is a total, or depends on the number of samples.
     """
     for value in values:
-        if value.kind in (Kind.TOTAL, Kind.CARRY):
-            raise Coupling(f"takes `{name}` of a total over the samples, which is not linear")
+        if value.kind is Kind.CARRY:
+            raise Coupling(LOOPED)
+        if value.kind is Kind.TOTAL:
+            also = FLOORED if name == "max" else ""
+            raise Coupling(f"takes `{name}` of a total over the samples, which is not linear{also}")
         if value.kind in (Kind.RATIO, Kind.MIXED):
             raise Coupling(value.why)
-    if any(value.degree and not value.is_zero for value in values):
+    if any(value.is_scaled and not value.is_zero for value in values):
         raise Coupling(SIZES)
     if not any(value.is_rows for value in values):
         return Value(made=any(value.made for value in values))
-    return aligned(values, 0.0)
+    return aligned(values, 1.0)
 
 
 Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shape of an array for the two numbers of samples."""
+"""The shapes of an array for a part of the batch and for the whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An equation, in the programs for two numbers of samples.
+    """An equation, in the programs for a part of the batch and for the whole.
 
     Args:
         name: of the primitive.
-        params: its parameters in the first.
-        others: those in the second.
+        params: its parameters for a part.
+        others: those for the whole.
         inputs: the shapes of its operands.
         outputs: the shapes of its results.
         dtypes: those of the first operand and the first result.
@@ -343,7 +397,7 @@ def as_rows(value: Value, shapes: Shapes) -> Value:
     """A constant that is repeated for every sample, as rows."""
     dims = grown(shapes)
     if value.is_constant and len(dims) == 1:
-        return rows(dims[0], 1, value.degree)
+        return rows(dims[0], 1, value.scale)
     return value
 
 
@@ -359,6 +413,11 @@ def only_numbers(value: Value) -> Value:
     return value
 
 
+def is_turn(value: Value, count: int) -> bool:
+    """Whether it is the number of the sample that a loop over so many is at."""
+    return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
+
+
 def not_numbered(value: Value) -> Value:
     """A value that is no position of a sample, and no sum that a loop is still at."""
     if value.numbers or value.kind is Kind.CARRY:
@@ -366,36 +425,18 @@ def not_numbered(value: Value) -> Value:
     return value
 
 
-DIFFERS = "is another program for another number of samples"
-
-
-def scalar(value: Any) -> Value:
-    """A constant that is the same for any number of samples, its value known."""
-    if is_key(value):
-        return CONSTANT
-    # Literals are Python's own numbers, too, which have no dtype.
-    dtype = np.dtype(getattr(value, "dtype", type(value)))
-    if dtype.kind in "biuf":
-        return Value(known=np.asarray(value).item())
-    # To NumPy, bfloat16 and its like are no floats.
-    return Value(known=float(value)) if jnp.issubdtype(dtype, jnp.floating) else CONSTANT
-
-
-def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
-    """A constant that differs between two numbers of samples."""
-    if first.shape != second.shape:
-        flat = first.reshape(-1)
-        if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
-            return scalar(flat[0])
-        return coupled("is an array with an entry of its own for every sample", "")
-    if first.dtype.kind not in "iufV" or not first.size:
-        return coupled(DIFFERS, "")
-    a, b = first.astype(np.float64), second.astype(np.float64)
-    with np.errstate(all="ignore"):
-        degrees = np.log(b / a) / math.log(ratio)
-    degree = round(2 * float(np.ravel(degrees)[0])) / 2 if np.isfinite(degrees).all() else math.nan
-    exact = first.dtype.kind in "iu"
-    tolerance = 0.0 if exact else 4 * float(jnp.finfo(first.dtype).eps)
-    if not np.allclose(b, a * ratio**degree, rtol=tolerance, atol=0):
-        return coupled("is a number that " + SIZES, "")
-    return Value(Kind.CONSTANT, degree)
+DIFFERS = (
+    "is another program for another number of samples, as a loop of Python over them or a branch "
+    "by their number makes it"
+)
+RESHAPED = "is reshaped across the samples"
+WRITTEN = "is written where several samples can write"
+PICKED = "picks samples by an index"
+MOVING = "takes slices at places that differ from sample to sample"
+SOME = "takes some of the samples"
+TURNED = "reverses the order of the samples"
+JOINED = "joins samples with something else along their dim"
+DIMS = "depends on the number of samples in more than one dim"
+RUNNING = "goes on from sample to sample, by"
+ONE_EACH = "is an array with an entry of its own for every sample"
+UNEVEN = SOME + ", which are others for a part of the batch than for the whole"

@@ -1,30 +1,55 @@
-"""What a program makes of the samples of its batch: followed equation by equation, for all sizes.
+"""What a program makes of the samples of its batch: followed equation by equation.
 
-The program is traced for two numbers of samples. Both traces must be the same operations; the dims
-and constants in which they differ are those that depend on the number of samples. From the inputs,
-whose dim 0 counts samples, every value is followed by the rules of `sample_rules`, until it is
-known of each output whether it is a mean over the samples, a sum, one row for each, the same for
-all batches, or something that the parts of a batch cannot give on their own.
+The program is traced for the whole batch, and for one of the equal parts that it is cut into. Both
+traces must be the same operations on the same values; the dims and constants in which they differ
+are those that depend on the number of samples. From the inputs, whose dim 0 counts samples, every
+value is followed by the rules of `sample_rules`, until it is known of each output whether it is a
+mean over the samples, a sum, one row for each, the same for all batches, or something that the
+parts of a batch cannot give on their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ..core.compat import source_line
 from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
-from .sample_indexing import Pair, inner, is_float, is_of_jax, operation, parting, pullback
-from .sample_rules import RULES
+from .sample_pairs import (
+    WITHIN,
+    Pair,
+    PairValues,
+    are_alike,
+    are_equal_keys,
+    both,
+    counts,
+    draws,
+    folded,
+    grown_constant,
+    grown_scalar,
+    have_one_form,
+    inner,
+    is_float,
+    is_of_jax,
+    operation,
+    parting,
+    promised,
+    pullback,
+    scalar,
+)
+from .sample_rules import RULES, unknown, unread
+from .sample_single import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_values import (
     CONSTANT,
     DIFFERS,
+    DIMS,
     LOOPED,
     SIZES,
     Coupling,
@@ -34,14 +59,15 @@ from .sample_values import (
     Value,
     all_constant,
     coupled,
+    either,
     grown,
-    grown_constant,
     plus,
     rows,
-    scalar,
+    same_scale,
+    told,
     total,
 )
-from .walk import Atom, Inner, equations, inners
+from .walk import Inner, inners
 
 RANKS = "samples_of_all_ranks"
 """The mesh axis over which an analysed program may add up what all ranks know then."""
@@ -54,7 +80,7 @@ def follow_samples(
 
     Args:
         trace: `trace(samples)` gives the closed jaxpr for a batch of so many samples.
-        sizes: two numbers of samples, the larger a multiple of the smaller.
+        sizes: the numbers of samples of a part and of the whole, the latter a multiple.
         num_batch: how many of its last inputs are leaves of the batch, samples in dim 0.
 
     Returns:
@@ -67,24 +93,26 @@ def follow_samples(
         >>> mean, largest = follow_samples(
         ...     lambda count: jax.make_jaxpr(loss)(shape(count)), (2, 4), num_batch=1
         ... )
-        >>> mean.kind.value, mean.degree, largest.why
-        ('total', -1.0, 'takes `reduce_max` over the samples')
+        >>> mean.kind.value, mean.scale, largest.why
+        ('total', 1.0, 'takes `reduce_max` over the samples')
     """
     first, second = (trace(size) for size in sizes)
     count = len(first.jaxpr.invars)
     values = [CONSTANT] * (count - num_batch) + [rows(0)] * num_batch
-    return Walk(sizes[1] / sizes[0]).program((first, second), values, "")
+    walk = Walk(sizes[1] / sizes[0], is_single=sizes[0] == 1)
+    return walk.program((first, second), values, "")
 
 
 class Walk:
     """The following of a pair of programs.
 
     Args:
-        ratio: how many times more samples the second has.
+        ratio: how many times more samples the whole has than a part.
+        is_single: whether a part has one sample alone.
     """
 
-    def __init__(self, ratio: float):
-        self._ratio = ratio
+    def __init__(self, ratio: float, is_single: bool = False):
+        self._ratio, self._is_single = ratio, is_single
         self._numbers: dict[Any, int] = {}
         self._in_backward = False
 
@@ -94,49 +122,59 @@ class Walk:
         """Follows a pair of programs.
 
         Args:
-            programs: the same for two numbers of samples.
+            programs: that of a part and that of the whole.
             values: of their inputs.
             where: the line of the user's that calls them, or "" to look for lines within.
 
         Returns:
             The values of their outputs.
         """
-        env: dict[Var, Value] = {}
         jaxprs = programs[0].jaxpr, programs[1].jaxpr
-        consts = (program.consts for program in programs)
-        for variable, a, b in zip(jaxprs[0].constvars, *consts, strict=True):
-            env[variable] = self._constant(a, b)
-        for variable, value in zip(jaxprs[0].invars, values, strict=True):
-            env[variable] = value if value.number else self._named(value, object())
-        if len(jaxprs[0].eqns) != len(jaxprs[1].eqns):
+        pairs = self._pairs(jaxprs)
+        if pairs is None or not have_one_form(*jaxprs, "constvars", "invars", "outvars"):
             return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
-        for pair in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=True):
-            operands = [
-                self._read(env, a, b) for a, b in zip(pair[0].invars, pair[1].invars, strict=False)
-            ]
+        known = PairValues(self._constant)
+        consts = (program.consts for program in programs)
+        for variables, constants in zip(
+            both(jaxprs, "constvars"), zip(*consts, strict=True), strict=True
+        ):
+            known.write(*variables, self._constant(*constants))
+        for variables, value in zip(both(jaxprs, "invars"), values, strict=True):
+            known.write(*variables, value if value.number else self._named(value, object()))
+        for part, whole in pairs:
+            if part is None or whole is None:
+                if not relay(known, (part, whole), self._ratio):
+                    return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+                continue
+            pair = part, whole
+            if not have_one_form(*pair, "invars", "outvars"):
+                return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+            operands = [known.read(*atoms) for atoms in both(pair, "invars")]
             results = self._equation(pair, operands, where)
-            env.update(zip(pair[0].outvars, results, strict=True))
-        outputs = zip(jaxprs[0].outvars, jaxprs[1].outvars, strict=True)
-        return [self._read(env, a, b) for a, b in outputs]
+            for variables, value in zip(both(pair, "outvars"), results, strict=True):
+                known.write(*variables, value)
+        return [known.read(*atoms) for atoms in both(jaxprs, "outvars")]
 
-    def _read(self, env: dict[Var, Value], first: Atom, second: Atom) -> Value:
-        if not isinstance(first, Literal):
-            return env[first]
-        if not isinstance(second, Literal):
-            return coupled(DIFFERS, "")
-        return self._constant(first.val, second.val)
+    def _pairs(self, jaxprs: tuple[Jaxpr, Jaxpr]) -> Iterable[Aligned] | None:
+        if self._is_single:
+            return aligned_equations(*jaxprs)
+        is_same = len(jaxprs[0].eqns) == len(jaxprs[1].eqns)
+        return zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=True) if is_same else None
 
     def _constant(self, first: Any, second: Any) -> Value:
         """A constant of the program, which may depend on the number of samples."""
         if first is second and not np.ndim(first):
             return self._named(scalar(first), ("constant", str(first)))
-        if first is second or is_key(first):
+        if first is second:
             return self._named(CONSTANT, ("constant", id(first)))
+        if is_key(first) or is_key(second):
+            return CONSTANT if are_equal_keys(first, second) else coupled(DIFFERS, "")
         a, b = np.asarray(first), np.asarray(second)
         if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             value = scalar(first) if not a.ndim else CONSTANT
             return self._named(value, ("constant", a.dtype.str, a.tobytes()))
-        return grown_constant(a, b, self._ratio)
+        key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
+        return self._named(grown_constant(a, b, self._ratio), key)
 
     def _named(self, value: Value, key: Any) -> Value:
         """The value with the number of its computation."""
@@ -147,12 +185,12 @@ class Walk:
         one, two = pair
         name, count = one.primitive.name, len(one.outvars)
         at = where or source_line(one)
-        if name != two.primitive.name or len(one.invars) != len(two.invars):
+        if name != two.primitive.name:
             return [coupled(DIFFERS, at)] * count
         special = _SPECIAL.get(name)
         if special is not None:
             found = special(self, pair, operands, at)
-            return _checked(pair, [self._named(value, object()) for value in found], at)
+            return self._checked(pair, [self._named(value, object()) for value in found], at)
         if (called := inner(pair)) is not None:
             results = self._call(pair, called, operands, where)
             own = name.startswith("custom_") and not self._in_backward
@@ -162,12 +200,17 @@ class Walk:
     def _primitive(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         one, count = pair[0], len(pair[0].outvars)
         name, op = one.primitive.name, operation(pair)
-        decided = name == "select_n" and operands[0].known is not None
+        if (number := folded(op, operands)) is not None:
+            key = (name, str(op.params), *(value.known for value in operands))
+            return [self._named(grown_scalar(*number, self._ratio), key)]
+        decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
-            return [_told(min(spoiled, key=lambda v: SIZES in v.why), at)] * count
-        rule = RULES.get(name, _unknown)
+            return [told(min(spoiled, key=lambda v: SIZES in v.why), at)] * count
+        rule = RULES.get(name, unknown)
         try:
+            if (loose := self._loose(op, operands)) is not None:
+                return self._numbered(pair, operands, [told(loose, at)] * count)
             result = rule(op, operands)
         except (AttributeError, LookupError, TypeError, ValueError):
             # Versions of JAX differ in the parameters of operations.
@@ -178,17 +221,46 @@ class Walk:
             mixed = next((v for v in operands if v.kind is Kind.MIXED), None)
             return [coupled(str(problem), mixed.where if mixed else at)] * count
         results = result if isinstance(result, list) else [result] * count
-        results = [_told(value, at) for value in results]
-        return _checked(pair, self._numbered(one, operands, results), at)
+        results = [told(value, at) for value in results]
+        return self._checked(pair, self._numbered(pair, operands, results), at)
 
-    def _numbered(
-        self, equation: JaxprEqn, operands: list[Value], results: list[Value]
-    ) -> list[Value]:
+    def _checked(self, pair: Pair, values: list[Value], at: str) -> list[Value]:
+        """Values whose dims that count samples are those that grow."""
+        results = []
+        for value, shapes in zip(values, operation(pair).outputs, strict=True):
+            if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
+                value = coupled(DIFFERS, at)
+            if value.kind in (Kind.CONSTANT, Kind.COUPLED):
+                results.append(value)
+                continue
+            dims = grown(shapes)
+            counts = [value.dim] if value.is_rows and value.dim is not None else []
+            fits = dims == counts and all(
+                shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
+            )
+            results.append(value if fits else coupled(DIMS, at))
+        return results
+
+    def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
+        """What is made where the part has one sample without its dim; None where it is no such."""
+        if self._is_single:
+            if op.name in RELAYS and math.prod(op.inputs[0][0]) == math.prod(op.outputs[0][0]):
+                found = relayed(op, operands[0], self._ratio)
+                if found is not None:
+                    return found
+            shapes = zip(operands, op.inputs, strict=True)
+            if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
+                found = loosely(op, operands, self._ratio)
+                return coupled(DIFFERS, "") if found is None else found
+        is_known = op.name in RULES or all_constant(operands)
+        return None if not is_known or are_alike(op) else coupled(DIFFERS, "")
+
+    def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""
-        name = equation.primitive.name
+        name = pair[0].primitive.name
         if name in _KEEPS_NUMBER and results[0].kind is operands[0].kind:
             return [dataclasses.replace(results[0], number=operands[0].number)]
-        params = str(sorted(equation.params.items(), key=str))
+        params = str([sorted(equation.params.items(), key=str) for equation in pair])
         key = (name, params, *(value.number for value in operands))
         return [self._named(value, (*key, i)) for i, value in enumerate(results)]
 
@@ -197,10 +269,10 @@ class Walk:
     ) -> list[Value]:
         name = str(pair[0].params.get("name", ""))
         if name == PER_SAMPLE:
-            if draws := _draws(called[0]):
-                why = f"draws random numbers (`{draws}`) {WITHIN}"
+            if drawing := draws(called[0]):
+                why = f"draws random numbers (`{drawing}`) {WITHIN}"
                 return [coupled(why, source_line(pair[0]))] * len(pair[0].outvars)
-            return _checked(pair, _promised(pair, operands), source_line(pair[0]))
+            return self._checked(pair, promised(pair, operands), source_line(pair[0]))
         # JAX traces its own functions once: lines within them are those of the first who called.
         at = where or (source_line(pair[0]) if is_of_jax(name) else "")
         own = operands[len(operands) - len(called[0].jaxpr.invars) :]
@@ -211,27 +283,32 @@ class Walk:
     ) -> list[Value]:
         """What a function with a backward pass of its own gives, if that keeps samples apart."""
         given = [*operands, *results]
+        if any(v.kind is Kind.CARRY for v in given):
+            return [coupled(LOOPED, at)] * len(results)
         if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in given):
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
 
-        # The cotangent is smaller, the more samples there are; only what is linear in it stays so.
-        def smaller(v):
-            return dataclasses.replace(v, degree=v.degree - 1, known=None, number=0)
+        # What comes back is of any scale; only what is linear in it has the same.
+        def returned(v: Value) -> Value:
+            scale = _ANY / v.scale / (self._ratio if v.is_rows else 1.0)
+            v = CONSTANT if v.kind is Kind.TOTAL else v
+            return dataclasses.replace(v, scale=scale, known=None, number=0)
 
-        seeds = [smaller(CONSTANT if v.kind is Kind.TOTAL else v) for v in results]
-        seeds = [v for v, out in zip(seeds, pair[0].outvars, strict=True) if is_float(out.aval)]
+        seeds = zip(results, pair[0].outvars, strict=True)
+        seeds = [returned(v) for v, out in seeds if is_float(out.aval)]
         programs = pullback(pair[0], floats), pullback(pair[1], floats)
         # No one differentiates a backward pass, so the functions in it have none of their own.
         self._in_backward = True
         found = self.program(programs, [*operands, *seeds], at)
         self._in_backward = False
-        degrees = {v.degree - 1 for v in results if not v.is_constant} or {-1.0}
         varies = any(not v.is_constant for v in results)
         for index, value in zip(floats, found, strict=True):
-            same = Kind.CONSTANT if operands[index].is_rows or not varies else Kind.TOTAL
-            kinds = (same, Kind.ROWS if operands[index].is_rows else Kind.TOTAL)
-            if not value.is_zero and (value.kind not in kinds or {value.degree} != degrees):
+            operand = operands[index]
+            same = Kind.CONSTANT if operand.is_rows or not varies else Kind.TOTAL
+            kinds = (same, Kind.ROWS if operand.is_rows else Kind.TOTAL)
+            fits = value.kind in kinds and same_scale(value.scale, returned(operand).scale)
+            if not value.is_zero and not fits:
                 bent = "mixes the samples, or is not linear in what comes back to it"
                 why = bent if SIZES in value.why else value.why or bent
                 why = f"has a backward pass of its own that {why}"
@@ -241,6 +318,8 @@ class Walk:
     def scan(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A loop; over the samples, where its length grows with them."""
         loop, other = (inners(equation)[0] for equation in pair)
+        if pair[0].params["reverse"] != pair[1].params["reverse"] or loop.form != other.form:
+            return [coupled(DIFFERS, at)] * len(pair[0].outvars)
         consts, carry, stacked = loop.parts(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
@@ -277,21 +356,34 @@ class Walk:
         count, bad = len(pair[0].outvars), coupled(LOOPED, at)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
-        each = [v.at(None) if v.is_rows else rows(None, 1, v.degree) for v in stacked]
+        each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]
         each = [bad if v.numbers else v for v in each]
-        start = [Value(Kind.CARRY)] * len(carry)
+        start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
         body = bodies[0].jaxpr
         own = body.invars[len(consts) :][: len(carry)]
+        whole = bodies[1].jaxpr
         # What is handed through does not have to be a sum.
-        through = [body.outvars[i] is own[i] for i in range(len(carry))]
+        through = [
+            body.outvars[i] is own[i] and whole.outvars[i] is whole.invars[len(consts) + i]
+            for i in range(len(carry))
+        ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
+        lengths: Any = tuple(inners(equation)[0].times for equation in pair)
+        counters = [
+            first.is_zero and all(counts(program.jaxpr, len(consts) + i, i) for program in bodies)
+            for i, first in enumerate(carry)
+        ]
+        turn = Value(Kind.ROWS, numbers=(True,), over=lengths[0])
+        start = [turn if is_counter else s for s, is_counter in zip(start, counters, strict=True)]
         found = self._body(bodies, [*consts, *start, *each])
         results = []
-        for value, first, kept in zip(found, carry, through, strict=False):
+        for slot, (value, first, kept) in enumerate(zip(found, carry, through, strict=False)):
             if kept:
                 results.append(first)
-            elif value.kind is Kind.CARRY and first.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(_sum_or(first, total(0.0), at))
+            elif counters[slot]:
+                results.append(grown_scalar(lengths[0], lengths[1], self._ratio))
+            elif value == start[slot] and first.kind in (Kind.CONSTANT, Kind.TOTAL):
+                results.append(_joined(plus, first, total(lengths[1] / lengths[0]), at))
             else:
                 results.append(value if value.kind is Kind.COUPLED else bad)
         for value in found[len(carry) :]:
@@ -309,7 +401,7 @@ class Walk:
         carry, _ = _settled(body, lambda carry: self._body(bodies, [*shared, *carry]), carry, at)
         given, _, _ = test.parts(operands)
         (runs,) = self._body((test.program, other_test.program), [*given, *carry])
-        if runs.is_constant and not runs.degree:
+        if runs.is_constant and not runs.is_scaled:
             return carry
         why = "is part of a loop that runs as often as the samples make it"
         return [coupled(runs.why or why, runs.where or at)] * len(carry)
@@ -317,7 +409,8 @@ class Walk:
     def branch(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A `cond` or `switch`: which branch runs must not depend on the samples."""
         which, *given = operands
-        if not (which.is_constant or (which.is_rows and which.dim is None)) or which.degree:
+        is_own = which.is_constant or (which.is_rows and which.dim is None)
+        if not is_own or which.is_scaled:
             why = "is part of a branch that the samples choose"
             return [coupled(which.why or why, which.where or at)] * len(pair[0].outvars)
         branches = zip(*map(inners, pair), strict=True)
@@ -325,9 +418,11 @@ class Walk:
         results = found[0]
         for others in found[1:]:
             pairs = zip(results, others, strict=True)
-            results = [_sum_or(a, b, at) for a, b in pairs]
+            results = [_joined(either, a, b, at) for a, b in pairs]
         if which.is_rows:
-            results = [_sum_or(rows(None), value, at) for value in results]
+            carried = [value.kind is Kind.CARRY for value in results]
+            pairs = zip(results, carried, strict=True)
+            results = [v if own else _joined(either, rows(None), v, at) for v, own in pairs]
         return results
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
@@ -336,12 +431,14 @@ class Walk:
         results = []
         for value in operands:
             if axes == (RANKS,) and value.kind in (Kind.CONSTANT, Kind.TOTAL):
-                degree = value.degree + (value.kind is Kind.TOTAL)
-                results.append(Value(Kind.CONSTANT, degree))
+                results.append(Value(Kind.CONSTANT, value.scale))
             else:
                 results.append(coupled(value.why or "is summed over ranks", value.where or at))
         return results
 
+
+_ANY = 0.37
+"""A scale of what comes back to a backward pass; no power of a small number."""
 
 _KEEPS_NUMBER = frozenset(
     {
@@ -352,83 +449,15 @@ _KEEPS_NUMBER = frozenset(
 """What changes nothing about what a value is."""
 
 
-def _told(value: Value, at: str) -> Value:
-    """The value with the line that it comes from, where it is one to complain of."""
-    if value.kind in (Kind.MIXED, Kind.RATIO, Kind.COUPLED) and not value.where:
-        return dataclasses.replace(value, where=at)
-    return value
-
-
-def _unknown(op: Operation, values: list[Value]) -> Value:
-    fixed = not any(grown(shapes) for shapes in (*op.inputs, *op.outputs))
-    if values and all_constant(values) and fixed and not any(v.degree for v in values):
-        return CONSTANT
-    if not op.outputs:
-        return CONSTANT
-    if not values and op.name in ("platform_index", "empty", "create_token"):
-        return CONSTANT
-    if values and all(v.is_constant or (v.is_rows and v.dim is None) for v in values) and fixed:
-        return rows(None)
-    raise Coupling(unread(op.name))
-
-
-def unread(name: str) -> str:
-    """What to say of an operation that no rule can read."""
-    return (
-        f"goes through `{name}`, of which it is not known what it does to samples; "
-        "axon_dist.per_sample marks a function that treats them one by one"
-    )
-
-
-WITHIN = (
-    "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "
-    "them before it, by jax.random.uniform, normal, bernoulli and the like"
-)
-
-
-def _draws(called: ClosedJaxpr) -> str:
-    """The operation by which a marked function draws random numbers; "" where none does."""
-    names = (e.primitive.name for e in equations(called.jaxpr))
-    return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
-
-
-def _promised(pair: Pair, operands: list[Value]) -> list[Value]:
-    found = next((v for v in operands if v.kind is Kind.COUPLED), None)
-    results = []
-    for shapes in operation(pair).outputs:
-        if found is not None:
-            results.append(found)
-        elif grown(shapes) == [0]:
-            results.append(rows(0))
-        else:
-            results.append(CONSTANT if not grown(shapes) else coupled("has no samples first", ""))
-    return results
-
-
-def _checked(pair: Pair, values: list[Value], at: str) -> list[Value]:
-    """Values whose dims that count samples are those that grow."""
-    results = []
-    for value, shapes in zip(values, operation(pair).outputs, strict=True):
-        dims = grown(shapes)
-        fits = {
-            Kind.CONSTANT: True,
-            Kind.ROWS: dims == ([] if value.dim is None else [value.dim]),
-            Kind.COUPLED: True,
-        }.get(value.kind, not dims)
-        why = "depends on the number of samples in more than one dim"
-        results.append(value if fits else coupled(why, at))
-    return results
-
-
-def _sum_or(left: Value, right: Value, at: str) -> Value:
-    """Either of two values, as a loop or branch leaves it."""
+def _joined(join: Callable[[Value, Value], Value], left: Value, right: Value, at: str) -> Value:
+    """What is made of two values, as a loop or branch leaves them."""
     for value in (left, right):
         if value.kind is Kind.COUPLED:
             return value
     if left == right:
         return left
     try:
-        chosen = plus(left, right)
+        chosen = join(left, right)
     except Mixing as problem:
         return Value(Kind.MIXED, why=str(problem), where=at)
     except Coupling as problem:
@@ -440,7 +469,7 @@ def _settled(
     loop: Inner, run: Callable[[list[Value]], list[Value]], carry: list[Value], at: str
 ) -> tuple[list[Value], list[Value]]:
     """What is carried around a loop, once it no longer changes; and the other results."""
-    found = loop.settled(carry, run, lambda one, other: _sum_or(one, other, at))
+    found = loop.settled(carry, run, lambda one, other: _joined(either, one, other, at))
     if found is not None:
         return found
     bad = [coupled("changes its dependence on the samples all the time", at)] * len(carry)

@@ -87,6 +87,11 @@ class Inner:
     num_carried: int = 0
     times: int | None = 1
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], int, int]:
+        """What is given to it, shared and carried, by numbers."""
+        return self.operands, self.num_shared, self.num_carried
+
     def inputs(self, values: Sequence[T]) -> list[T]:
         """What each input is given, of what the equation is given."""
         return [values[number] for number in self.operands]

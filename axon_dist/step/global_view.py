@@ -84,12 +84,7 @@ def _read_in_loops(spec: StepSpec, batch: Batch) -> frozenset[Path]:
     """The weights that a loop of the model reads in every turn, as recurrent layers do."""
     lead = 0 if spec.num_microbatches == 1 else 1
     few = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
-
-    def run(p, b, x):
-        return forward(p, b, x).loss
-
-    jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, few).jaxpr
+    jaxpr = spec.separator.program(few, jax.tree.leaves(few)[0].shape[0]).jaxpr
     return read_in_loops(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
 
 

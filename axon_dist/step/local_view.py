@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
@@ -336,13 +337,8 @@ class LocalPlan:
 
     def _read_once(self, buffers: PyTree, batch: Batch) -> frozenset[Path]:
         """The weights that one call of one unit reads; those of Linen are not looked into."""
-        spec = self.spec
-        forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
-
-        def run(p, b, x):
-            return forward(p, b, x).loss
-
-        jaxpr = jax.make_jaxpr(run)(spec.parts.weights, buffers, batch).jaxpr
+        spec, samples = self.spec, jax.tree.leaves(batch)[0].shape[0]
+        jaxpr = spec.separator.program(batch, samples).jaxpr
         found = read_once(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
         bridges = ["/".join(map(str, keys)) for keys, _ in bridges_of(spec.parts.abstract)]
         return frozenset(p for p in found if not any(is_inside(p, bridge) for bridge in bridges))
@@ -403,17 +399,10 @@ def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, Sampl
     """
     ranks = spec.num_ranks
     samples = jax.tree.leaves(batch)[0].shape[lead]
-    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
 
-    def trace(count: int) -> Any:
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((count, *x.shape[lead + 1 :]), x.dtype), batch
-        )
-
-        def run(p, b, x):
-            return forward(p, b, x).loss
-
-        return jax.make_jaxpr(run)(*spec.parts.arguments, shapes)
+    def trace(count: int) -> ClosedJaxpr:
+        return spec.separator.program(shapes, count)
 
     return find_rows(trace, samples // ranks, ranks)
 
@@ -429,13 +418,9 @@ def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
     Raises:
         UnsupportedError: naming the weight and the unit.
     """
-    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(None))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-
-    def run(p, b, x):
-        return forward(p, b, x).loss
-
-    jaxpr = jax.make_jaxpr(run)(*spec.parts.arguments, shapes).jaxpr
+    samples = jax.tree.leaves(shapes)[0].shape[0] // spec.num_ranks
+    jaxpr = spec.separator.program(shapes, samples).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
         own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core.compat import eval_jaxpr
 from ..core.errors import AxonDistError, ConfigError
 from ..core.tree import joined, leaves_with_paths
 from ..core.typing import Array, Batch, LossFn, PyTree
@@ -411,6 +412,17 @@ LastFn: TypeAlias = Callable[[Sums, PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 """(sums of those before, params, buffers, last microbatch) -> (sums of all, new buffers)."""
 
 
+def _traced_once(gradient: SumsFn, *args: Any) -> tuple[SumsFn, tuple[Sums, PyTree]]:
+    """The function as its program, which is not traced anew; and the shapes of its results."""
+    program, shapes = jax.make_jaxpr(gradient, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+
+    def run(*given: Any) -> tuple[Sums, PyTree]:
+        return jax.tree.unflatten(structure, eval_jaxpr(program, jax.tree.leaves(given)))
+
+    return run, shapes
+
+
 def accumulate(
     gradient: SumsFn,
     params: PyTree,
@@ -444,7 +456,7 @@ def accumulate(
     if num_microbatches == 1:
         return gradient(params, buffers, batch)
     first = jax.tree.map(lambda leaf: leaf[0], batch)
-    shapes, _ = jax.eval_shape(gradient, params, buffers, first)
+    gradient, (shapes, _) = _traced_once(gradient, params, buffers, first)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     final = None
     if last is not None:

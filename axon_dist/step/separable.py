@@ -13,24 +13,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn, Path, PyTree
+from ..core.typing import Batch, LossFn
 from ..core.weighted import Weighted
-from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use, use_of
-from ..jaxpr.samples import RANKS, follow_samples
-from ..jaxpr.walk import moves_with
+from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use
 from ..parallel import Reduction, Strategy
-from .buffers import has_statistics, synchronise_statistics
-from .objective import Prepare, evaluate
+from .loss_traces import Traces
+from .objective import Prepare
 from .parts import ModelParts
 
 
@@ -42,15 +42,20 @@ class Separation:
         loss_fn: the user's, weighed so that `sum(totals) / sum(weights)` over all parts is right.
         is_per_rank: whether ranks compute it each from its own samples.
         why: what keeps them from it where they would have; "" otherwise.
+        averaged: what makes the loss a mean of those of the microbatches, which that of the whole
+            batch is not; "" where it is.
     """
 
     loss_fn: LossFn
     is_per_rank: bool
     why: str = ""
+    averaged: str = ""
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
-        return view + (f", because {self.why}" if self.why else "")
+        found = view + (f", because {self.why}" if self.why else "")
+        also = "" if self.averaged == self.why else f", for {self.averaged}"
+        return found + (f"; averaged over microbatches{also}" if self.averaged else "")
 
 
 class Separator:
@@ -83,6 +88,7 @@ class Separator:
         self._sizes = {axis: mesh.shape[axis] for axis in strategy.batch_axes}
         self._found: dict[Any, Separation] = {}
         self._adapt = adapt
+        self._traced: dict[bool, Traces] = {}
 
     def of(self, batch: Batch) -> Separation:
         """How the loss of such a batch is computed.
@@ -123,8 +129,15 @@ class Separator:
                 return f"the statistics {path} are those of a microbatch"
         lead = 0 if self._microbatches == 1 else 1
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-        samples = max(jax.tree.leaves(shapes)[0].shape[0], 2)
-        return self._obstacle(self._use(shapes, (samples, 2 * samples), 2))
+        samples = jax.tree.leaves(shapes)[0].shape[0]
+        sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._microbatches
+        # One sample in one microbatch has no parts.
+        return "" if sizes[0] == sizes[1] else self._obstacle(self._use(shapes, sizes, 2))
+
+    @property
+    def _is_by_ranks(self) -> bool:
+        """Whether ranks would compute the loss each from its own samples."""
+        return wants_ranks(self._strategy, self._parts, self._microbatches)[0] and self._ranks > 1
 
     @property
     def _ranks(self) -> int:
@@ -136,30 +149,76 @@ class Separator:
         ranks = self._ranks if per_rank else 1
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
-        use = self._use(batch, self._sizes_of(samples, ranks), ranks)
+        whole = samples * self._microbatches
+        if not self._is_computable(batch, whole):
+            # A loss of microbatches: of more samples one device could not compute it either.
+            whole = samples
+        if samples // ranks == whole:
+            self._traces(True).of(batch, whole)
+            return Separation(self._loss_fn, per_rank)
+        use = self._use(batch, (samples // ranks, whole), ranks)
         why = self._obstacle(use) if ranks > 1 else ""
+        if use.failure and self._microbatches > 1:
+            # What all ranks together cannot compute either has another way out.
+            self._use(batch, (samples, whole), 1)
         if why and asked:
             raise UnsupportedError(self._refusal(why, asked))
         if why:
             per_rank, ranks = False, 1
-            if self._microbatches > 1 and has_statistics(self._parts.abstract):
-                use = self._use(batch, self._sizes_of(samples, 1), 1)
+            if samples == whole:
+                return Separation(self._loss_fn, per_rank, why)
+            use = self._use(batch, (samples, whole), 1)
+        self._check_related(use, samples, whole)
         self._check_mixed(use, ranks)
-        return Separation(in_parts(self._loss_fn, use, self._microbatches, ranks), per_rank, why)
+        is_averaged = self._promise is None and self._microbatches > 1
+        averaged = use.coupled if is_averaged else ""
+        return Separation(in_parts(self._loss_fn, use), per_rank, why, averaged)
 
-    def _sizes_of(self, samples: int, ranks: int) -> tuple[int, int]:
-        """The numbers of samples of a part and of a whole to look at, `samples` in a microbatch."""
-        # Programs for one sample squeeze and broadcast other dims than those for more.
-        small = max(samples // ranks, 2)
-        return small, small * (ranks if ranks > 1 else self._microbatches)
+    def _is_computable(self, batch: Batch, whole: int) -> bool:
+        if self._microbatches == 1:
+            return True
+        try:
+            apart = self._strategy.pipeline is not None or not self._is_by_ranks
+            self._traces(apart).of(batch, whole)
+        except AxonDistError:
+            raise
+        except Exception:  # Whatever the user's loss does with more samples.
+            return False
+        return True
+
+    def program(self, batch: Batch, samples: int) -> ClosedJaxpr:
+        """The program of the loss, traced once for a number of samples.
+
+        Args:
+            batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
+            samples: how many.
+
+        Returns:
+            (params, buffers, batch) -> what the loss function gives, with the weights whole.
+        """
+        for traces in self._traced.values():
+            if traces.has(batch, samples):
+                return traces.of(batch, samples).program
+        # Asked for where ranks are known by name, which the program over all of them is not.
+        return self._alone.of(batch, samples).program
+
+    @cached_property
+    def _alone(self) -> Traces:
+        adapt = None if self._adapt is None else self._adapt(False)
+        return Traces(self._parts, self._loss_fn, adapt, over_all=False)
+
+    def _traces(self, apart: bool) -> Traces:
+        if apart not in self._traced:
+            adapt = None if self._adapt is None else self._adapt(apart)
+            self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
+        return self._traced[apart]
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
-        """What the loss is to the samples, which a microbatch must have enough of."""
+        """What the loss is to the samples, of a part and of the whole as they run."""
         # Ranks that are no stages leave experts to the compiler, in global view.
         apart = ranks == 1 or self._strategy.pipeline is not None
-        adapt = None if self._adapt is None else self._adapt(apart)
         try:
-            use = sample_use(self._parts, self._loss_fn, batch, sizes, adapt)
+            use = self._traces(apart).use(batch, sizes)
         except AxonDistError:
             raise
         except Exception as error:  # Whatever the user's loss does with fewer samples.
@@ -171,12 +230,31 @@ class Separator:
         return use
 
     def _too_small(self, samples: int, error: str) -> str:
-        said = " ".join(error.split())[:200].rstrip(".")
         return (
             f"the loss cannot be computed of a microbatch, which has {samples} samples where the "
-            f"batch is cut into {self._microbatches}: {said}. Take the number of samples from the "
-            "shapes of the batch, and not from a constant; or leave the batch whole"
+            f"batch is cut into {self._microbatches}: {_shortened(error)}. Take the number of "
+            "samples from the shapes of the batch, and not from a constant; or leave the batch "
+            "whole"
         )
+
+    def _check_related(self, use: SampleUse, part: int, whole: int) -> None:
+        """Raises where nothing is known of how a part's loss, or a metric, relates to the whole's.
+
+        Other losses that couple samples are averaged over the microbatches.
+        """
+        if self._promise is not None:
+            return
+        for name, found in {"loss": use.loss, **use.metrics}.items():
+            # One sample alone is coupled with none: such a loss is 0 of it, or not a number.
+            is_lost = found.is_unrelated or (part == 1 and "of a total" not in found.why)
+            if found.kind is Use.COUPLED and is_lost:
+                what = "the loss" if found is use.loss else f"the metric {name!r}"
+                raise UnsupportedError(
+                    f"{what} {found.why}{_place(found)}, so that {self._microbatches} microbatches "
+                    f"of {part} samples do not give that of {whole}. Make every sample count for "
+                    "itself, or leave the batch whole; or, if what the microbatches find is to be "
+                    "averaged, say so: build_train_step(separable=False)"
+                )
 
     def _check_mixed(self, use: SampleUse, ranks: int) -> None:
         """A number that is no sum over the samples, and yet grows with them, has no mean."""
@@ -221,6 +299,14 @@ class Separator:
         )
 
 
+def _shortened(error: Any) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")
+
+
+def _place(found: OutputUse) -> str:
+    return f" ({found.where})" if found.where else ""
+
+
 def wants_ranks(
     strategy: Strategy, parts: ModelParts, num_microbatches: int
 ) -> tuple[bool, list[str]]:
@@ -256,7 +342,7 @@ def wants_ranks(
     return True, [word for word, is_asked in words.items() if is_asked]
 
 
-def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> LossFn:
+def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
     """A loss of parts whose sums of totals and weights make that of the whole.
 
     Neither microbatches nor ranks are to be noticed: a sum, and a `Weighted` whose weight is the
@@ -265,33 +351,29 @@ def in_parts(loss_fn: LossFn, use: SampleUse, microbatches: int, ranks: int) -> 
     Args:
         loss_fn: the user's loss.
         use: what it is to the samples.
-        microbatches: into how many the batch of a step is cut.
-        ranks: into how many parts each of these is cut.
 
     Returns:
         The loss function; the same where nothing is to be changed.
     """
-    powers = {n: m.power for n, m in use.metrics.items() if m.kind in _SUMMED}
+    factors = {n: m.factor for n, m in use.metrics.items() if m.kind in _SUMMED}
     if use.loss.kind is Use.MEAN:
-        powers = {name: power for name, power in powers.items() if power}
-    if not use.loss.power and not powers:
+        factors = {name: factor for name, factor in factors.items() if factor != 1}
+    if use.loss.factor == 1 and not factors:
         return loss_fn
 
-    parts = ranks * microbatches
-
-    def weighed(value: Any, power: float) -> Weighted:
+    def weighed(value: Any, factor: float) -> Weighted:
         if isinstance(value, Weighted):
-            return Weighted(value.total, value.weight * parts**-power)
-        return Weighted(value, float(parts**-power))
+            return Weighted(value.total, value.weight / factor)
+        return Weighted(value, 1 / factor)
 
     def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
         returned = loss_fn(model, batch, **told)
         loss, *rest = returned if isinstance(returned, tuple) else (returned,)
-        if use.loss.power:
-            loss = weighed(loss, use.loss.power)
+        if use.loss.factor != 1:
+            loss = weighed(loss, use.loss.factor)
         if not rest:
             return loss
-        metrics = {n: weighed(m, powers[n]) if n in powers else m for n, m in rest[0].items()}
+        metrics = {n: weighed(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
         return loss, metrics
 
     return run
@@ -307,99 +389,5 @@ def sample_use(
     sizes: tuple[int, int],
     adapt: Prepare | None = None,
 ) -> SampleUse:
-    """What a loss function makes of the samples of its batch, read from its program.
-
-    BatchNorm counts as one that averages its statistics over all parts, and experts as ones that
-    count the tokens of all, as the views that split the batch have them do.
-
-    Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        loss_fn: the user's loss.
-        batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
-        sizes: the numbers of samples of a part and of a whole, the latter a multiple.
-        adapt: changes the merged model first.
-
-    Returns:
-        What it is.
-    """
-    shapes = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(batch)]
-    names: list[str] = []
-    plain: list[bool] = []
-
-    def trace(count: int) -> Any:
-        leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
-        given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
-        run, found, is_plain = _forward(parts, loss_fn, adapt)
-        jaxpr = jax.make_jaxpr(run)(*parts.arguments, given)
-        names[:], plain[:] = found, is_plain
-        return jaxpr
-
-    whole = trace(sizes[1])
-    _check_weight(whole, [path for path, _ in leaves_with_paths(parts.weights)], parts.frozen_paths)
-    try:
-        part = trace(sizes[0])
-    except AxonDistError:
-        raise
-    except Exception as error:  # Whatever the user's loss does with fewer samples.
-        why = f"cannot be computed of {sizes[0]} samples alone: {str(error)[:200]}"
-        return SampleUse(OutputUse(Use.COUPLED, 0.0, why), {}, {}, failure=str(error) or why)
-    traces = {sizes[0]: part, sizes[1]: whole}
-    values = follow_samples(lambda count: traces[count], sizes, len(shapes))
-    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
-    total, weight, *rest = values
-    metrics = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
-    buffers = rest[2 * len(names) :]
-    return use_of(total, weight, metrics, dict(zip(paths, buffers, strict=True)), plain == [True])
-
-
-def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> None:
-    """Raises `UnsupportedError` if the second output, the weight, moves with a parameter.
-
-    Weights of parts are added up before anything is divided, so they are held when the loss is
-    differentiated. What no gradient goes through, as a count or `stop_gradient`, may read them.
-
-    Args:
-        program: the traced loss; its first inputs are the parameters.
-        params: their paths.
-        frozen: those of them that are not trained.
-    """
-    moving = moves_with(program, 1, len(params))
-    found = [number for number in moving if params[number] not in frozen]
-    if found:
-        raise UnsupportedError(
-            f"the weight of the loss depends on the parameter {params[found[0]]!r}; in "
-            "Weighted(total, weight) the weight must follow from the batch alone, such as the "
-            "number of its tokens, or go through jax.lax.stop_gradient"
-        )
-
-
-def _forward(
-    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None
-) -> tuple[Any, list[str], list[bool]]:
-    """(params, buffers, batch) -> total, weight, those of each metric, buffers.
-
-    With it come, once it has run, the names of the metrics, and whether the loss has no weight.
-    """
-    names: list[str] = []
-    plain: list[bool] = []
-
-    def prepare(model: nnx.Module) -> None:
-        if adapt is not None:
-            adapt(model)
-        synchronise_statistics(model, (RANKS,))
-
-    def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
-        outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
-        names[:] = sorted(outcome.metrics)
-        plain[:] = [isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1]
-        numbers = [outcome.loss, *(outcome.metrics[name] for name in names)]
-        pairs = [x if isinstance(x, Weighted) else Weighted(x, 1.0) for x in numbers]
-        scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
-        return [*scalars, *jax.tree.leaves(outcome.buffers)]
-
-    if not has_statistics(parts.abstract):
-        return run, names, plain
-    whole = PartitionSpec()
-    mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
-    run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return run, names, plain
+    """What a loss function makes of the samples of its batch: `Traces.use`."""
+    return Traces(parts, loss_fn, adapt).use(batch, sizes)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core.errors import UnsupportedError
+from ..core.errors import AxonDistError, UnsupportedError
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest, is_on_paper
@@ -159,13 +159,20 @@ class TrainStep(MadeOfSpec):
         Raises:
             DivisibilityError: when the batch cannot be cut evenly.
             ConfigError: when an earlier step has used the state up.
+            UnsupportedError: when the parts of such a batch do not give its loss; for the batch
+                that the builder was given, that is said there.
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
         held = self._held(held)
         self._agree_on_program(state, placed, held)
         taken = self._taken(state) + 1
-        state, metrics = self._step(state, placed, held)
+        try:
+            state, metrics = self._step(state, placed, held)
+        except AxonDistError as error:
+            if self.spec.batch is None:
+                error.args = (f"{error}. build_train_step(batch=...) says so at build",)
+            raise
         if self._meetings:
             metrics = self._report(metrics)
             for number in self._form.due(taken):

@@ -50,7 +50,7 @@ def find(loss_fn, sizes=(4, 12)):
     values = follow_samples(trace, sizes, num_batch=8)
     one = follow_samples(lambda count: jax.make_jaxpr(lambda x: 1.0)(1.0), sizes, 0)[0]
     metrics = {name: (value, one) for name, value in zip(names, values[2:], strict=True)}
-    return use_of(values[0], values[1], metrics, {})
+    return use_of(values[0], values[1], metrics, {}, parts=sizes[1] / sizes[0])
 
 
 def weighted(total, weight, **metrics):
@@ -142,6 +142,12 @@ SEPARABLE = {
         lambda p, b: error(p, b).sum() / len(b["x"]) ** 0.5,
         Use.SCALED,
     ),
+    "by another size": (lambda p, b: error(p, b).sum() / (len(b["x"]) + 1), Use.SCALED),
+    "times the logarithm of the size": (
+        lambda p, b: jnp.mean(error(p, b)) * jnp.log(jnp.float32(len(b["x"]))),
+        Use.SCALED,
+    ),
+    "divided by at most two": (lambda p, b: error(p, b).sum() / min(len(b["x"]), 2), Use.SUM),
     "cross entropy": (
         lambda p, b: optax.softmax_cross_entropy_with_integer_labels(
             logits(p, b), b["label"]
@@ -328,7 +334,7 @@ COUPLED = {
     "top": (lambda p, b: jnp.sum(jax.lax.top_k(error(p, b), 2)[0]), "`top_k` along the samples"),
     "places in the queue of an expert": (
         lambda p, b: jnp.mean(jnp.cumsum(jax.nn.one_hot(b["label"], 3), 0) < 2),
-        "takes `cumsum` along the samples",
+        "by `cumsum` along the samples",
     ),
     "softmax over samples": (
         lambda p, b: jnp.sum(jax.nn.softmax(error(p, b)) * error(p, b)),
@@ -353,10 +359,6 @@ COUPLED = {
     "a key made on the way": (
         lambda p, b: jnp.mean(b["x"] * jax.random.normal(jax.random.key(0), b["x"].shape)),
         "from a key that is made on the way",
-    ),
-    "by another size": (
-        lambda p, b: error(p, b).sum() / (len(b["x"]) + 1),
-        "how many samples there are in another way",
     ),
     "another program": (
         lambda p, b: error(p, b).mean() * (2.0 if len(b["x"]) > 4 else jnp.mean(p["w"])),
@@ -483,4 +485,4 @@ def test_fused_attention_on_gpus_keeps_samples_apart(monkeypatch, dtype):
     trace = lambda count: jax.make_jaxpr(loss)(jnp.ones((8, 128)), of(count))
     assert "dot_product_attention" in str(trace(2))
     (found,) = follow_samples(trace, (2, 4), num_batch=1)
-    assert (found.kind.value, found.degree) == ("total", -1.0), found.why
+    assert (found.kind.value, found.scale) == ("total", 1.0), found.why

@@ -147,7 +147,7 @@ def test_nothing_is_looked_at_where_nothing_is_cut():
     )
     first = cut.separation(case.batch(0))
     assert cut.separation(case.batch(1)) is first
-    assert calls == [16, 4]
+    assert calls == [32, 4]
 
 
 def test_a_promise_is_true_or_false():

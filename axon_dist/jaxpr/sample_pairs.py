@@ -1,0 +1,368 @@
+"""Pairs of equations: one of the program of a part of the batch, one of that of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from ..core.compat import eval_equation, source_line
+from ..core.tree import is_key
+from .sample_values import (
+    CONSTANT,
+    DIFFERS,
+    ONE_EACH,
+    SIZES,
+    Kind,
+    Operation,
+    Value,
+    coupled,
+    grown,
+    rows,
+)
+from .walk import Atom, called, dtype_of, equations, shape_of, struct_of
+
+Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
+"""An equation of the program of a part, and the same of that of the whole."""
+
+
+class PairValues:
+    """What is known of the variables of two programs, which have to stand at the same places.
+
+    Args:
+        constant: what is known of a literal, by its values in both.
+    """
+
+    def __init__(self, constant: Callable[[Any, Any], Value]):
+        self._constant = constant
+        self._values: dict[Atom, Value] = {}
+        self._mates: dict[Atom, Atom] = {}
+        self._numbers: dict[Atom, int] = {}
+        self._origins: dict[Atom, Atom] = {}
+
+    def write(self, part: Atom, whole: Atom, value: Value) -> None:
+        """Notes what a variable of the whole is, and which of the part's is the same."""
+        self._values[whole], self._mates[whole] = value, self._origin(part)
+        self._numbers[self._origin(part)] = value.number
+
+    def relay(self, source: Atom, result: Atom) -> None:
+        """Notes that a variable of the part is another one in another shape."""
+        self._origins[result] = self._origin(source)
+
+    def mate(self, whole: Atom) -> Atom | None:
+        """The variable of the part that is the same as one of the whole."""
+        return self._mates.get(whole)
+
+    def read(self, part: Atom, whole: Atom) -> Value:
+        """What is known of two atoms; they are coupled where they are not the same."""
+        if isinstance(part, Literal) or isinstance(whole, Literal):
+            if isinstance(part, Literal) and isinstance(whole, Literal):
+                return self._constant(part.val, whole.val)
+            return coupled(DIFFERS, "")
+        found, origin = self._values[whole], self._origin(part)
+        is_equal = found.number != 0 and self._numbers.get(origin) == found.number
+        is_same = self._mates[whole] is origin or is_equal
+        return found if is_same else coupled(DIFFERS, "")
+
+    def _origin(self, part: Atom) -> Atom:
+        return self._origins.get(part, part)
+
+
+def both(pair: tuple[Any, Any], name: str) -> Iterator[tuple[Any, Any]]:
+    """What stands at the same places of two programs or equations, by the name of a list."""
+    return zip(*(getattr(one, name) for one in pair), strict=True)
+
+
+def have_one_form(one: Any, other: Any, *names: str) -> bool:
+    """Whether lists of two programs or equations are of one length each."""
+    return all(len(getattr(one, name)) == len(getattr(other, name)) for name in names)
+
+
+_SIZED = frozenset(
+    {
+        "shape", "new_sizes", "sizes", "start_indices", "limit_indices", "slice_sizes",
+        "indices_are_sorted", "unique_indices", "sharding", "out_sharding",
+    }
+)  # fmt: skip
+"""Parameters that follow from sizes, which rules look at, or that change no number."""
+
+
+def are_alike(op: Operation) -> bool:
+    """Whether the parameters of an operation are the same for a part and the whole, but for sizes.
+
+    Example:
+        >>> square = {"y": 2}
+        >>> are_alike(Operation("integer_pow", square, {"y": 3}, (), (), (float, float)))
+        False
+    """
+    return all(
+        name in _SIZED or _is_same(mine, op.others.get(name)) for name, mine in op.params.items()
+    )
+
+
+def are_equal_keys(one: Any, other: Any) -> bool:
+    """Whether two constants are random keys, and equal."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    with jax.ensure_compile_time_eval():
+        a, b = (np.asarray(jax.random.key_data(key)) for key in (one, other))
+    return np.array_equal(a, b)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other or (callable(one) and callable(other)):
+        return True
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other) or str(one) == str(other)
+
+
+_FOLDED: MappingProxyType[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
+        "min": np.minimum, "neg": np.negative, "abs": np.abs, "sign": np.sign, "log": np.log,
+        "log1p": np.log1p, "exp": np.exp, "expm1": np.expm1, "exp2": np.exp2, "sqrt": np.sqrt,
+        "rsqrt": lambda x: 1 / np.sqrt(x), "square": np.square, "tanh": np.tanh, "pow": np.power,
+        "floor": np.floor, "ceil": np.ceil, "rem": np.fmod, "eq": np.equal, "ne": np.not_equal,
+        "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "and": np.bitwise_and, "or": np.bitwise_or, "div": np.divide,
+    }
+)  # fmt: skip
+"""What is computed of numbers that differ between a part and the whole."""
+
+
+def folded(op: Operation, values: list[Value]) -> tuple[Any, Any] | None:
+    """The results for a part and the whole of an operation on numbers that depend on the size.
+
+    Args:
+        op: the operation.
+        values: of its operands.
+
+    Returns:
+        Two numbers; None where its operands are not known or do not differ.
+    """
+    known = [value.known for value in values]
+    if not known or any(pair is None for pair in known):
+        return None
+    pairs: list[Any] = [pair for pair in known if pair is not None]
+    if all(a == b or (a != a and b != b) for a, b in pairs):
+        return None
+    run = _run_of(op)
+    if run is None:
+        return None
+    kind = op.dtypes[1].kind
+    with np.errstate(all="ignore"):
+        a, b = (np.asarray(run(*numbers)) for numbers in zip(*pairs, strict=True))
+        if kind == "f":
+            a, b = a.astype(np.float64), b.astype(np.float64)
+        elif kind in "iu":
+            a, b = np.trunc(a).astype(np.int64), np.trunc(b).astype(np.int64)
+        else:
+            a, b = a.astype(bool), b.astype(bool)
+    return a.item(), b.item()
+
+
+def _run_of(op: Operation) -> Callable[..., Any] | None:
+    if op.name == "integer_pow":
+        return lambda x: float(x) ** op.params["y"]
+    if op.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"):
+        return float if op.dtypes[1].kind == "f" else np.asarray
+    return _FOLDED.get(op.name)
+
+
+def operation(pair: Pair) -> Operation:
+    """What a rule gets to see of an equation."""
+    one, two = pair
+
+    def shapes(left, right):
+        return tuple((shape_of(a), shape_of(b)) for a, b in zip(left, right, strict=True))
+
+    def dtype(atoms):
+        return _dtype(atoms[0]) if atoms else np.dtype("float32")
+
+    return Operation(
+        one.primitive.name,
+        one.params,
+        two.params,
+        shapes(one.invars, two.invars),
+        shapes(one.outvars, two.outvars),
+        (dtype(one.invars), dtype(one.outvars)),
+        next((str(dtype_of(v)) for v in one.invars[:1] if is_key(v.aval)), ""),
+    )
+
+
+def _dtype(atom: Atom) -> np.dtype:
+    found = dtype_of(atom) or np.float32
+    # Extended floats are of kind V for NumPy.
+    floats = not is_key(atom.aval) and jnp.issubdtype(found, jnp.floating)
+    return np.dtype("float32") if floats or is_key(atom.aval) else np.dtype(found)
+
+
+CALLS = frozenset(
+    {
+        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map",
+        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite",
+    }
+)  # fmt: skip
+"""What runs an inner program once, on its operands in order."""
+
+
+def inner(pair: Pair) -> tuple[ClosedJaxpr, ClosedJaxpr] | None:
+    """The programs that an equation calls once."""
+    if pair[0].primitive.name not in CALLS:
+        return None
+    one, two = map(called, pair)
+    return None if one is None or two is None else (one, two)
+
+
+def is_of_jax(name: str) -> bool:
+    """Whether a jitted function is one of JAX's own."""
+    rooms = (jnp, jnp.linalg, jax.nn, jax.random, jax.lax, jax.scipy.special)
+    return name.startswith("_") or any(hasattr(room, name) for room in rooms)
+
+
+def is_float(aval: Any) -> bool:
+    """Whether there are gradients of such an array."""
+    return not is_key(aval) and jnp.issubdtype(getattr(aval, "dtype", int), jnp.inexact)
+
+
+def pullback(equation: JaxprEqn, floats: list[int]) -> ClosedJaxpr:
+    """The program (operands, cotangents of the results) -> cotangents of some operands."""
+
+    def pull(*values: Any) -> Any:
+        operands = list(values[: len(equation.invars)])
+
+        def run(*changed: Any) -> list[Any]:
+            for index, value in zip(floats, changed, strict=True):
+                operands[index] = value
+            made = zip(eval_equation(equation, operands), equation.outvars, strict=True)
+            return [value for value, v in made if is_float(v.aval)]
+
+        _, back = jax.vjp(run, *(operands[index] for index in floats))
+        return back(list(values[len(operands) :]))
+
+    seeds = [v for v in equation.outvars if is_float(v.aval)]
+    return jax.make_jaxpr(pull)(*map(struct_of, [*equation.invars, *seeds]))
+
+
+def parting(jaxprs: tuple[Jaxpr, Jaxpr]) -> str:
+    """The line where two programs part."""
+    for one, two in zip(jaxprs[0].eqns, jaxprs[1].eqns, strict=False):
+        if one.primitive.name != two.primitive.name or len(one.invars) != len(two.invars):
+            return source_line(one)
+    longer = max(jaxprs, key=lambda jaxpr: len(jaxpr.eqns))
+    return source_line(longer.eqns[-1])
+
+
+WITHIN = (
+    "within a function that axon_dist.per_sample marks, where every rank would draw the same; draw "
+    "them before it, by jax.random.uniform, normal, bernoulli and the like"
+)
+
+
+def counts(body: Jaxpr, given: int, made: int) -> bool:
+    """Whether an output of a loop's body is one of its inputs plus 1."""
+    result, source = body.outvars[made], body.invars[given]
+    makers = [e for e in body.eqns if result in e.outvars and e.primitive.name == "add"]
+    steps = [atom.val for e in makers for atom in e.invars if isinstance(atom, Literal)]
+    return [int(step) for step in steps] == [1] and source in makers[0].invars
+
+
+def draws(called: ClosedJaxpr) -> str:
+    """The operation by which a marked function draws random numbers; "" where none does."""
+    names = (e.primitive.name for e in equations(called.jaxpr))
+    return next((name for name in names if name.startswith(("random_", "rng_", "threefry"))), "")
+
+
+def promised(pair: Pair, operands: list[Value]) -> list[Value]:
+    """What a marked function gives: rows of rows."""
+    found = next((v for v in operands if v.kind is Kind.COUPLED), None)
+    results = []
+    for shapes in operation(pair).outputs:
+        if found is not None:
+            results.append(found)
+        elif grown(shapes) == [0]:
+            results.append(rows(0))
+        else:
+            results.append(CONSTANT if not grown(shapes) else coupled("has no samples first", ""))
+    return results
+
+
+def scalar(value: Any) -> Value:
+    """A constant that is the same for a part and the whole, its value known."""
+    number = _number(value)
+    return CONSTANT if number is None else Value(known=(number, number))
+
+
+def _number(value: Any) -> Any:
+    """A scalar as a number of Python; None of what is none, such as a key."""
+    if is_key(value):
+        return None
+    # Literals are Python's own numbers, too, which have no dtype.
+    dtype = np.dtype(getattr(value, "dtype", type(value)))
+    if dtype.kind in "biuf":
+        return np.asarray(value).item()
+    # To NumPy, bfloat16 and its like are no floats.
+    return float(value) if jnp.issubdtype(dtype, jnp.floating) else None
+
+
+def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
+    """A constant that differs between a part and the whole.
+
+    Args:
+        first: in the program of a part.
+        second: in that of the whole.
+        ratio: how many times more samples the whole has.
+    """
+    if first.shape != second.shape:
+        flat = first.reshape(-1)
+        if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
+            return scalar(flat[0])
+        return coupled(ONE_EACH, "")
+    if first.dtype.kind not in "biufV" or first.dtype != second.dtype or not first.size:
+        return coupled(DIFFERS, "")
+    if not first.ndim:
+        is_exact = first.dtype.kind in "biu"
+        eps = 0.0 if is_exact else float(jnp.finfo(first.dtype).eps)
+        return grown_scalar(_number(first[()]), _number(second[()]), ratio, eps)
+    a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
+    with np.errstate(all="ignore"):
+        scales = b / a
+    eps = 0.0 if first.dtype.kind in "biu" else float(jnp.finfo(first.dtype).eps)
+    fits = np.isfinite(scales).all() and scales[0]
+    if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
+        return coupled("is an array that " + SIZES, "")
+    return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
+
+
+def grown_scalar(first: Any, second: Any, ratio: float, eps: float = 2**-23) -> Value:
+    """A scalar that differs between a part and the whole.
+
+    Args:
+        first: its value for a part.
+        second: that for the whole.
+        ratio: how many times more samples the whole has.
+        eps: the relative distance of numbers in its dtype.
+    """
+    known = first, second
+    if first == second:
+        return Value(known=known)
+    has_scale = not isinstance(first, bool) and first and second and math.isfinite(second / first)
+    if not has_scale:
+        why = "is a number that " + SIZES
+        return dataclasses.replace(coupled(why, ""), known=known)
+    return Value(Kind.CONSTANT, _rounded(second / first, ratio, eps), known=known)
+
+
+def _rounded(scale: float, ratio: float, eps: float) -> float:
+    """A scale, or the power of the ratio that it is but for the rounding of two numbers."""
+    power = round(2 * math.log(abs(scale)) / math.log(ratio)) / 2 if ratio != 1 else 0.0
+    exact = math.copysign(ratio**power, scale)
+    return exact if math.isclose(scale, exact, rel_tol=max(2 * eps, 1e-12)) else scale

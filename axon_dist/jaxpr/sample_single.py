@@ -1,0 +1,225 @@
+"""Parts of one sample: their program leaves out, or squeezes away, what does nothing to one.
+
+Where the dim that counts samples has size 1, JAX and users write other programs than where it is
+longer: arrays are reshaped without it, and what would repeat or sum one entry is not there. Such
+equations only give the same entries in the same order another shape. They are *relays*: what is
+known of their results is read off the program of the whole, and the shape that an array has in the
+part is looked at where an operation reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from jax.extend.core import JaxprEqn, Var
+
+from ..core.typing import Shape
+from .sample_pairs import PairValues
+from .sample_rules import RULES
+from .sample_values import Coupling, Kind, Operation, Shapes, Value, total
+from .walk import ELEMENTWISE, JaxprLike, shape_of
+
+RELAYS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+"""What may keep the entries of an array in their order."""
+
+Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
+"""An equation of the part and the same of the whole; None where one of them has no such relay."""
+
+
+def aligned_equations(part: JaxprLike, whole: JaxprLike) -> Iterator[Aligned] | None:
+    """The equations of two programs side by side, but for relays; None where others differ."""
+    found: list[Aligned] = []
+    mine, theirs = list(part.eqns), list(whole.eqns)
+    while mine or theirs:
+        one, other = mine[:1], theirs[:1]
+        if one and other and one[0].primitive.name == other[0].primitive.name:
+            found.append((mine.pop(0), theirs.pop(0)))
+        elif other and other[0].primitive.name in RELAYS | {"reduce_sum"}:
+            found.append((None, theirs.pop(0)))
+        elif one and one[0].primitive.name in RELAYS:
+            found.append((mine.pop(0), None))
+        else:
+            return None
+    return iter(found)
+
+
+def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
+    """Notes what an equation makes that one of the programs has alone.
+
+    Args:
+        known: of the variables of both.
+        pair: the equation.
+        ratio: how many samples the whole has.
+
+    Returns:
+        Whether it is a relay.
+    """
+    part, whole = pair
+    if part is not None:
+        source, result = part.invars[0], part.outvars[0]
+        sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
+        known.relay(source, result)
+        return len(part.invars) == 1 == len(sizes) and isinstance(source, Var)
+    assert whole is not None
+    given, made = whole.invars[0], whole.outvars[0]
+    source = known.mate(given) if isinstance(given, Var) else None
+    if source is None or len(whole.invars) > 1:
+        return False
+    value, small = known.read(source, given), shape_of(source)
+    inputs, outputs = ((small, shape_of(given)),), ((small, shape_of(made)),)
+    op = Operation(whole.primitive.name, whole.params, whole.params, inputs, outputs, (None, None))
+    found = value if value.kind is Kind.COUPLED else relayed(op, value, ratio)
+    if found is not None:
+        known.write(source, made, dataclasses.replace(found, number=value.number))
+    return found is not None
+
+
+def is_loose(value: Value, small: Shape, large: Shape, ratio: float) -> bool:
+    """Whether an array has lost, in the part, the dim that counts samples."""
+    return value.kind is not Kind.COUPLED and canonical(value, small, large, ratio) != small
+
+
+def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape | None:
+    """The shape that an array of the part has, where it has all dims that the whole's has.
+
+    Args:
+        value: what it is.
+        small: its shape in the program of the part.
+        large: that in the program of the whole.
+        ratio: how many samples the whole has.
+
+    Returns:
+        The shape; None where the part's array can be no reshaping of it.
+    """
+    if value.is_rows and value.dim is not None:
+        size = large[value.dim] / ratio
+        found = (*large[: value.dim], int(size), *large[value.dim + 1 :])
+        return found if size.is_integer() and math.prod(found) == math.prod(small) else None
+    fits = len(small) == len(large) and all(
+        a == b or (a == 1 and value.is_constant) for a, b in zip(small, large, strict=True)
+    )
+    if fits:
+        return small
+    return large if math.prod(small) == math.prod(large) else None
+
+
+def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
+    """What an equation makes that, in the part, gives the same entries in another shape.
+
+    Args:
+        op: as the program of the whole has it, and the operand's shape in that of the part.
+        value: of the operand.
+        ratio: how many samples the whole has.
+
+    Returns:
+        What it is; None where it is more than a relay.
+    """
+    (small, large), (_, result) = op.inputs[0], op.outputs[0]
+    given = canonical(value, small, large, ratio)
+    if given is None:
+        return None
+    if not value.is_rows or value.dim is None:
+        is_constant = value.is_constant and math.prod(small) == 1
+        is_kept = is_constant or math.prod(large) == math.prod(result) == math.prod(small)
+        if op.name == "reduce_sum" or not (is_kept or _repeats_samples(op, value, small)):
+            return None
+        return value
+    for dim, size in enumerate(result):
+        shape = (*result[:dim], int(size / ratio), *result[dim + 1 :])
+        if size % ratio or math.prod(shape) != math.prod(small):
+            continue
+        moved = dataclasses.replace(op, inputs=((given, large),), outputs=((shape, result),))
+        try:
+            found = RULES[op.name](moved, [value])
+        except (Coupling, LookupError):
+            continue
+        if isinstance(found, Value) and (found.kind, found.dim) == (Kind.ROWS, dim):
+            return found
+    if op.name == "reduce_sum" and math.prod(small) == 1 == math.prod(result):
+        return total(value.scale * math.prod(large)) if not value.numbers else None
+    return None
+
+
+def _repeats_samples(op: Operation, value: Value, small: Shape) -> bool:
+    """Whether a constant is repeated once for each sample, and stands once in the part."""
+    if op.name != "broadcast_in_dim" or not value.is_constant:
+        return False
+    large, result = op.inputs[0][1], op.outputs[0][1]
+    return small == large and math.prod(result) > math.prod(large)
+
+
+def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
+    """What an operation makes of arrays of which some have lost, in the part, the samples' dim.
+
+    Args:
+        op: the operation.
+        values: of its operands.
+        ratio: how many samples the whole has.
+
+    Returns:
+        What it is; None where that is not known.
+
+    Raises:
+        Coupling: when the result depends on several samples.
+    """
+    shapes = [canonical(v, *s, ratio) for v, s in zip(values, op.inputs, strict=True)]
+    if op.name == "gather":
+        return _gathered(op, values)
+    if op.name == "reduce_sum":
+        ends = {math.prod(shape) for shape in op.outputs[0]}
+        value = values[0]
+        is_own = value.is_rows and not value.numbers and shapes[0] is not None
+        is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
+        return total(value.scale * ratio) if is_own and is_all else None
+    whole, fits = op.outputs[0][1], op.name in ELEMENTWISE or op.name in _PASSED
+    if not fits or len(op.outputs) != 1:
+        return None
+    inputs: list[Shapes] = []
+    for shape, (small, large) in zip(shapes, op.inputs, strict=True):
+        same = small == op.outputs[0][0] and large == whole
+        if shape is None or not (same or not small):
+            return None
+        inputs.append((shape, large))
+    own = [shape for shape, large in inputs if large == whole and len(shape) == len(whole)]
+    if not own or len(set(own)) != 1:
+        return None
+    plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((own[0], whole),))
+    found = RULES[op.name](plain, values)
+    return found if isinstance(found, Value) else found[0]
+
+
+_PASSED = frozenset({"add", "sub", "mul", "div", "neg", "copy", "convert_element_type"})
+
+
+def _gathered(op: Operation, values: list[Value]) -> Value | None:
+    """Look-ups of each sample in its own row, where a part's only row is a window."""
+    table, indices = values[:2]
+    one, other = op.params["dimension_numbers"], op.others["dimension_numbers"]
+    if not (table.is_rows and indices.is_rows and table.dim is not None) or indices.numbers:
+        return None
+    dims, places = other.operand_batching_dims, other.start_indices_batching_dims
+    if table.dim not in dims or (table.outer, indices.outer) != (1, 1) or table.numbers:
+        return None
+    at = places[dims.index(table.dim)]
+    moved = op.moved(table)
+    beside = [(d, p - (p > at)) for d, p in zip(dims, places, strict=True) if d != table.dim]
+    hidden = (*other.collapsed_slice_dims, *dims)
+    windows = [d for d in range(len(op.inputs[0][1])) if d not in hidden]
+    out = moved.dim or 0
+    offsets = sorted((*other.offset_dims, out))
+    is_same = (
+        at == indices.dim
+        and [*zip(one.operand_batching_dims, one.start_indices_batching_dims, strict=True)]
+        == beside
+        and (one.collapsed_slice_dims, one.start_index_map)
+        == (other.collapsed_slice_dims, other.start_index_map)
+        and list(one.offset_dims) == offsets
+        and sorted((*windows, table.dim)).index(table.dim) == offsets.index(out)
+        and op.params["slice_sizes"] == op.others["slice_sizes"]
+        and op.params["mode"] == op.others["mode"]
+        and op.inputs[1][0] == (*op.inputs[1][1][:at], *op.inputs[1][1][at + 1 :])
+    )
+    return moved if is_same else None
