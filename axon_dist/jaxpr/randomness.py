@@ -45,8 +45,13 @@ Drawn: TypeAlias = tuple[Any, ...]
 MAKERS = frozenset({"random_seed", "random_wrap"})
 """What makes a key of numbers."""
 
+TAG = "rows"
+"""How keys that draw rows are told from others."""
 
-def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -> dict[Drawn, Rows]:
+
+def find_rows(
+    trace: Callable[[int], ClosedJaxpr], local: int, num_parts: int
+) -> dict[Drawn, Rows] | None:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
     What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
@@ -54,11 +59,12 @@ def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
-        local: the samples of one rank.
-        num_ranks: how many ranks split the samples.
+        local: the samples of one part, which is what one rank has of one microbatch.
+        num_parts: how many parts a batch has.
 
     Returns:
-        For everything that a rank draws and that counts samples, which rows it owns.
+        For everything that a part draws and that counts samples, which rows it owns; None where
+        nothing is drawn at all.
 
     Raises:
         UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
@@ -67,12 +73,12 @@ def find_rows(trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int) -
     program = trace(local)
     ours = list(_drawn(program))
     if not ours:
-        return {}
-    whole = list(_drawn(trace(local * num_ranks)))
+        return None
+    whole = list(_drawn(trace(local * num_parts)))
     if len(ours) != len(whole):
         raise UnsupportedError(
             f"the model draws {len(ours)} random arrays for {local} samples and {len(whole)} for "
-            f"{local * num_ranks}; random draws must not depend on the batch size"
+            f"{local * num_parts}; random draws must not depend on the batch size"
         )
     rows: dict[Drawn, Rows | None] = {}
     for (mine, key), (full, other) in zip(ours, whole, strict=True):
@@ -131,12 +137,12 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, Rows]) 
 
 
 def with_rank(buffers: PyTree, rows: Mapping[Drawn, Rows], rank: Array) -> PyTree:
-    """Replaces every key in the buffers by one that draws the rows of this rank.
+    """Replaces every key in the buffers by one that draws the rows of this rank, or part.
 
     Args:
         buffers: nested dict with typed keys among its leaves.
         rows: what `find_rows` found.
-        rank: scalar, this rank's position among the ranks that split the samples.
+        rank: scalar, its position among all that split the samples.
 
     Returns:
         The same buffers, keys replaced.
@@ -151,6 +157,15 @@ def with_rank(buffers: PyTree, rows: Mapping[Drawn, Rows], rank: Array) -> PyTre
         return jax.random.wrap_key_data(jnp.concatenate([data, ranks], -1), impl=impl)
 
     return jax.tree.map(replace, buffers)
+
+
+def at_part(leaf: Array, part: Array) -> Array:
+    """A key that draws rows, of another part; any other array as it is."""
+    if not is_key(leaf) or str(jax.random.key_impl(leaf)) != TAG:
+        return leaf
+    data = jax.random.key_data(leaf)
+    moved = data.at[..., -1].set(part.astype(data.dtype))
+    return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(leaf))
 
 
 def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
@@ -240,7 +255,7 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, Rows], ...]) -> Any:
         random_bits=random_bits,
         fold_in=fold_in,
         name=f"{base}_rows",
-        tag="rows",
+        tag=TAG,
     )
 
 
