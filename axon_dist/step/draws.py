@@ -46,7 +46,7 @@ class Draws:
         streams = map_with_path(
             lambda path, now, then: then if path in self.counts else now, buffers, first
         )
-        return with_rank(streams, self.rows, part)
+        return with_rank(streams, self.rows, part) if self.rows else streams
 
 
 def draws_of(spec: StepSpec, batch: Batch, ranks: int) -> Draws | None:
@@ -75,7 +75,9 @@ def draws_of(spec: StepSpec, batch: Batch, ranks: int) -> Draws | None:
             stacklevel=2,
         )
         return None
-    return None if rows is None else Draws(rows, spec.parts.counts)
+    # A bridged Linen module counts its calls, whether it draws or not.
+    counts = spec.parts.counts
+    return Draws(rows or {}, counts) if rows is not None or counts else None
 
 
 def sample_rows(spec: StepSpec, batch: Batch, ranks: int) -> Mapping[Drawn, Rows] | None:

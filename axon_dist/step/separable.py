@@ -30,6 +30,7 @@ from ..jaxpr.samples import RANKS, follow_samples
 from ..jaxpr.walk import moves_with
 from ..parallel import Reduction, Strategy
 from .buffers import has_statistics, synchronise_statistics
+from .coupled_metrics import check_metrics
 from .objective import Prepare, evaluate
 from .parts import ModelParts
 
@@ -145,6 +146,8 @@ class Separator:
             if self._microbatches > 1 and has_statistics(self._parts.abstract):
                 use = self._use(batch, self._sizes_of(samples, 1), 1)
         self._check_mixed(use, ranks)
+        if not self._promise:
+            check_metrics(use, self._microbatches, ranks)
         return Separation(in_parts(self._loss_fn, use, self._microbatches, ranks), per_rank, why)
 
     def _sizes_of(self, samples: int, ranks: int) -> tuple[int, int]:
@@ -306,6 +309,7 @@ def sample_use(
     batch: Batch,
     sizes: tuple[int, int],
     adapt: Prepare | None = None,
+    joins: bool = True,
 ) -> SampleUse:
     """What a loss function makes of the samples of its batch, read from its program.
 
@@ -318,6 +322,7 @@ def sample_use(
         batch: leaves of shape [B, ...], arrays or shapes; B does not matter.
         sizes: the numbers of samples of a part and of a whole, the latter a multiple.
         adapt: changes the merged model first.
+        joins: whether statistics and experts see all parts, as said; else they see their own.
 
     Returns:
         What it is.
@@ -329,7 +334,7 @@ def sample_use(
     def trace(count: int) -> Any:
         leaves = [jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in shapes]
         given = jax.tree.unflatten(jax.tree.structure(batch), leaves)
-        run, found, is_plain = _forward(parts, loss_fn, adapt)
+        run, found, is_plain = _forward(parts, loss_fn, adapt, joins)
         jaxpr = jax.make_jaxpr(run)(*parts.arguments, given)
         names[:], plain[:] = found, is_plain
         return jaxpr
@@ -374,7 +379,7 @@ def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> 
 
 
 def _forward(
-    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None
+    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None, joins: bool
 ) -> tuple[Any, list[str], list[bool]]:
     """(params, buffers, batch) -> total, weight, those of each metric, buffers.
 
@@ -386,7 +391,8 @@ def _forward(
     def prepare(model: nnx.Module) -> None:
         if adapt is not None:
             adapt(model)
-        synchronise_statistics(model, (RANKS,))
+        if joins:
+            synchronise_statistics(model, (RANKS,))
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
         outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
@@ -397,7 +403,7 @@ def _forward(
         scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
         return [*scalars, *jax.tree.leaves(outcome.buffers)]
 
-    if not has_statistics(parts.abstract):
+    if not joins or not has_statistics(parts.abstract):
         return run, names, plain
     whole = PartitionSpec()
     mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
