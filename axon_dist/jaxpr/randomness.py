@@ -88,6 +88,12 @@ def find_rows(
                 "the model draws with keys of the samples' own by the generator rbg, which under "
                 "vmap takes the first key for all; make the keys with impl='threefry2x32'"
             )
+        if found is not None and mine[:1] == ("gamma",):
+            raise UnsupportedError(
+                f"the model draws gamma noise of shape {mine[1:]} for all samples from one key, of "
+                "which a part of them cannot be drawn alone; draw it sample by sample: "
+                "jax.vmap(jax.random.gamma)(jax.random.split(key, samples), a)"
+            )
         if rows.setdefault(mine, found) != found:
             what = f"random arrays of shape {mine}"
             if mine[:1] == ("split",):
@@ -174,7 +180,7 @@ def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
 
 
 def _compare(mine: Drawn, full: Drawn) -> Rows | None:
-    lead = len(mine) - len([size for size in mine if size != "split"])
+    lead = len([size for size in mine if isinstance(size, str)])
     mine, full = mine[lead:], full[lead:]
     differing = [dim for dim, (a, b) in enumerate(zip(mine, full, strict=True)) if a != b]
     if not differing:
@@ -202,6 +208,10 @@ def _drawn(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str
         if equation.primitive.name in DRAWS:
             keys = equation.invars[0]
             yield _drawn_by(equation), (shape_of(keys), str(dtype_of(keys)))
+        elif equation.primitive.name == "random_gamma":
+            keys = equation.invars[0]
+            drawn = ("gamma", *shape_of(equation.outvars[0]))
+            yield drawn, (shape_of(keys), str(dtype_of(keys)))
 
 
 @functools.lru_cache(maxsize=64)

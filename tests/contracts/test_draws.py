@@ -101,6 +101,22 @@ def test_keys_made_on_the_way_are_told_of():
         )  # fmt: skip
 
 
+def test_gamma_noise_of_one_key_is_told_of():
+    class Noisy(Net):
+        def __init__(self):
+            super().__init__()
+            self.noise = nnx.Rngs(noise=3).noise.fork()
+
+        def __call__(self, x):
+            return super().__call__(x * jax.random.gamma(self.noise(), 2.0, x.shape))
+
+    with pytest.warns(UserWarning, match="gamma noise of shape .* sample by sample"):
+        build_train_step(
+            Noisy(), optax.sgd(0.1), loss_fn, pipelined(2, 2), World.emulate(2, "pp=2"),
+            batch=BATCHES[0],
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_statistics_of_microbatches_are_told_of(options, recwarn):
     class Normed(nnx.Module):
