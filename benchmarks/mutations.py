@@ -83,8 +83,8 @@ MUTATIONS = (
         "step/test_objective.py",
     ),
     row(
-        "step/objective.py", "scan(body, (zeros, buffers), batch)",
-        "scan(body, (zeros, buffers), batch, reverse=True)",
+        "step/objective.py", "scan(body, (zeros, buffers), (batch, numbers))",
+        "scan(body, (zeros, buffers), (batch, numbers), reverse=True)",
         "step/test_accumulate.py",
     ),
     row(
@@ -177,7 +177,7 @@ MUTATIONS = (
         "pipeline/test_switch.py::test_stages_one_after_another_are_the_loss[busy-v]",
     ),
     row(
-        "pipeline/loss_trace.py", "advance(now), [now[i]", "advance(now), [advance(now)[i]",
+        "pipeline/loss_trace.py", "then, [now[i]", "then, [then[i]",
         "pipeline/test_loss_trace.py::test_buffers_before_every_microbatch_and_after_the_last",
     ),
     # What stages keep from microbatch to microbatch, and what ranks ask each other about experts.

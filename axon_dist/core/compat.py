@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jax._src import (
     clusters,
     compilation_cache,
@@ -195,7 +196,7 @@ def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Array]) -> list[Array]:
     return core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
-def eval_equation(equation: JaxprEqn, values: Sequence[Array]) -> list[Array]:
+def eval_equation(equation: JaxprEqn, values: Sequence[Array | np.ndarray]) -> list[Array]:
     """Runs one equation of a jaxpr on values, as a jaxpr interpreter does."""
     params = equation.primitive.get_bind_params(equation.params)
     with in_place_of(equation):

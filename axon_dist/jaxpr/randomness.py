@@ -45,10 +45,13 @@ Drawn: TypeAlias = tuple[Any, ...]
 MAKERS = frozenset({"random_seed", "random_wrap"})
 """What makes a key of numbers."""
 
+TAG = "rows"
+"""How keys that draw rows are told from others."""
+
 
 def find_rows(
-    trace: Callable[[int], ClosedJaxpr], local: int, num_ranks: int
-) -> dict[Drawn, SampleRows]:
+    trace: Callable[[int], ClosedJaxpr], local: int, num_parts: int
+) -> dict[Drawn, SampleRows] | None:
     """Learns from two traces which drawn shapes grow with the number of samples.
 
     What is drawn from keys of which every sample has its own, as `vmap` over `split(key, samples)`
@@ -56,11 +59,12 @@ def find_rows(
 
     Args:
         trace: `trace(num_samples)` gives the jaxpr of the forward pass on that many samples.
-        local: the samples of one rank.
-        num_ranks: how many ranks split the samples.
+        local: the samples of one part, which is what one rank has of one microbatch.
+        num_parts: how many parts a batch has.
 
     Returns:
-        For everything that a rank draws and that counts samples, which rows it owns.
+        For everything that a part draws and that counts samples, which rows it owns; None where
+        nothing is drawn at all.
 
     Raises:
         UnsupportedError: when shapes cannot be told apart, or the key of such a draw is made within
@@ -69,12 +73,12 @@ def find_rows(
     program = trace(local)
     ours = list(_drawn(program))
     if not ours:
-        return {}
-    whole = list(_drawn(trace(local * num_ranks)))
+        return None
+    whole = list(_drawn(trace(local * num_parts)))
     if len(ours) != len(whole):
         raise UnsupportedError(
             f"the model draws {len(ours)} random arrays for {local} samples and {len(whole)} for "
-            f"{local * num_ranks}; random draws must not depend on the batch size"
+            f"{local * num_parts}; random draws must not depend on the batch size"
         )
     rows: dict[Drawn, SampleRows | None] = {}
     for (mine, key), (full, other) in zip(ours, whole, strict=True):
@@ -83,6 +87,12 @@ def find_rows(
             raise UnsupportedError(
                 "the model draws with keys of the samples' own by the generator rbg, which under "
                 "vmap takes the first key for all; make the keys with impl='threefry2x32'"
+            )
+        if found is not None and mine[:1] == ("gamma",):
+            raise UnsupportedError(
+                f"the model draws gamma noise of shape {mine[1:]} for all samples from one key, of "
+                "which a part of them cannot be drawn alone; draw it sample by sample: "
+                "jax.vmap(jax.random.gamma)(jax.random.split(key, samples), a)"
             )
         if rows.setdefault(mine, found) != found:
             what = f"random arrays of shape {mine}"
@@ -133,12 +143,12 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
 
 
 def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) -> PyTree:
-    """Replaces every key in the buffers by one that draws the rows of this rank.
+    """Replaces every key in the buffers by one that draws the rows of this rank, or part.
 
     Args:
         buffers: nested dict with typed keys among its leaves.
         rows: what `find_rows` found.
-        rank: scalar, this rank's position among the ranks that split the samples.
+        rank: scalar, its position among all that split the samples.
 
     Returns:
         The same buffers, keys replaced.
@@ -155,13 +165,22 @@ def with_rank(buffers: PyTree, rows: Mapping[Drawn, SampleRows], rank: Array) ->
     return jax.tree.map(replace, buffers)
 
 
+def at_part(leaf: Array, part: Array) -> Array:
+    """A key that draws rows, of another part; any other array as it is."""
+    if not is_key(leaf) or str(jax.random.key_impl(leaf)) != TAG:
+        return leaf
+    data = jax.random.key_data(leaf)
+    moved = data.at[..., -1].set(part.astype(data.dtype))
+    return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(leaf))
+
+
 def without_rank(buffers: PyTree, original: PyTree) -> PyTree:
     """Puts the original keys back; counts and statistics stay as they became."""
     return jax.tree.map(lambda new, old: old if is_key(old) else new, buffers, original)
 
 
 def _compare(mine: Drawn, full: Drawn) -> SampleRows | None:
-    lead = len(mine) - len([size for size in mine if size != "split"])
+    lead = len([size for size in mine if isinstance(size, str)])
     mine, full = mine[lead:], full[lead:]
     differing = [dim for dim, (a, b) in enumerate(zip(mine, full, strict=True)) if a != b]
     if not differing:
@@ -189,6 +208,10 @@ def _drawn(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str
         if equation.primitive.name in DRAWS:
             keys = equation.invars[0]
             yield _drawn_by(equation), (shape_of(keys), str(dtype_of(keys)))
+        elif equation.primitive.name == "random_gamma":
+            keys = equation.invars[0]
+            drawn = ("gamma", *shape_of(equation.outvars[0]))
+            yield drawn, (shape_of(keys), str(dtype_of(keys)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -242,7 +265,7 @@ def _row_impl(base: str, rows: tuple[tuple[Drawn, SampleRows], ...]) -> Any:
         random_bits=random_bits,
         fold_in=fold_in,
         name=f"{base}_rows",
-        tag="rows",
+        tag=TAG,
     )
 
 

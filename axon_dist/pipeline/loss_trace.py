@@ -17,7 +17,7 @@ from ..core.compat import CALLS, REMATS, eval_equation, eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, PyTree
+from ..core.typing import Array, Path, PyTree
 from ..jaxpr.layer_scan import is_unit
 from ..jaxpr.pieces import Piece, cut
 from ..jaxpr.walk import called, depends_on, interpret, made_by, needed_for, struct_of
@@ -148,7 +148,11 @@ def trace_loss(
 
 
 def buffers_over_time(
-    trace: LossTrace, buffers: PyTree, num_microbatches: int, learned: Collection[int] = ()
+    trace: LossTrace,
+    buffers: PyTree,
+    num_microbatches: int,
+    learned: Collection[int] = (),
+    once: Collection[Path] = (),
 ) -> tuple[Callable[[Array], list[Array]], PyTree]:
     """What the buffers are before each microbatch, and after the last.
 
@@ -161,6 +165,8 @@ def buffers_over_time(
         buffers: before the first microbatch.
         num_microbatches: how many.
         learned: the numbers of the buffers that stages keep, which stay here as they are.
+        once: the paths of the buffers that change once, as on one device, and that every microbatch
+            finds as they were at first: the counts of random streams, of whose draws it has rows.
 
     Returns:
         A function from the index of a microbatch to the leaves of the buffers before it, and the
@@ -173,11 +179,20 @@ def buffers_over_time(
     leaves = jax.tree.leaves(buffers)
     changing = [i for i in trace.changing if i not in learned]
     advance = _advance(trace, buffers, changing)
+    paths = [path for path, _ in leaves_with_paths(buffers)]
+    after = advance(leaves)
+    stay = [i for i in changing if paths[i] in once]
+    changing = [i for i in changing if paths[i] not in once]
 
     def body(now: list[Array], _: None) -> tuple[list[Array], list[Array]]:
-        return advance(now), [now[i] for i in changing]
+        then = advance(now)
+        for i in stay:
+            then[i] = now[i]
+        return then, [now[i] for i in changing]
 
     last, before = jax.lax.scan(body, leaves, length=num_microbatches)
+    for i in stay:
+        last[i] = after[i]
 
     def at(microbatch: Array) -> list[Array]:
         found = list(leaves)

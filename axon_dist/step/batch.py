@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError
+from ..core.errors import ConfigError, DivisibilityError, DTypeError
 from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str, problem_of
 from ..core.typing import Batch, PyTree
 from ..core.weighted import Shared
-from ..jaxpr.walk import sources_of
+from .fillings import check_fillings
 from .local_view import batch_spec
-from .objective import evaluate, mean_metrics
-from .parts import ModelParts
 from .spec import StepSpec
 
 
@@ -89,50 +87,9 @@ class Padding:
         shapes, beside = jax.tree.map(shape, (batch, shared))
         key = tuple((path, x.shape, x.dtype) for path, x in leaves_with_paths((shapes, beside)))
         if key not in self._checked:
-            self._look(shapes, self._spec.with_shared(beside).parts)
+            parts = self._spec.with_shared(beside).parts
+            check_fillings(parts, self._spec.loss_fn, shapes, self._weight)
             self._checked.add(key)
-
-    def _look(self, shapes: dict, parts: ModelParts) -> None:
-        """Reads from the traced loss what depends on what."""
-        for what, is_buffer, read in self._dependencies(shapes, parts):
-            if is_buffer and read:
-                raise UnsupportedError(
-                    f"the buffer {what!r} depends on the batch, as the statistics of BatchNorm do, "
-                    f"and would count the samples that pad={self._weight!r} adds. Use a "
-                    "normalisation without statistics, or batches that divide"
-                )
-            if not is_buffer and self._weight not in read and (read or what == "loss"):
-                raise ConfigError(
-                    f"the {what} of loss_fn does not depend on batch[{self._weight!r}], so that "
-                    f"the samples that pad={self._weight!r} adds would count. Multiply each sample "
-                    "by its weight, and return Weighted(sum of weight * loss, sum of weight)"
-                )
-
-    def _dependencies(
-        self, shapes: dict, parts: ModelParts
-    ) -> Iterator[tuple[str, bool, set[str]]]:
-        """What the loss function makes, whether it is a buffer, and which leaves it depends on."""
-        names = ["loss", "weight"]
-
-        def run(params: Any, buffers: Any, batch: Any) -> Any:
-            outcome = evaluate(parts, self._spec.loss_fn, params, buffers, batch)
-            if isinstance(outcome.loss.weight, (int, float)):
-                raise ConfigError(
-                    f"loss_fn returned a plain mean, which counts the samples that "
-                    f"pad={self._weight!r} adds; return Weighted(sum of weight * loss, sum of "
-                    f"weight) with the weights of batch[{self._weight!r}]"
-                )
-            names.extend(f"metric {name!r}" for name in sorted(outcome.metrics))
-            loss = jnp.asarray(outcome.loss.total), jnp.asarray(outcome.loss.weight)
-            return *loss, mean_metrics(outcome), outcome.buffers
-
-        jaxpr = jax.make_jaxpr(run)(*parts.arguments, shapes).jaxpr
-        outputs = [(name, False) for name in names]
-        outputs += [(path, True) for path, _ in leaves_with_paths(parts.arguments[1])]
-        tops = [path.split("/")[0] for path, _ in leaves_with_paths(shapes)]
-        inputs = [*[""] * len(jax.tree.leaves(parts.arguments)), *tops]
-        for (name, is_buffer), sources in zip(outputs, sources_of(jaxpr), strict=True):
-            yield name, is_buffer, {inputs[source] for source in sources} - {""}
 
 
 def spread(rows: int, total: int, parts: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,6 +87,26 @@ def has_statistics(model: nnx.Module) -> bool:
     """Whether a model has what `synchronise_statistics` changes; of arrays or shapes."""
     counts = any(sums_samples(module) for _, module in nnx.iter_modules(model))
     return counts or next(_batch_norms(model), None) is not None
+
+
+def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
+    """Warns of modules that see one microbatch where one device would see the whole batch.
+
+    Args:
+        model: a model, of arrays or shapes.
+        num_microbatches: into how many a batch is cut.
+    """
+    named = {id(module): keys for keys, module in nnx.iter_modules(model)}
+    found = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
+    if num_microbatches > 1 and found:
+        path = "/".join(map(str, found[0])) or type(model).__name__
+        warnings.warn(
+            f"BatchNorm at {path!r} takes its statistics of each of {num_microbatches} "
+            "microbatches, and one device would take them of the whole batch: losses and weights "
+            "differ from one device's. Use one microbatch, a normalisation of each sample such as "
+            "nnx.LayerNorm, or freeze the statistics with use_running_average=True",
+            stacklevel=3,
+        )
 
 
 def own_statistics(model: nnx.Module) -> list[Path]:

@@ -25,6 +25,7 @@ from ..parallel import (
 )
 from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
+from .buffers import warn_of_statistics
 from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
 from .parts import ModelLike, ModelParts, stored_as, take_apart
 from .replicas import form_of
@@ -162,6 +163,7 @@ def build_train_step(
     example = None if batch is None else unwrapped(batch)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)
     check_rules(spec)
+    warn_of_statistics(parts.abstract, spec.num_microbatches)
     step = TrainStep(spec, form_of(spec, source))
     if batch is not None:
         step.check(batch)

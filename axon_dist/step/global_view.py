@@ -10,6 +10,7 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.pieces import read_in_loops
 from ..parallel.gather import GlobalGather, only_axes
+from .draws import OfRank, draws_of
 from .objective import (
     Forward,
     GradientFn,
@@ -52,7 +53,11 @@ def global_gradients(spec: StepSpec) -> GradientFn:
             return found._replace(grads=constrain(found.grads))
         count = spec.num_microbatches
         sums_of = gradient_sums(of_trained, scale=scale, parts=count)
-        sums, buffers = accumulate(sums_of, params, buffers, batch, count, constrain)
+        draws = draws_of(spec, batch, 1)
+        drawing = None if draws is None else OfRank(draws)
+        sums, buffers = accumulate(
+            sums_of, params, buffers, batch, count, constrain, drawing=drawing
+        )
         grads, metrics = sums.means()
         return GradientResult(constrain(grads), metrics, buffers)
 

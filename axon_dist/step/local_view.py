@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from ..core.errors import UnsupportedError
 from ..core.reduction import all_mean, all_sum, on_wire
 from ..core.tree import leaves_with_paths, map_with_path
-from ..core.typing import Array, Batch, Path, PyTree, Shape
+from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
-from ..jaxpr.randomness import SampleRows, find_rows, with_rank, without_rank
+from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside
 from ..parallel.gather import Held, LocalGather, ReduceHeld, all_gather_by, only_axes, reduce_tree
 from ..sharding import Policy, spec_axes, specs
@@ -36,7 +35,9 @@ from .buffers import (
     stack_buffers,
     synchronise_statistics,
 )
+from .draws import Draws, OfRank, draws_of
 from .objective import (
+    Drawing,
     Forward,
     GradientFn,
     GradientResult,
@@ -144,12 +145,12 @@ def local_gradients(spec: StepSpec) -> GradientFn:
     ) -> GradientResult:
         lead = 0 if spec.num_microbatches == 1 else 1
         # Found outside the region, for a trace inside it would see the samples of one rank.
-        rows = sample_rows(spec, batch, lead)
+        draws = draws_of(spec, batch, spec.num_ranks)
         if not plan.gathers_once:
             check_reads(spec, batch, lead)
         buffer_specs = buffer_partition(buffers, spec.reduction, plan.axes)
         mapped = jax.shard_map(
-            lambda p, f, b, x, s: plan.run(p, f, b, x, s, rows),
+            lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws),
             mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
             in_specs=(
@@ -210,12 +211,19 @@ class LocalPlan:
         return jax.tree.map(lambda spec: only_axes(spec, self.axes), whole)
 
     def run(
-        self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Any, rows: Any
+        self,
+        params: PyTree,
+        frozen: PyTree,
+        buffers: PyTree,
+        batch: Batch,
+        scale: Any,
+        draws: Draws | None,
     ) -> Any:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
         reduction, count = self.spec.reduction, self.spec.num_microbatches
         own = own_buffers(buffers, reduction)
-        drawing = with_rank(own, rows, jax.lax.axis_index(self.axes))
+        drawing = None if draws is None else OfRank(draws, self.axes, self.spec.num_ranks)
+        first = own if drawing is None or count > 1 else drawing.before(own, own, 0)
 
         def share(weight):
             return all_mean(weight, self.axes)
@@ -234,9 +242,11 @@ class LocalPlan:
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
-                sums, changed = accumulate(sums_of, whole, drawing, batch, count)
+                sums, changed = accumulate(sums_of, whole, first, batch, count, drawing=drawing)
             else:
-                sums, changed = self._held_back(sums_of, whole, others, drawing, batch, scale)
+                sums, changed = self._held_back(
+                    sums_of, whole, others, first, batch, scale, drawing
+                )
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
@@ -244,7 +254,7 @@ class LocalPlan:
             # all ranks before it begins.
             forward = beside(self._forward(self._gather), frozen)
             sums_of = gradient_sums(forward, scale, share, parts)
-            sums, changed = accumulate(sums_of, params, drawing, batch, count)
+            sums, changed = accumulate(sums_of, params, first, batch, count, drawing=drawing)
         changed = without_rank(changed, own)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
         # like the others.
@@ -259,6 +269,7 @@ class LocalPlan:
         buffers: PyTree,
         batch: Batch,
         scale: Any,
+        drawing: Drawing | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
         stacking = stacking_of(whole, self.spec.view.units)
@@ -277,7 +288,9 @@ class LocalPlan:
 
         within = last if self._reduces_within(scale) else None
         rows, count = stacking.stack(whole), self.spec.num_microbatches
-        sums, buffers = accumulate(stacked, rows, buffers, batch, count, last=within)
+        sums, buffers = accumulate(
+            stacked, rows, buffers, batch, count, last=within, drawing=drawing
+        )
         if within is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
@@ -387,24 +400,6 @@ class LocalPlan:
 
     def _reduce(self, grads: PyTree) -> PyTree:
         return reduce_tree(grads, self.owner_specs, self.axes, self.spec.reduction)
-
-
-def sample_rows(spec: StepSpec, batch: Batch, lead: int) -> Mapping[Shape, SampleRows]:
-    """Which random draws of the model count samples, and whose rows of them each rank owns.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        batch: placed leaves of shape [..., samples of all ranks, ...].
-        lead: the dim of the samples.
-    """
-    ranks = spec.num_ranks
-    samples = jax.tree.leaves(batch)[0].shape[lead]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-
-    def trace(count: int) -> ClosedJaxpr:
-        return spec.separator.program(shapes, count)
-
-    return find_rows(trace, samples // ranks, ranks)
 
 
 def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:

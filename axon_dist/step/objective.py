@@ -423,6 +423,18 @@ def _traced_once(gradient: SumsFn, *args: Any) -> tuple[SumsFn, tuple[Sums, PyTr
     return run, shapes
 
 
+class Drawing(Protocol):
+    """What each microbatch draws."""
+
+    def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
+        """The buffers that a microbatch begins with, of those before it and before the first."""
+        ...
+
+    def after(self, buffers: PyTree, first: PyTree) -> PyTree:
+        """The buffers that it leaves for the next."""
+        ...
+
+
 def accumulate(
     gradient: SumsFn,
     params: PyTree,
@@ -431,6 +443,7 @@ def accumulate(
     num_microbatches: int,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     last: LastFn | None = None,
+    drawing: Drawing | None = None,
 ) -> tuple[Sums, PyTree]:
     """Adds up the sums of every microbatch, threading the buffers through.
 
@@ -449,28 +462,48 @@ def accumulate(
         constrain: pins where accumulated gradients lie.
         last: takes the last microbatch apart from the others, with the sums of those, to the sums
             of all; None treats it as they are.
+        drawing: gives each microbatch the random numbers of its samples; None where nothing is
+            drawn, or each is to draw its own.
 
     Returns:
         The sums over all microbatches, and the buffers after the last.
     """
     if num_microbatches == 1:
         return gradient(params, buffers, batch)
-    first = jax.tree.map(lambda leaf: leaf[0], batch)
-    gradient, (shapes, _) = _traced_once(gradient, params, buffers, first)
+    # Without draws there is no number to count, and the program is that of a mere loop.
+    draws = drawing or _NoDraws()
+    turns = num_microbatches - (last is not None)
+    first, numbers = buffers, None if drawing is None else jnp.arange(turns)
+    sample = jax.tree.map(lambda leaf: leaf[0], batch)
+    begins = draws.before(buffers, first, 0)
+    gradient, (shapes, _) = _traced_once(gradient, params, begins, sample)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     final = None
     if last is not None:
         batch, final = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (slice(-1), -1))
 
-    def body(carry: tuple[Sums, PyTree], microbatch: Batch) -> tuple[tuple[Sums, PyTree], None]:
-        sums, buffers = carry
+    def body(carry: tuple[Sums, PyTree], given: tuple) -> tuple[tuple[Sums, PyTree], None]:
+        (sums, buffers), (microbatch, number) = carry, given
         with jax.named_scope("microbatch"):
-            new, buffers = gradient(params, buffers, microbatch)
+            new, buffers = gradient(params, draws.before(buffers, first, number), microbatch)
         total = sums + new
-        return (Sums(constrain(total.grads), total.loss, total.metrics), buffers), None
+        total = Sums(constrain(total.grads), total.loss, total.metrics)
+        return (total, draws.after(buffers, first)), None
 
-    (sums, buffers), _ = jax.lax.scan(body, (zeros, buffers), batch)
+    (sums, buffers), _ = jax.lax.scan(body, (zeros, buffers), (batch, numbers))
     if last is None:
         return sums, buffers
     with jax.named_scope("last_microbatch"):
-        return last(sums, params, buffers, final)
+        given = draws.before(buffers, first, num_microbatches - 1)
+        sums, buffers = last(sums, params, given, final)
+    return sums, draws.after(buffers, first)
+
+
+class _NoDraws:
+    """Microbatches of a loss that draws nothing."""
+
+    def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
+        return buffers
+
+    def after(self, buffers: PyTree, first: PyTree) -> PyTree:
+        return buffers

@@ -214,7 +214,9 @@ class StepOptions:
         deterministic: compiles for the same bits in every run, which may be slower on GPUs; see
             `deterministic_options`.
         pad: the leaf of the batch that weighs samples: batches that do not divide are filled up
-            with samples of weight 0, which the loss has to leave out (`Padding`). None refuses.
+            with samples of weight 0 (`Padding`), and it is proven of the program that these change
+            neither the loss nor a metric nor a buffer; else the step is refused. None refuses
+            batches that do not divide.
         compiler_options: what XLA is told beside and over the options of the chip, which
             `hardware.HARDWARE` lists and which make collectives fewer and hidden; the value None
             takes one of them away. Every program of the step is compiled with them, and what
@@ -225,7 +227,8 @@ class StepOptions:
             the whole batch however it is cut. A loss that couples samples is computed in global
             view, averaged over microbatches; one that goes by their places, divides one sum by
             another, or is another program for a part, is refused with microbatches, unless False
-            says that it is to be averaged all the same.
+            says that it is to be averaged all the same. A metric that couples samples beside a
+            loss that does not is refused where there are microbatches.
         eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
             as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
             modules, with the layers of Linen in them, as `evaluation` says; tell models of yours

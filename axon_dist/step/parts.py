@@ -230,6 +230,12 @@ class ModelParts:
         found = jax.numpy.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
         return jax.numpy.finfo(found).dtype if found.kind == "c" else found
 
+    @cached_property
+    def counts(self) -> frozenset[Path]:
+        """The paths of the counts of random streams."""
+        found = nnx.to_flat_state(nnx.state(self.abstract, nnx.RngCount))
+        return frozenset("/".join(map(str, keys)) for keys, _ in found)
+
     def shape_of(self, path: Path) -> Shape:
         """The global shape of a parameter."""
         return self._shapes[path]

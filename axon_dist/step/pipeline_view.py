@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -13,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire
-from ..core.typing import Array, Batch, PyTree, Shape
+from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.randomness import SampleRows, with_rank, without_rank
+from ..jaxpr.randomness import at_part, without_rank
 from ..parallel import PipelinePlan, Reduction, Strategy
 from ..parallel.gather import only_axes, reduce_by
 from ..pipeline import (
@@ -41,7 +40,7 @@ from ..pipeline import Totals as PipelineSums
 from ..pipeline.layout import flatten, nest
 from ..sharding import axes_of, spec_axes, specs
 from .buffers import synchronise_statistics
-from .local_view import sample_rows
+from .draws import Draws, OfRank, draws_of
 from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
 from .staged_loss import nested_metrics, traced
@@ -73,10 +72,11 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
             batch = jax.tree.map(lambda x: x[None], batch)
         params, frozen = plan.view.cast((params, frozen))
         whole, parted = PartitionSpec(), plan.parted(buffers, batch)
+        draws = draws_of(spec, batch, plan.num_ranks)
         lie = plan.row_specs, plan.given_rest(parted)
         per_sample = PartitionSpec(None, spec.strategy.batch_axes)
         mapped = jax.shard_map(
-            lambda p, f, b, x, s: plan.run(p, f, b, x, s, plan.samples(batch), parted),
+            lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
             mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
             in_specs=(lie, lie if frozen else whole, whole, per_sample, whole),
@@ -148,6 +148,11 @@ class StagedPlan:
     def axes(self) -> tuple[str, ...]:
         """The axes that are manual."""
         return (self.pipeline.axis, *self.strategy.batch_axes)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks split each microbatch."""
+        return self.spec.num_ranks if self.strategy.batch_axes else 1
 
     @property
     def is_whole_mesh(self) -> bool:
@@ -257,7 +262,7 @@ class StagedPlan:
         buffers: PyTree,
         batch: Batch,
         scale: Any,
-        samples: Any,
+        draws: Draws | None,
         parted: Parted,
     ) -> Any:
         """Runs on one rank: its stages and its samples in, reduced sums and new buffers out.
@@ -265,9 +270,8 @@ class StagedPlan:
         `params` and `frozen` are each the rows and the rest, None at the places of the other's; of
         what is `parted` this rank has its part.
         """
-        drawing = buffers
-        if samples:
-            drawing = with_rank(buffers, samples, jax.lax.axis_index(self.strategy.batch_axes))
+        of_rank = None if draws is None else OfRank(draws, self.strategy.batch_axes, self.num_ranks)
+        drawing = buffers if of_rank is None else of_rank.before(buffers, buffers, 0)
         drawing = self.stacks.buffers_apart(drawing)
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
@@ -276,14 +280,18 @@ class StagedPlan:
         programs, count = self.programs(trace), self.pipeline.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
         check_order(trace, drawing, self.pipeline.schedule, learned)
-        buffers_at, changed = buffers_over_time(trace, drawing, count, learned)
+        counts = frozenset[Path]() if draws is None else draws.counts
+        buffers_at, changed = buffers_over_time(trace, drawing, count, learned, counts)
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
             def at(x):
                 return jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
 
-            return Data(buffers_at(microbatch), [at(leaf) for leaf in leaves])
+            now = buffers_at(microbatch)
+            if of_rank is not None:
+                now = [at_part(leaf, of_rank.part(microbatch)) for leaf in now]
+            return Data(now, [at(leaf) for leaf in leaves])
 
         weight = mean_weight(trace, data, count, self.strategy.batch_axes)
         sums = Executor(
@@ -350,10 +358,6 @@ class StagedPlan:
             )
 
         return [join(program) for program in programs]
-
-    def samples(self, batch: Batch) -> Mapping[Shape, SampleRows]:
-        """Which random draws of the model count samples."""
-        return sample_rows(self.spec, batch, 1) if self.strategy.batch_axes else {}
 
     def _reduce(self, sums: PipelineSums, parted: Parted) -> tuple[Any, Any]:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""

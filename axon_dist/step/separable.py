@@ -29,6 +29,7 @@ from ..core.typing import Batch, LossFn
 from ..core.weighted import Weighted
 from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use
 from ..parallel import Reduction, Strategy
+from .coupled_metrics import check_metrics
 from .loss_traces import Traces
 from .objective import Prepare
 from .parts import ModelParts
@@ -170,6 +171,8 @@ class Separator:
             use = self._use(batch, (samples, whole), 1)
         self._check_related(use, samples, whole)
         self._check_mixed(use, ranks)
+        if not self._promise:
+            check_metrics(use, self._microbatches, ranks)
         is_averaged = self._promise is None and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
         return Separation(in_parts(self._loss_fn, use), per_rank, why, averaged)
@@ -388,6 +391,10 @@ def sample_use(
     batch: Batch,
     sizes: tuple[int, int],
     adapt: Prepare | None = None,
+    joins: bool = True,
 ) -> SampleUse:
-    """What a loss function makes of the samples of its batch: `Traces.use`."""
-    return Traces(parts, loss_fn, adapt).use(batch, sizes)
+    """What a loss function makes of the samples of its batch: `Traces.use`.
+
+    With `joins` statistics and experts see all parts of the batch; else each part sees its own.
+    """
+    return Traces(parts, loss_fn, adapt, over_all=joins).use(batch, sizes)

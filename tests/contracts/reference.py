@@ -1,6 +1,8 @@
 """The oracle: the same model on one device, in plain JAX, with none of our code in the way."""
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,28 +37,37 @@ def split(leaf, count: int) -> list:
 
 
 def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) -> Trace:
-    """Trains on one device: microbatches in a Python loop, sums divided by the total weight."""
+    """Trains on one device: microbatches in a Python loop, sums divided by the total weight.
+
+    Each draws the rows that the whole batch would draw for its samples, and counts of random
+    streams advance once per step.
+    """
     graphdef, params, buffers = nnx.split(case.make(), nnx.Param, ...)
+    counts = {k for k, _ in nnx.to_flat_state(nnx.filter_state(buffers, nnx.RngCount))}
     params, buffers = nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
     opt_state = optimizer.init(params)
 
-    def total_of(params, buffers, batch):
+    def total_of(params, buffers, batch, index):
         model = nnx.merge(graphdef, params, buffers, copy=True)
-        value = case.loss_fn(model, batch)
+        with drawn_as_whole(index, accumulate):
+            value = case.loss_fn(model, batch)
         loss, extra = value if isinstance(value, tuple) else (value, {})
         loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
         buffers = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         return loss.total, (loss.weight, extra, buffers)
 
-    gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True))
+    gradient = jax.jit(jax.value_and_grad(total_of, has_aux=True), static_argnums=3)
     all_metrics, all_grads = [], []
     for step in range(num_steps):
         pieces = {name: split(leaf, accumulate) for name, leaf in case.batch(step).items()}
         totals, weights, extras = [], [], []
-        grads = jax.tree.map(jnp.zeros_like, params)
+        grads, first = jax.tree.map(jnp.zeros_like, params), buffers
         for index in range(accumulate):
             piece = {name: leaf[index] for name, leaf in pieces.items()}
-            (total, (weight, extra, buffers)), grad = gradient(params, buffers, piece)
+            given = {**nnx.traversals.flatten_mapping(buffers)}
+            given |= {k: v for k, v in nnx.traversals.flatten_mapping(first).items() if k in counts}
+            given = nnx.traversals.unflatten_mapping(given)
+            (total, (weight, extra, buffers)), grad = gradient(params, given, piece, index)
             grads = jax.tree.map(jnp.add, grads, grad)
             totals.append(float(total)), weights.append(float(weight)), extras.append(extra)
         total_weight = sum(weights)
@@ -72,6 +83,24 @@ def train(case, optimizer, num_steps: int, accumulate: int = 1, clip_norm=None) 
         metrics |= {"loss": sum(totals) / total_weight, "grad_norm": grad_norm}
         all_metrics.append(metrics | {"param_norm": norm_of(params)})
     return Trace(all_metrics, all_grads, params, buffers)
+
+
+@contextlib.contextmanager
+def drawn_as_whole(index: int, count: int):
+    """Masks of dropout are rows of those of the whole batch, of which one part of `count` is here.
+
+    What is drawn for all samples at once, with a first dim of 1, is drawn as it is.
+    """
+    usual = jax.random.bernoulli
+
+    def rows(key, p=0.5, shape=None, **options):
+        if count == 1 or not shape or shape[0] == 1:
+            return usual(key, p, shape, **options)
+        whole = usual(key, p, (count * shape[0], *shape[1:]), **options)
+        return whole[index * shape[0] : (index + 1) * shape[0]]
+
+    with mock.patch.object(jax.random, "bernoulli", rows):
+        yield
 
 
 def norm_of(tree) -> float:

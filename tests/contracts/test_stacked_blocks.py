@@ -113,11 +113,6 @@ def by_hand(make, loss_fn, batch, steps, rate=0.1):
 def test_stacked_blocks_train_as_on_one_device(kind, row):
     make, loss_fn, batch = KINDS[kind]
     mesh, strategy, options = ROWS[row]
-    draws = kind != "transformer"
-    if draws and ("pipeline" in row or "accumulate" in row):
-        # Microbatches draw one after another: the same model, dropout at rest.
-        plain = make
-        make = lambda: (model := plain(), model.eval())[0]
     expected, params = by_hand(make, loss_fn, batch, 3)
     world = World.emulate(int(np.prod([int(n[-1]) for n in mesh.split(",")])), mesh)
     step = build_train_step(make(), optax.sgd(0.1), loss_fn, strategy(), world, **options)

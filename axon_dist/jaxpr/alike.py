@@ -1,0 +1,226 @@
+"""What a program computes where some of its inputs are zero: which results then are one number.
+
+An array is followed as the one number that all its elements are, or as unknown. A product with
+zeros is zero whatever the other factor is, as long as that is finite; so a program of which the
+weights are set to zero says which of its results count nothing that has no weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from ..core.compat import eval_equation
+from .walk import EACH, LOOPS, dtype_of, inners, interpret, shape_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """What is known of the elements of an array.
+
+    Args:
+        value: the number that all of them are; None where that is not known.
+        is_finite: whether they are finite where the inputs of the program are.
+    """
+
+    value: float | None = None
+    is_finite: bool = True
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all elements are zero."""
+        return self.value == 0
+
+
+UNKNOWN = Alike()
+ZERO = Alike(0.0)
+INFINITE = Alike(None, is_finite=False)
+
+# fmt: off
+_MOVES = frozenset((
+    "all_gather", "broadcast_in_dim", "expand_dims", "optimization_barrier", "pbroadcast", "pvary",
+    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reshape", "rev", "slice",
+    "dynamic_slice", "gather", "squeeze", "stop_gradient", "transpose", "copy", "name", "cummax",
+    "cummin", "split", "sharding_constraint", "reduce_precision",
+))
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+_SUMS = frozenset(("cumsum", "psum", "psum_invariant"))
+# fmt: on
+
+
+def alike(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Alike]) -> list[Alike]:
+    """What is known of the outputs of a program.
+
+    Args:
+        jaxpr: an open jaxpr.
+        consts: values of its constants.
+        given: what is known of its inputs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> run = lambda w, x: (jnp.sum(w * x), jnp.sum((w + 1) * x), jnp.sum(x / w * w))
+        >>> program = jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3))
+        >>> [found.is_zero for found in alike(program.jaxpr, program.consts, [ZERO, UNKNOWN])]
+        [True, False, False]
+    """
+
+    def literal(atom: Literal) -> Alike:
+        return _of_array(atom.val)
+
+    return interpret(jaxpr, [_of_array(value) for value in consts], given, _run, literal)
+
+
+def _of_array(value: Any) -> Alike:
+    if not isinstance(value, (int, float, bool, np.ndarray, np.generic)):
+        shape = getattr(value, "shape", None)
+        if shape is None or math.prod(shape) > 4096:
+            return UNKNOWN
+    try:
+        array = np.asarray(value)
+    except Exception:  # Keys, and what a trace holds.
+        return UNKNOWN
+    if array.dtype.kind not in "biuf" or not array.size:
+        return UNKNOWN
+    first = array.flat[0]
+    if not (array == first).all():
+        return UNKNOWN
+    # An infinity that the program says itself, as masks do, meets samples of any weight.
+    return Alike(float(first))
+
+
+def _run(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
+    name = equation.primitive.name
+    found = inners(equation)
+    if name == "scan":
+        return _scan(equation, given)
+    if found and name not in LOOPS:
+        each = [alike(i.program.jaxpr, i.program.consts, i.inputs(given)) for i in found]
+        if len(each[0]) == len(equation.outvars):
+            return [_join(list(values)) for values in zip(*each, strict=True)]
+    result = _of_operation(name, equation, given)
+    return [result] * len(equation.outvars)
+
+
+def _scan(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
+    (inner,) = inners(equation)
+    shared, carry, rows = inner.parts(given)
+
+    def turn(carry: list[Alike]) -> list[Alike]:
+        return alike(inner.program.jaxpr, inner.program.consts, [*shared, *carry, *rows])
+
+    settled = inner.settled(carry, turn, lambda a, b: _join([a, b]))
+    if settled is None:
+        return [INFINITE] * len(equation.outvars)
+    return [*settled[0], *settled[1]]
+
+
+def _join(values: list[Alike]) -> Alike:
+    if all(value == values[0] for value in values):
+        return values[0]
+    return Alike(None, all(value.is_finite for value in values))
+
+
+def _of_operation(name: str, equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    if name in _RULES:
+        return _RULES[name](equation, given)
+    if name in EACH and all(value.value is not None for value in given):
+        return _computed(equation, given)
+    return _unknown(given)
+
+
+def _unknown(given: Sequence[Alike]) -> Alike:
+    return Alike(None, all(value.is_finite for value in given))
+
+
+def _select(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    which, *cases = given
+    return cases[int(which.value)] if which.value is not None else _join(cases)
+
+
+def _product(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    if any(value.is_zero for value in given):
+        return ZERO if _unknown(given).is_finite else INFINITE
+    is_each = equation.primitive.name == "mul" and None not in {value.value for value in given}
+    return _computed(equation, given) if is_each else _unknown(given)
+
+
+def _logical(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    absorbing = float(equation.primitive.name == "or")
+    if dtype_of(equation.invars[0]) == jnp.bool_ and absorbing in {v.value for v in given}:
+        return Alike(absorbing)
+    known = all(value.value is not None for value in given)
+    return _computed(equation, given) if known else _unknown(given)
+
+
+def _quotient(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    above, below = given
+    if below.is_zero:
+        # Of a total without weights: nobody reads the quotient where nothing weighs anything.
+        is_total = above.is_zero and not shape_of(equation.outvars[0])
+        return ZERO if is_total else INFINITE
+    if above.is_zero:
+        return ZERO if _unknown(given).is_finite else INFINITE
+    known = above.value is not None and below.value is not None
+    return _computed(equation, given) if known else _unknown(given)
+
+
+def _sum(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    if given[0].value is None:
+        return given[0]
+    summed = math.prod(shape_of(equation.invars[0]))
+    count = summed / max(math.prod(shape_of(equation.outvars[0])), 1)
+    return dataclasses.replace(given[0], value=given[0].value * count)
+
+
+def _sum_of_zeros(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    return ZERO if all(value.is_zero for value in given) else _unknown(given)
+
+
+def _either(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    count = len(given) if equation.primitive.name == "concatenate" else 2
+    return _join(list(given[:count]))
+
+
+def _added_to(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    return given[0] if given[2].is_zero else _unknown(given)
+
+
+def _moved(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    return given[0]
+
+
+_RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
+    **dict.fromkeys(_MOVES, _moved),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(_SUMS, _sum_of_zeros),
+    **dict.fromkeys(("concatenate", "pad", "dynamic_update_slice"), _either),
+    **dict.fromkeys(("and", "or"), _logical),
+    "mul": _product,
+    "div": _quotient,
+    "select_n": _select,
+    "reduce_sum": _sum,
+    "scatter-add": _added_to,
+}
+
+
+def _computed(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
+    """An operation on each element, done once."""
+    values = [
+        np.asarray(value.value).astype(dtype_of(atom))
+        for value, atom in zip(given, equation.invars, strict=True)
+    ]
+    try:
+        (result,) = eval_equation(equation, values)
+        found = _of_array(np.asarray(result).astype(np.float64))
+    except Exception:  # Shapes or dtypes that a single number does not have.
+        return _unknown(given)
+    if found.value is None:
+        return INFINITE  # What is no number is not equal to itself.
+    spoiled = np.isinf(found.value) and not any(np.isinf(value.value or 0) for value in given)
+    return dataclasses.replace(found, is_finite=_unknown(given).is_finite and not spoiled)

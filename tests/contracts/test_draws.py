@@ -1,0 +1,132 @@
+"""Random bits do not depend on how a batch is cut: microbatches, ranks and stages, one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import World, build_train_step, compose, ddp, fsdp
+from axon_dist.parallel import pipelined
+
+BATCHES = [
+    {name: np.random.default_rng(9 * i + k).normal(size=(8, n)).astype(np.float32)
+     for k, (name, n) in enumerate({"x": 16, "y": 4}.items())}
+    for i in range(3)
+]  # fmt: skip
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+    """Masks before, in and behind the blocks; one of them is the same for all samples."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.before = nnx.Dropout(0.1, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.common = nnx.Dropout(0.1, broadcast_dims=(0,), rngs=rngs)
+        self.behind = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.common(self.behind(x)))
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def one_device(make, optimizer):
+    """The whole batch in plain JAX: losses, and weights at the end."""
+    model, losses = make(), []
+    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    for batch in BATCHES:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        state.update(model, grads)
+        losses.append(float(loss))
+    return losses, model
+
+
+ROWS = {
+    "gpipe": ("pp=2", lambda: pipelined(2, 4, "gpipe"), {}),
+    "1f1b dp": ("pp=2,dp=2", lambda: compose(pipelined(2, 2), ddp()), {}),
+    "interleaved": ("pp=2", lambda: pipelined(2, 4, "interleaved_1f1b"), {}),
+    "zero bubble": ("pp=2", lambda: pipelined(2, 4, "zero_bubble_h1"), {}),
+    "accumulate": ("dp=2", lambda: ddp(), {"accumulate": 2}),
+    "accumulate fsdp": ("fsdp=2", lambda: fsdp(), {"accumulate": 4}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-2)], ids=["sgd", "adam"])
+def test_dropout_draws_what_one_device_draws(row, optimizer):
+    mesh, strategy, options = ROWS[row]
+    losses, model = one_device(Net, optimizer)
+    world = World.emulate(int(np.prod([int(part[-1]) for part in mesh.split(",")])), mesh)
+    step = build_train_step(
+        Net(), optimizer, loss_fn, strategy(), world, batch=BATCHES[0], **options
+    )
+    state = step.init()
+    for batch, want in zip(BATCHES, losses, strict=True):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    for kind in (nnx.Param, nnx.RngCount):
+        found, wanted = (nnx.to_flat_state(nnx.state(m, kind)) for m in (step.merge(state), model))
+        for (keys, got), (_, want) in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got[...], want[...], rtol=1e-5, atol=2e-6, err_msg=str(keys))
+
+
+def test_keys_made_on_the_way_are_told_of():
+
+    def noisy(model, batch):
+        x = batch["x"] + 0.1 * jax.random.normal(jax.random.key(3), batch["x"].shape)
+        return jnp.mean((model(x) - batch["y"]) ** 2)
+
+    with pytest.warns(UserWarning, match="draws random numbers of its own.*key"):
+        build_train_step(
+            nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), noisy, ddp(),
+            World.emulate(2, "dp=2"), accumulate=2, batch=BATCHES[0],
+        )  # fmt: skip
+
+
+def test_gamma_noise_of_one_key_is_told_of():
+    class Noisy(Net):
+        def __init__(self):
+            super().__init__()
+            self.noise = nnx.Rngs(noise=3).noise.fork()
+
+        def __call__(self, x):
+            return super().__call__(x * jax.random.gamma(self.noise(), 2.0, x.shape))
+
+    with pytest.warns(UserWarning, match="gamma noise of shape .* sample by sample"):
+        build_train_step(
+            Noisy(), optax.sgd(0.1), loss_fn, pipelined(2, 2), World.emulate(2, "pp=2"),
+            batch=BATCHES[0],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+def test_statistics_of_microbatches_are_told_of(options, recwarn):
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.head(self.norm(x))
+
+    build_train_step(Normed(), optax.sgd(0.1), loss_fn, ddp(), World.emulate(2, "dp=2"), **options)
+    told = [str(w.message) for w in recwarn if "BatchNorm at 'norm' takes" in str(w.message)]
+    assert len(told) == bool(options)

@@ -1,0 +1,188 @@
+"""Losses, metrics and buffers of batches that were filled up: as without fillings, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import Weighted, World, build_train_step, ddp
+from axon_dist.core.errors import AxonDistError, ConfigError
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(13, 8)).astype(np.float32),
+    "y": RNG.normal(size=(13, 4)).astype(np.float32),
+    "w": RNG.uniform(0.5, 2, size=13).astype(np.float32),
+}
+
+
+def make():
+    return nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+
+def squares(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2, -1)
+
+
+def mean(model, batch, metrics=None):
+    w = batch["w"]
+    loss = Weighted(jnp.sum(w * squares(model, batch)), jnp.sum(w))
+    return loss if metrics is None else (loss, metrics)
+
+
+def of(each):
+    """A loss that sums what `each` makes of samples and weights, by the sum of the weights."""
+    return lambda m, b: Weighted(jnp.sum(each(squares(m, b), b["w"])), jnp.sum(b["w"]))
+
+
+def with_metric(metric):
+    return lambda m, b: mean(m, b, {"metric": metric(squares(m, b), b["w"])})
+
+
+def scanned(model, batch):
+    def add(carry, row):
+        x, y, w = row
+        return (carry[0] + w * jnp.sum((model(x) - y) ** 2), carry[1] + w), None
+
+    total, _ = jax.lax.scan(add, (0.0, 0.0), (batch["x"], batch["y"], batch["w"]))
+    return Weighted(*total)
+
+
+def contrastive(model, batch):
+    logits, w = model(batch["x"]) @ batch["y"].T, batch["w"]
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits)))
+    return Weighted(jnp.sum(w * each), jnp.sum(w))
+
+
+RIGHT = {
+    "mean": mean,
+    "dot": lambda m, b: Weighted(b["w"] @ squares(m, b), b["w"].sum()),
+    "where": of(lambda s, w: jnp.where(w > 0, w * s, 0)),
+    "guarded division": of(lambda s, w: jnp.where(w > 0, s / jnp.where(w > 0, w, 1), 0)),
+    "einsum": lambda m, b: Weighted(jnp.einsum("b,b->", squares(m, b), b["w"]), b["w"].sum()),
+    "squared weights": of(lambda s, w: w**2 * s),
+    "count of weights": lambda m, b: Weighted(
+        jnp.sum(jnp.where(b["w"] > 0, squares(m, b), 0)), jnp.sum(b["w"] > 0).astype(jnp.float32)
+    ),
+    "means": lambda m, b: Weighted(jnp.mean(b["w"] * squares(m, b)), jnp.mean(b["w"])),
+    "penalty": lambda m, b: Weighted(
+        jnp.sum(b["w"] * squares(m, b)) + jnp.sum(b["w"]) * jnp.sum(m.kernel**2), b["w"].sum()
+    ),
+    "per element": lambda m, b: Weighted(
+        jnp.sum(b["w"][:, None] * jnp.abs(m(b["x"]) - b["y"])), 4 * b["w"].sum()
+    ),
+    "scan": scanned,
+    "cross-entropy": lambda m, b: Weighted(
+        jnp.sum(b["w"] * optax.softmax_cross_entropy(m(b["x"]), jax.nn.softmax(b["y"]))),
+        b["w"].sum(),
+    ),
+    "vmap": of(jax.vmap(lambda s, w: w * jnp.log1p(s))),
+    "jit": of(jax.jit(lambda s, w: w * jnp.sqrt(s))),
+    "metric quotient": with_metric(lambda s, w: jnp.sum(w * s**2) / jnp.sum(w)),
+    "metric sum": with_metric(lambda s, w: jnp.sum(jnp.where(w > 0, s, 0))),
+    "metric weighted": with_metric(lambda s, w: Weighted(jnp.sum((w > 0) * s), jnp.sum(w > 0))),
+    "metric of nothing": with_metric(lambda s, w: jnp.float32(3)),
+}
+WRONG = {
+    "contrastive": contrastive,
+    "plain term": lambda m, b: Weighted(
+        jnp.sum(b["w"] * squares(m, b)) + jnp.sum(m(b["x"]) ** 2), b["w"].sum()
+    ),
+    "weights + 0.1": lambda m, b: Weighted(
+        jnp.sum((b["w"] + 0.1) * squares(m, b)), jnp.sum(b["w"] + 0.1)
+    ),
+    "weight + 0.1": lambda m, b: Weighted(jnp.sum(b["w"] * squares(m, b)), jnp.sum(b["w"] + 0.1)),
+    "softmax of weights": of(lambda s, w: jax.nn.softmax(w) * s),
+    "sigmoid of weights": of(lambda s, w: jax.nn.sigmoid(w) * s),
+    "exp of weights": lambda m, b: Weighted(
+        jnp.sum(jnp.exp(b["w"]) * squares(m, b)), jnp.sum(jnp.exp(b["w"]))
+    ),
+    "centred": of(lambda s, w: w * (s - s.mean()) ** 2),
+    "normalised": of(lambda s, w: w * s / s.sum()),
+    "number of samples": lambda m, b: Weighted(
+        jnp.sum(b["w"] * squares(m, b)), jnp.float32(len(b["w"]))
+    ),
+    "mean by sum": lambda m, b: Weighted(jnp.mean(b["w"] * squares(m, b)), b["w"].sum()),
+    "sum by mean": lambda m, b: Weighted(jnp.sum(b["w"] * squares(m, b)), b["w"].mean()),
+    "maximum": of(lambda s, w: w * s.max()),
+    "ranks": of(lambda s, w: w * jnp.argsort(s)),
+    "unguarded division": of(lambda s, w: w * (s / w)),
+    "logarithm": of(lambda s, w: w * (s + jnp.log(w))),
+    "where not": of(lambda s, w: jnp.where(w > 1, w * s, s)),
+    "1 - weights": of(lambda s, w: (1 - w) * s),
+    "metric of the mean": with_metric(lambda s, w: jnp.mean(s) + 0 * w.sum()),
+    "metric mean of weighed": with_metric(lambda s, w: jnp.mean(w * s)),
+    "metric count": with_metric(lambda s, w: jnp.float32(len(s))),
+    "metric maximum": with_metric(lambda s, w: jnp.max(w * s)),
+    "metric number": with_metric(lambda s, w: Weighted(jnp.sum(w * s), jnp.float32(len(s)))),
+    "metric perplexity": with_metric(lambda s, w: jnp.exp(jnp.sum(w * s) / jnp.sum(w))),
+}
+
+
+def build(loss_fn, model=make, **options):
+    world = World.emulate(4, "dp=4")
+    options = {"pad": "w", "batch": BATCH, **options}
+    return build_train_step(model(), optax.sgd(0.1), loss_fn, ddp(), world, **options)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_leaves_fillings_out_is_as_without(name):
+    step = build(RIGHT[name])
+    _, metrics = step(step.init(), BATCH)
+    found = RIGHT[name](make(), BATCH)
+    loss, extra = found if isinstance(found, tuple) else (found, {})
+    for key, value in {"loss": loss, **extra}.items():
+        want = value.total / value.weight if isinstance(value, Weighted) else value
+        np.testing.assert_allclose(metrics[key], want, rtol=1e-5, err_msg=key)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_counts_fillings_is_refused_at_build(name):
+    kind = "metric" if name.startswith("metric") else "loss"
+    with pytest.raises(ConfigError, match=rf"the {kind}.* of loss_fn .*pad='w'.*Weighted\("):
+        build(WRONG[name])
+
+
+class Counter(nnx.Module):
+    def __init__(self, of):
+        self.linear, self.of = make(), of
+        self.seen = nnx.Variable(jnp.float32(0))
+
+    def __call__(self, x):
+        self.seen[...] += self.of(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("of", [lambda x: x.shape[0], jnp.sum], ids=["samples", "values"])
+def test_buffers_that_count_fillings_are_refused(of):
+    with pytest.raises(AxonDistError, match=r"buffer 'seen' depends on the batch.*pad='w'"):
+        build(mean, lambda: Counter(of))
+
+
+COUPLED = {
+    "perplexity": lambda s, w: jnp.exp(s.mean()),
+    "maximum": lambda s, w: s.max(),
+    "median": lambda s, w: jnp.median(s),
+    "spread": lambda s, w: s.std(),
+    "F1": lambda s, w: 2 * jnp.sum((s > 1) & (w > 1)) / (jnp.sum(s > 1) + jnp.sum(w > 1)),
+    "area": lambda s, w: jnp.mean((s[:, None] > s[None]) & (w[:, None] > w[None])),
+    "root": lambda s, w: jnp.sqrt(s.mean()),
+    "any": lambda s, w: jnp.any(s > 2).astype(jnp.float32),
+    "quotient": lambda s, w: jnp.sum(s * w) / jnp.sum(w),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_metrics_that_couple_microbatches_are_refused(name):
+    def loss_fn(model, batch):
+        each = squares(model, batch)
+        return each.mean(), {name: COUPLED[name](each, batch["w"])}
+
+    batch = jax.tree.map(lambda x: x[:8], BATCH)
+    with pytest.raises(AxonDistError, match=rf"metric '{name}' .*2 microbatches.*Weighted\("):
+        build(loss_fn, pad=None, batch=batch, accumulate=2)
+    step = build(loss_fn, pad=None, batch=batch)
+    _, metrics = step(step.init(), batch)
+    np.testing.assert_allclose(metrics[name], loss_fn(make(), batch)[1][name], rtol=1e-5)
