@@ -35,6 +35,9 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 REMATS = frozenset({"remat", "remat2", "checkpoint"})
 """The names that `jax.checkpoint` has had."""
 
+REDUCERS = frozenset({"reduce", "reduce_window"})
+"""Operations with a program of two numbers, which is given none of their operands as it is."""
+
 _RENDEZVOUS_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
@@ -215,6 +218,8 @@ def in_place_of(equation: JaxprEqn) -> Iterator[None]:
 
 def called_program(equation: JaxprEqn) -> ClosedJaxpr | None:
     """The program that an equation calls once, as a `jit` or a `checkpoint` does, or None."""
+    if equation.primitive.name in REDUCERS:
+        return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = equation.params.get(key)
         if found is not None:

@@ -124,7 +124,9 @@ def _split(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[Any, Any, Any]
     structure = []
 
     def split() -> tuple[Any, Any]:
-        graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
+        # Annotated models would ask for a mesh in context.
+        with nnx.use_eager_sharding(False):
+            graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
         structure.append(graphdef)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 

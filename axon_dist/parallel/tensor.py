@@ -281,15 +281,18 @@ class Pin:
         x = self.layout.constrain(x, features, (self.rule.dim or -2) + 1)
         return summed(self._residual(call(module, x, *args, **kwargs)))
 
-    def around_lookup(self, call: Any, module: Any, tokens: Array) -> Array:
+    def around_lookup(
+        self, call: Any, module: Any, tokens: Array, *args: object, **kwargs: object
+    ) -> Array:
         """Token ids in, rows of the table out: every rank looks up those that it holds.
 
         Written with `shard_map`, for left to itself the compiler may move the table, or the
         gradients of all positions, instead of one sum of rows.
         """
-        found = _lookup(call, module) if self.is_split else None
+        is_plain = all(given is None for given in (*args, *kwargs.values()))
+        found = _lookup(call, module) if self.is_split and is_plain else None
         if found is None:
-            return self._residual(call(module, tokens))
+            return self._residual(call(module, tokens, *args, **kwargs))
         table, look_up = found
         rows = self.layout.spec((*tokens.shape, 1), sequence=self._positions)
 

@@ -416,8 +416,22 @@ def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
 
 def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTree, PyTree]:
     graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
+    for state in states:
+        for keys, leaf in nnx.to_flat_state(state):
+            _check_one_array("/".join(map(str, keys)), leaf)
     params, frozen, buffers = map(nnx.to_pure_dict, states)
     return graphdef, params, frozen, buffers
+
+
+def _check_one_array(path: Path, leaf: Any) -> None:
+    """Raises for a Variable that holds a tree, whose leaves have no path of their own."""
+    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    if isinstance(value, (dict, list, tuple)) or isinstance(value, nnx.State):
+        raise ConfigError(
+            f"the {type(leaf).__name__} {path!r} holds a {type(value).__name__} of "
+            f"{len(jax.tree.leaves(value))} arrays; a Variable of a trained model holds one array: "
+            f"keep each in a {type(leaf).__name__} of its own, in an nnx.Dict or nnx.List"
+        )
 
 
 def _others(model: nnx.Module) -> frozenset[Path]:

@@ -155,7 +155,7 @@ class Separator:
             # A loss of microbatches: of more samples one device could not compute it either.
             whole = samples
         if samples // ranks == whole:
-            self._traces(True).of(batch, whole)
+            self._check_buffers(self._traces(True).of(batch, whole).program)
             return Separation(self._loss_fn, per_rank)
         use = self._use(batch, (samples // ranks, whole), ranks)
         why = self._obstacle(use) if ranks > 1 else ""
@@ -169,6 +169,7 @@ class Separator:
             if samples == whole:
                 return Separation(self._loss_fn, per_rank, why)
             use = self._use(batch, (samples, whole), 1)
+        self._check_buffers(self.program(batch, whole))
         self._check_related(use, samples, whole)
         self._check_mixed(use, ranks)
         if not self._promise:
@@ -257,6 +258,18 @@ class Separator:
                     f"of {part} samples do not give that of {whole}. Make every sample count for "
                     "itself, or leave the batch whole; or, if what the microbatches find is to be "
                     "averaged, say so: build_train_step(separable=False)"
+                )
+
+    def _check_buffers(self, program: ClosedJaxpr) -> None:
+        """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
+        before = leaves_with_paths(self._parts.arguments[1])
+        after = program.out_avals[len(program.out_avals) - len(before) :]
+        for (path, old), new in zip(before, after, strict=True):
+            if self._microbatches > 1 and new.shape != old.shape:
+                raise UnsupportedError(
+                    f"the buffer {path!r} has the shape {old.shape}, and {new.shape} after a "
+                    f"forward pass; {self._microbatches} microbatches hand it on from one to the "
+                    "next, which needs one shape: make it with the shape that it will have"
                 )
 
     def _check_mixed(self, use: SampleUse, ranks: int) -> None:
