@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-from .typing import Array, PyTree
+from .typing import Array
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """The names of equations that only call a program."""
@@ -289,12 +289,12 @@ def new_operation(
     operation.multiple_results = True
     compiled = functools.cache(lambda items: jax.jit(functools.partial(run, **dict(items))))
 
-    def shapes(*avals: Any, **parameters: PyTree) -> list[Array]:
+    def shapes(*avals: Any, **parameters: Any) -> list[Any]:
         likes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         results = jax.eval_shape(functools.partial(run, **parameters), *likes)
         return [avals[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in results]
 
-    def mapped(arrays: Sequence[Array], dims: Sequence[Any], **parameters: PyTree) -> Any:
+    def mapped(arrays: Sequence[Array], dims: Sequence[Any], **parameters: Any) -> Any:
         one = functools.partial(run, **parameters)
         axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
         results = jax.vmap(one, in_axes=axes)(*arrays)
@@ -306,7 +306,7 @@ def new_operation(
     mlir.register_lowering(operation, mlir.lower_fun(run, multiple_results=True))
     if moved is not None:
 
-        def derived(arrays: Sequence[Array], tangents: Sequence[Any], **parameters: PyTree) -> Any:
+        def derived(arrays: Sequence[Array], tangents: Sequence[Any], **parameters: Any) -> Any:
             moves = [None if isinstance(x, ad.Zero) else x for x in tangents]
             results, of_results = moved(arrays, moves, **parameters)
             return list(results), list(of_results)

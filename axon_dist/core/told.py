@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from .errors import AxonDistError, ConfigError
-from .typing import Array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -73,7 +72,7 @@ def told(who: str | None = None, /, **kinds: ArgumentKind) -> Callable[[_Functio
         name_of = who or function.__name__
 
         @functools.wraps(function)
-        def checked(*args: object, **kwargs: object) -> Array:
+        def checked(*args: object, **kwargs: object) -> Any:
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if name in kinds:
                     kinds[name].check(name_of, name, value)

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.compat import eval_equation, in_place_of, inner_programs
 from ..core.errors import UnsupportedError
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from .walk import Run, interpret
 
 Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None]
@@ -64,10 +64,10 @@ class Rewriting:
             A function of the same arguments with the same results.
         """
 
-        def rewritten(*args: object) -> Array:
+        def rewritten(*args: object) -> PyTree:
             numbers: list[Any] = []
 
-            def traced(*args: object) -> Array:
+            def traced(*args: object) -> PyTree:
                 results = function(*args)
 
                 def is_number(leaf):
@@ -155,7 +155,7 @@ class _Run:
                 new[name] = self._inner(value)
         return new
 
-    def _inner(self, value: Any) -> Array:
+    def _inner(self, value: Any) -> Any:
         jaxpr = getattr(value, "jaxpr", value)
         if not hasattr(jaxpr, "eqns") or not self.rewriting.concerns(jaxpr):
             return value

@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh
 
 from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoice, UnsupportedError
 from ..core.told import ArgumentKind
-from ..core.typing import Array
 from ..launch.distributed import Timeouts, initialize
 from ..launch.emulation import keep_collectives_in_order, prepare_emulation, share_of, stated_share
 from ..launch.environment import from_env
@@ -320,7 +319,7 @@ class World:
         }
 
 
-def _as_devices(devices: Any) -> list[Array]:
+def _as_devices(devices: Any) -> list[Any]:
     if isinstance(devices, (str, Mapping)) or not isinstance(devices, Iterable):
         devices = [devices]
     listed = list(devices)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
-from ..core.typing import Array
+from ..core.typing import Array, PyTree
 from ..jaxpr.rewrite import Rewriting
 from ..nn import Layout, manual_axes
 from ..ops.ring_product import Circle, into_columns, into_rows, pieces_of
@@ -52,7 +52,7 @@ class RingProducts:
         if self.layout.mesh.shape[self.axis] == 1:
             return function
 
-        def rewritten(*args: object) -> Array:
+        def rewritten(*args: object) -> PyTree:
             # What is marked belongs to one trace.
             marked = _Marked(self.layout, self.axis, {}, {}, set())
             replace = {"name": marked.name, "dot_general": marked.product}
@@ -186,7 +186,7 @@ class _Marked:
         self.marks[id(results[0])] = results[0], mark
         return results
 
-    def _once(self, source: Any, what: object, make: Callable[[Any], Any]) -> Array:
+    def _once(self, source: Any, what: object, make: Callable[[Any], Any]) -> Any:
         key = id(source), what
         if key not in self.sent:
             self.sent[key] = source, make(source)

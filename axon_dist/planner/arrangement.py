@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.typing import PyTree
 from ..mesh import MeshSpec
 from ..mesh.mesh_spec import SLOW_AXES
 from ..parallel import ZeROStage
@@ -218,7 +217,7 @@ class Arrangement:
         return lines
 
 
-def arrange(strategy: str, num_ranks: int, **rest: PyTree) -> Arrangement:
+def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
     """A data-parallel strategy over some ranks, on the axis where it usually lies.
 
     Args:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.errors import ScheduleError
-from ..core.typing import Array
 from .action import TOGETHER, Action, Phase
 from .memory import STASH_ENDS, peak_live
 from .order import earliest_starts
@@ -121,7 +120,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("f", "i", "w", "b", "v", "e", "transfer"):
-            value: Array = getattr(self, name)
+            value: Any = getattr(self, name)
             if name == "b" and self.b is None:
                 continue
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

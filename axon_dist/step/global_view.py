@@ -11,12 +11,12 @@ from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.pieces import read_in_loops
 from ..parallel.gather import GlobalGather, only_axes
 from .draws import OfRank, draws_of
+from .microbatches import accumulate
 from .objective import (
     Forward,
     GradientFn,
     GradientResult,
     Prepare,
-    accumulate,
     beside,
     forward_of,
     gradient_means,

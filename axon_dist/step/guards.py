@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ..core.errors import UnsupportedError
-from ..core.typing import Array, PyTree
+from ..core.typing import PyTree
 from ..inspect.computations import below_branches
 from ..inspect.parse import ProgramLike, as_module, origin
 from ..inspect.transfers import collective_kind
@@ -34,7 +34,7 @@ class DeadlockGuard:
         self._jitted = jitted
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, state: PyTree, *others: Any) -> Array:
+    def __call__(self, state: PyTree, *others: Any) -> Any:
         """Runs the function.
 
         Raises:

@@ -36,16 +36,13 @@ from .buffers import (
     synchronise_statistics,
 )
 from .draws import Draws, OfRank, draws_of
+from .microbatches import Drawing, LastFn, SumsFn, accumulate
 from .objective import (
-    Drawing,
     Forward,
     GradientFn,
     GradientResult,
-    LastFn,
     Outcome,
     Sums,
-    SumsFn,
-    accumulate,
     beside,
     forward_of,
     gradient_sums,

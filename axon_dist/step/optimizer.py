@@ -32,7 +32,7 @@ class StepOptimizer(Protocol):
         """The first state."""
         ...
 
-    def update(self, grads: PyTree, state: PyTree, params: PyTree, **extra: PyTree) -> PyTree:
+    def update(self, grads: PyTree, state: PyTree, params: PyTree, **extra: Any) -> PyTree:
         """The updates and the next state."""
         ...
 
@@ -108,7 +108,7 @@ def _without_value(
         params: PyTree = None,
         *,
         value: object = None,
-        **extra: PyTree,
+        **extra: Any,
     ):
         return optimizer.update(updates, state, params, **extra)
 
@@ -192,7 +192,7 @@ def _as_state(
     def init(params: PyTree) -> PyTree:
         return hide(optimizer.init(show(params)))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> PyTree:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> PyTree:
         updates, state = optimizer.update(show(updates), inside(state), show(params), **extra)
         return hide(updates), hide(state)
 

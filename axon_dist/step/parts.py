@@ -426,7 +426,7 @@ def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTre
 def _check_one_array(path: Path, leaf: Any) -> None:
     """Raises for a Variable that holds a tree, whose leaves have no path of their own."""
     value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    if isinstance(value, (dict, list, tuple)) or isinstance(value, nnx.State):
+    if isinstance(value, (dict, list, tuple, nnx.State)):
         raise ConfigError(
             f"the {type(leaf).__name__} {path!r} holds a {type(value).__name__} of "
             f"{len(jax.tree.leaves(value))} arrays; a Variable of a trained model holds one array: "

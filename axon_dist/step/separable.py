@@ -27,6 +27,7 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn
 from ..core.weighted import Weighted
+from ..jaxpr.rows import output_shapes
 from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use
 from ..parallel import Reduction, Strategy
 from .coupled_metrics import check_metrics
@@ -263,11 +264,11 @@ class Separator:
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
         before = leaves_with_paths(self._parts.arguments[1])
-        after = program.out_avals[len(program.out_avals) - len(before) :]
-        for (path, old), new in zip(before, after, strict=True):
-            if self._microbatches > 1 and new.shape != old.shape:
+        after = [x.shape for x in output_shapes(program)]
+        for (path, old), shape in zip(before, after[len(after) - len(before) :], strict=True):
+            if self._microbatches > 1 and shape != old.shape:
                 raise UnsupportedError(
-                    f"the buffer {path!r} has the shape {old.shape}, and {new.shape} after a "
+                    f"the buffer {path!r} has the shape {old.shape}, and {shape} after a "
                     f"forward pass; {self._microbatches} microbatches hand it on from one to the "
                     "next, which needs one shape: make it with the shape that it will have"
                 )

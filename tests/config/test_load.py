@@ -39,7 +39,7 @@ optimizer:
 """
     optimizer = load_config(write(tmp_path, text)).optimizer
     assert (optimizer.learning_rate, optimizer.schedule.warmup_steps) == (0.5, 5)
-    assert type(optimizer.schedule).__name__ == "Constant"
+    assert type(optimizer.schedule).__name__ == "ConstantRate"
 
 
 @pytest.mark.parametrize(

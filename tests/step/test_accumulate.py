@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from axon_dist import Weighted
-from axon_dist.step.objective import Sums, accumulate
+from axon_dist.step.microbatches import accumulate
+from axon_dist.step.objective import Sums
 
 
 def gradient(params, buffers, batch):

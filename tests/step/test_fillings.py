@@ -181,8 +181,9 @@ def test_metrics_that_couple_microbatches_are_refused(name):
         return each.mean(), {name: COUPLED[name](each, batch["w"])}
 
     batch = jax.tree.map(lambda x: x[:8], BATCH)
-    with pytest.raises(AxonDistError, match=rf"metric '{name}' .*2 microbatches.*Weighted\("):
+    with pytest.raises(AxonDistError, match=rf"metric '{name}' .*2 microbatches") as told:
         build(loss_fn, pad=None, batch=batch, accumulate=2)
+    assert "Weighted(" in str(told.value)
     step = build(loss_fn, pad=None, batch=batch)
     _, metrics = step(step.init(), batch)
     np.testing.assert_allclose(metrics[name], loss_fn(make(), batch)[1][name], rtol=1e-5)

@@ -8,9 +8,9 @@ from flax import nnx
 
 from axon_dist import Weighted
 from axon_dist.core.errors import ConfigError
+from axon_dist.step.microbatches import accumulate
 from axon_dist.step.objective import (
     Sums,
-    accumulate,
     evaluate,
     forward_of,
     gradient_means,
