@@ -83,6 +83,7 @@ def evaluate(
     num_batches: int | None = None,
     one_device: bool = False,
     tell: Callable[[str], None] = lambda text: None,
+    trust: bool = False,
 ) -> Evaluation:
     """Measures the model of a run over its validation data, each sample once.
 
@@ -100,6 +101,7 @@ def evaluate(
         one_device: on one device, whatever the config says.
         tell: takes a sentence about each damaged checkpoint that is passed over, and about the
             data, before anything is compiled.
+        trust: whether functions that the run's config names may be imported and called.
 
     Returns:
         The numbers.
@@ -108,7 +110,7 @@ def evaluate(
         ConfigError: when there is no run in the folder, or the data or an override is wrong.
         CheckpointError: when the run has no such checkpoint, or that is damaged.
     """
-    config = run_config(run, overrides)
+    config = run_config(run, overrides, trust=trust)
     config, world = world_of(_measured_on(config, files), one_device)
     notes = tell if world.process_index == 0 else _nothing
     checkpoint = find_checkpoint(run, config, step, notes)
@@ -255,6 +257,7 @@ def generate_text(
     overrides: Sequence[str] = (),
     one_device: bool = False,
     tell: Callable[[str], None] = lambda text: None,
+    trust: bool = False,
 ) -> list[Completion]:
     """Goes on with texts as the model of a run would, beginning documents with them.
 
@@ -275,6 +278,7 @@ def generate_text(
         overrides: changes of the run's config, such as `"mesh=tp=4"` and `"parallel=tensor"`.
         one_device: on one device, whatever the config says.
         tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        trust: whether functions that the run's config names may be imported and called.
 
     Returns:
         One completion for each prompt.
@@ -284,7 +288,7 @@ def generate_text(
             empty or too long, or a value is out of range.
         CheckpointError: when the run has no such checkpoint, or that is damaged.
     """
-    config = run_config(run, overrides)
+    config = run_config(run, overrides, trust=trust)
     tokenizer = tokenizer_of(run, config)
     encoded = [tokenizer.prompt(prompt) for prompt in prompts]
     config, world = world_of(config, one_device)

@@ -23,8 +23,8 @@ from axon_dist.checkpoint import (
 from axon_dist.core.errors import CheckpointError, ConfigError
 from axon_dist.core.files import as_path, kind_at
 from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
+from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
-from axon_dist.core.typing import PyTree
 from axon_dist.mesh import World
 from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
@@ -33,8 +33,7 @@ from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take
 from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
-from ..config import RunConfig, build_world, load_config, model_of
-from ..core.typing import Array, Leaf
+from ..config import RunConfig, build_world, load_untrusted, model_of
 from .directory import RunDirectory
 
 BEST = "best"
@@ -45,6 +44,8 @@ def load_model(
     run: str | Path,
     step: int | str | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    *,
+    trust: bool = False,
 ) -> tuple[nnx.Module, RunConfig]:
     """Loads the model of a run as a plain module on one device, without the optimizer.
 
@@ -57,6 +58,7 @@ def load_model(
         run: the folder of a run.
         step: which checkpoint: the number of its step, `"best"`, or None for the newest.
         tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        trust: whether functions that the run's config names may be imported and called.
 
     Returns:
         The module, with its parameters in the dtypes that were saved, or what the run has averaged
@@ -64,7 +66,8 @@ def load_model(
         some, beside its layers (`merge_lora` adds them in); and the config of the run.
 
     Raises:
-        ConfigError: when there is no run in the folder.
+        ConfigError: when there is no run in the folder, or its config names functions and is not
+            trusted.
         CheckpointError: when it has no such checkpoint, or that is damaged.
 
     Example:
@@ -72,7 +75,7 @@ def load_model(
         Traceback (most recent call last):
         axon_dist.core.errors.ConfigError: there is no run in 'runs/none', for it has no ...
     """
-    config = run_config(run)
+    config = run_config(run, trust=trust)
     folder = find_checkpoint(run, config, step, tell)
     parts, _ = take_apart(functools.partial(model_of, config))
     here = jnp.zeros(()).sharding
@@ -80,15 +83,17 @@ def load_model(
     return parts.merge(*load_arrays(folder, parts, where, here)), config
 
 
-def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def run_config(run: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> RunConfig:
     """The config that a run was made from.
 
     Args:
         run: the folder of a run.
         overrides: such as `"mesh=dp=4"`.
+        trust: whether functions that the config names may be imported and called.
 
     Raises:
-        ConfigError: when there is no run in the folder, or a value cannot be.
+        ConfigError: when there is no run in the folder, a value cannot be, or the config names
+            functions and is not trusted.
     """
     directory = RunDirectory(as_path(run, "the run"))
     if kind_at(directory.config) is None:
@@ -96,7 +101,7 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"there is no run in {str(run)!r}, for it has no {directory.config.name}; name a "
             "folder that axon train has made, such as runs/<name>-<time>"
         )
-    return load_config(directory.config, overrides)
+    return load_untrusted(directory.config, overrides, trust=trust)
 
 
 def find_checkpoint(
@@ -288,6 +293,7 @@ def export_run(
     dtype: str | None = None,
     max_file: int = MAX_FILE,
     tell: Callable[[str], None] = lambda text: None,
+    trust: bool = False,
 ) -> int:
     """Writes the weights that a run has learned, without its optimizer; adapters are added in.
 
@@ -300,6 +306,7 @@ def export_run(
         dtype: of floats, such as `"bfloat16"`; None keeps those that were saved.
         max_file: bytes above which weights are cut into several files.
         tell: takes a sentence about each newer checkpoint that is damaged and was passed over.
+        trust: whether functions that the run's config names may be imported and called.
 
     Returns:
         How many tensors were written.
@@ -312,7 +319,7 @@ def export_run(
     """
     if format != NATIVE_NAME:
         format_of(format)
-    model, config = load_model(run, step, tell)
+    model, config = load_model(run, step, tell, trust=trust)
     if config.lora is not None:
         model = merge_lora(model)
     save_weights(model, path, format, dtype=dtype, max_file=max_file)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,9 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.errors import CheckpointError, UnsupportedError
+from ..core.files import kind_at
 
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
+_MOST_HEADER = 100_000_000
+"""Bytes of a header, as the format has it."""
 _DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -156,16 +160,28 @@ def list_tensors(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: when it is no safetensors file, or was cut off.
     """
     try:
-        with open(path, "rb") as file:
+        if (kind := kind_at(path)) not in (None, "a file"):
+            raise ValueError(f"it is {kind} and no file")
+        # Something else may have taken the name meanwhile, and must not be waited for either.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size - 8:
+            size = os.fstat(file.fileno()).st_size
+            if length > min(size - 8, _MOST_HEADER):
                 raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_with_names_once)
         header.pop(_METADATA, None)
         entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
-        _check_inside(entries, path.stat().st_size)
+        _check_filled(entries, 8 + length, size)
         return entries
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
         raise CheckpointError(
             f"cannot read {str(path)!r} as safetensors: {error}; name another file"
         ) from error
@@ -175,16 +191,34 @@ def _entry(
     path: Path, first: int, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> TensorEntry:
     begin, end = data_offsets
+    if not isinstance(shape, list) or any(type(n) is not int for n in (*shape, begin, end)):
+        raise ValueError(f"shape {shape!r:.80} and bytes {data_offsets!r:.80} are no whole numbers")
+    if dtype not in _DTYPES:
+        raise ValueError(f"its dtype {dtype!r:.80} is none of {', '.join(_DTYPES)}")
     entry = TensorEntry(path, np.dtype(_DTYPES[dtype]), tuple(shape), first + begin)
     if min([begin, *shape], default=0) < 0 or end - begin != entry.size:
         raise ValueError(f"{dtype} of shape {shape} cannot lie at bytes {begin} to {end}")
     return entry
 
 
-def _check_inside(entries: Mapping[str, TensorEntry], size: int) -> None:
-    for name, entry in entries.items():
-        if entry.start + entry.size > size:
-            raise ValueError(
-                f"{name} ends at byte {entry.start + entry.size} of a file of {size}, which was "
-                "cut off"
-            )
+def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A section of JSON, which would have the last of two with the same name."""
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in section if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r:.80} twice")
+    return section
+
+
+def _check_filled(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
+    """Raises unless the arrays lie side by side and fill the file, as the format wants it."""
+    end = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.start != end:
+            what = "overlaps the one before it" if entry.start < end else "has a hole before it"
+            raise ValueError(f"{name!r:.80} begins at byte {entry.start} and {what}, to byte {end}")
+        end += entry.size
+    if end != size:
+        what = "was cut off" if end > size else "has more in it"
+        raise ValueError(f"its arrays end at byte {end} of a file of {size}, which {what}")

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -47,6 +48,13 @@ class LastingConsole(Console):
 
     Rich would end the program, and with it a run of days.
     """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints, if the terminal is still there: one that was closed is no broken pipe."""
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Goes on without the screen, which the interpreter must not find broken at exit either."""
@@ -98,6 +106,7 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
         num_batches=arguments.batches,
         one_device=arguments.one_device,
         tell=tell,
+        trust=arguments.trust,
     )
     if not is_main_process():
         return 0
@@ -133,6 +142,7 @@ def generate_texts(arguments: argparse.Namespace) -> int:
         overrides=arguments.overrides,
         one_device=arguments.one_device,
         tell=notice,
+        trust=arguments.trust,
     )
     if not is_main_process():
         return 0
@@ -167,6 +177,7 @@ def export(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         max_file=max_file,
         tell=notice,
+        trust=arguments.trust,
     )
     line = f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.out}"
     Console().print(line, soft_wrap=True, highlight=False, markup=False)

@@ -104,10 +104,12 @@ _STEP = _argument(
     metavar="N|best",
     help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
 )
+_TRUST = _flag("--trust", "import and call the functions that its config.yaml names")
 _RUN = (
     _FOLDER,
     _overrides("changes its config, as in mesh=dp=4; any mesh and strategy will do"),
     _STEP,
+    _TRUST,
     _flag("--one-device", "on one device, not on its mesh"),
 )
 
@@ -208,6 +210,7 @@ VERBS: tuple[Verb, ...] = (
                 "as hf-llama, with a config.json beside them; an unknown one lists all of them",
             ),
             _STEP,
+            _TRUST,
             _argument("--dtype", help="of floats, such as bfloat16; as they were saved by default"),
             _argument(
                 "--max-file", metavar="SIZE", help="split into several files above this, as 5GB"

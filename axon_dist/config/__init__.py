@@ -31,6 +31,7 @@ from .describe import to_markdown as to_markdown
 from .describe import to_text as to_text
 from .load import CONFIG as CONFIG
 from .load import load_config as load_config
+from .load import load_untrusted as load_untrusted
 from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel

@@ -41,6 +41,62 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return RunConfig.from_dict(data)
 
 
+def load_untrusted(
+    path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False
+) -> RunConfig:
+    """Reads a run from a file that somebody else may have written; nothing it names is imported.
+
+    Args:
+        path: a YAML file.
+        overrides: of the caller's own, which may name functions.
+        trust: whether functions that the file names are imported all the same.
+
+    Raises:
+        ConfigError: as `load_config`, and when the file names a function and is not trusted.
+    """
+    if not trust:
+        theirs = functions_in(read_yaml(path))
+        ours: dict[str, Any] = {}
+        data = read_yaml(path)
+        for override in overrides:
+            ours, data = apply_override(ours, override), apply_override(data, override)
+        called = [
+            function
+            for function in functions_in(data)
+            if function in theirs and function not in functions_in(ours)
+        ]
+        if called:
+            key, name = called[0]
+            raise ConfigError(
+                f"{str(path)!r} names the function {name!r:.200} under {key:.200}, which would run "
+                "as your own code; read that function, and add --trust, or trust=True in Python, "
+                "if whoever wrote the file may run code here"
+            )
+    return load_config(path, overrides)
+
+
+_CODE = ("factory", "function")
+"""The keys whose values are imported and called."""
+
+
+def functions_in(data: object, at: str = "") -> list[tuple[str, object]]:
+    """The functions that a config names, each with its key, as in `model.factory`.
+
+    Example:
+        >>> functions_in({"loss": {"function": "losses:mine"}, "mesh": "dp=2"})
+        [('loss.function', 'losses:mine')]
+    """
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        return [found for n, part in enumerate(data) for found in functions_in(part, f"{at}[{n}]")]
+    if not isinstance(data, Mapping):
+        return []
+    found: list[tuple[str, object]] = []
+    for key, value in data.items():
+        where = f"{at}.{key}".lstrip(".")
+        found += [(where, value)] if key in _CODE else functions_in(value, where)
+    return found
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a YAML file that holds a section of keys.
 

@@ -281,6 +281,11 @@ def _known(batch: LocalBatch, vocab_size: int | None) -> LocalBatch:
             f"model.vocab_size: got {vocab_size}, but the data has the token {largest}; set it to "
             f"at least {largest + 1}, or give files of this model's tokens"
         )
+    if vocab_size is not None and (smallest := int(batch["tokens"].min())) < 0:
+        raise ConfigError(
+            f"data.files: the data has the token {smallest}, and tokens count from 0; write the "
+            "files anew"
+        )
     return batch
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -194,9 +194,11 @@ def check_messages(messages: Any) -> str | None:
 def _template_in(path: Path) -> Rendered | None:
     """The template of a file; None where a tokenizer's config has none."""
     try:
-        text = path.read_text()
-        config = {} if path.suffix != ".json" else json.loads(text)
-    except (OSError, ValueError) as error:
+        if path.suffix == ".json":
+            text, config = "", _config_in(path)
+        else:
+            text, config = read_text(path, f"the chat template {str(path)!r}"), {}
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the chat template in {str(path)!r}: {error}") from error
     source = config.get("chat_template") if path.suffix == ".json" else text
     if isinstance(source, list):
@@ -206,7 +208,7 @@ def _template_in(path: Path) -> Rendered | None:
         return None
     beside = path.with_name("tokenizer_config.json")
     if not config and beside.is_file():
-        config = json.loads(beside.read_text())
+        config = _config_in(beside)
     return Rendered(path.name, _renderer(source, path, _special_tokens(config)))
 
 
@@ -224,7 +226,7 @@ def _renderer(
     source: str, path: Path, tokens: Mapping[str, str]
 ) -> Callable[[Sequence[Message], bool], str]:
     try:
-        jinja2 = importlib.import_module("jinja2")
+        importlib.import_module("jinja2")
         sandbox = importlib.import_module("jinja2.sandbox")
     except ImportError as error:
         raise ConfigError(
@@ -235,20 +237,67 @@ def _renderer(
     box = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    box.intercepted_binops = frozenset({"*", "**", "%"})
+    compute = box.call_binop
+
+    def compute_bounded(context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_operands(operator, left, right)
+        return compute(context, operator, left, right)
+
+    box.call_binop = compute_bounded
     box.globals["raise_exception"] = _refuse
     try:
         template = box.from_string(source)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # its compiler raises what the program it reads makes it
         raise ConfigError(f"the chat template in {str(path)!r} is no Jinja: {error}") from error
 
     def render(messages: Sequence[Message], asks: bool) -> str:
         given = {**tokens, "messages": list(messages), "add_generation_prompt": asks}
         try:
-            return template.render(**given)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise ValueError(f"messages that its template refuses: {error}") from error
+            return _bounded(template.generate(**given))
+        except Exception as error:  # a template may raise anything, as 1 / 0 does
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"messages that its template refuses: {reason:.400}") from error
 
     return render
+
+
+_MOST_LETTERS = 2**24
+"""Of what a template makes of a chat."""
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    """A `tokenizer_config.json`, which is an object."""
+    what = f"the config of a tokenizer {str(path)!r}"
+    try:
+        config = json.loads(read_text(path, what))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {what}: {error}; correct it") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{what} is a {type(config).__name__} and must be an object; correct it")
+    return config
+
+
+def _bounded(parts: Iterable[str]) -> str:
+    made, letters = [], 0
+    for part in parts:
+        letters += len(part)
+        if letters > _MOST_LETTERS:
+            raise ValueError(f"it writes more than {_MOST_LETTERS} letters")
+        made.append(part)
+    return "".join(made)
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:
+    """Refuses what would make a text, a list or a number without end."""
+    if operator == "%" and isinstance(left, str):
+        raise ValueError("it formats a text by %, which has no bound")
+    sizes = [len(x) for x in (left, right) if isinstance(x, str | bytes | list | tuple)]
+    counts = [abs(x) for x in (left, right) if isinstance(x, int)]
+    if operator == "*" and sizes and counts and sizes[0] * counts[0] > _MOST_LETTERS:
+        raise ValueError(f"it repeats {sizes[0]} letters or items {counts[0]} times")
+    if operator == "**" and len(counts) == 2 and counts[0].bit_length() * counts[1] > 2**12:
+        raise ValueError("it takes a number to a power that is out of range")
 
 
 def _refuse(message: str) -> None:

@@ -326,6 +326,10 @@ def _map_npy(path: Path) -> np.ndarray:
             f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "
             "token ids one after another"
         )
+    if (smallest := int(_some(tokens).min())) < 0:
+        raise ConfigError(
+            f"{path} has the token {smallest}, and tokens count from 0; write the file anew"
+        )
     return tokens
 
 

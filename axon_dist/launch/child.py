@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _CHUNK_BYTES = 2**16
@@ -20,6 +20,8 @@ _OURS = "axon: "
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 _ABORTS = (b"coordination service", b"distributed service")
+_DEATH_SECONDS = 10.0
+_GUARD = 'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups'
 _LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
 
 
@@ -56,13 +58,20 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
-    def kill(self) -> None:
-        """Ends it and all that it started, also when it is stopped."""
+    def kill(self) -> bool:
+        """Ends it and all that it started, also when it is stopped.
+
+        Returns:
+            Whether it is gone; false for one that the kernel holds, as over a disk that is gone.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_DEATH_SECONDS)
         if self.pump is not None:
-            self.pump.join()
+            # What left the group may hold the other end open for good.
+            self.pump.join(_DEATH_SECONDS)
+        return self.process.poll() is not None
 
     def describe_end(self) -> str:
         """How it ended, in words, with the last that it said."""
@@ -96,6 +105,58 @@ def start_child(
     pump = threading.Thread(target=_copy, args=(source, file), daemon=True)
     pump.start()
     return Child(rank, process, log, pump)
+
+
+class Guard:
+    """Ends the groups of processes of a launcher that died, as a process of its own.
+
+    The kernel can end a process whose parent died, but not what that process started; and asking it
+    to takes a fork, which JAX warns of.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, child: Child) -> None:
+        """Ends this one, too, if the launcher dies."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{child.process.pid}\n".encode())
+            self._process.stdin.flush()
+
+    def dismiss(self) -> None:
+        """Nothing is left to be ended."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+
+@contextlib.contextmanager
+def guarding() -> Iterator[Guard]:
+    """A guard for as long as the context lasts."""
+    guard = Guard()
+    try:
+        yield guard
+    finally:
+        guard.dismiss()
+
+
+def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Tells as long as somebody listens: a terminal that is gone must not end a run."""
+
+    def tell_or_not(line: str) -> None:
+        with contextlib.suppress(OSError):
+            tell(line)
+
+    return tell_or_not
 
 
 def last_words(log: Path) -> str:

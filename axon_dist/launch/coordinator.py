@@ -25,7 +25,7 @@ def main(address: str, count: int, heartbeat: int, shutdown: int, linger: float)
         shutdown: seconds that processes wait for each other in the end.
         linger: seconds to stay after process 0 was lost.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Process 0 gets these too; it may still have to save.
         signal.signal(number, signal.SIG_IGN)
     # Held by its name: it serves as long as it is referenced.

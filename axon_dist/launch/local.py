@@ -14,11 +14,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from .child import Child, start_child
+from .child import Child, Guard, guarding, lasting, start_child
 from .emulation import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
 from .rendezvous import TOKEN
@@ -91,7 +91,11 @@ _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _MOST_PROCESSES, _MOST_NODES = 4096, 2**20
 _POLL_SECONDS = 0.1
 _FOREIGN = frozenset({"AXON_CLUSTER", "TORCHELASTIC_USE_AGENT_STORE"})
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING_SECONDS = 1800.0
+"""Seconds that the ranks have after a signal, the step and the save included."""
+_LAST_SECONDS = 15.0
+"""Seconds that the last ranks have once one has ended with its state saved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,6 +256,7 @@ def launch(plan: LaunchPlan, tell: Callable[[str], None]) -> int:
             f"cannot make the folder {str(plan.log_dir)!r} for logs: {error.strerror}; name "
             "another with --log-dir"
         ) from error
+    tell = lasting(tell)
     tell(f"{plan.num_processes} processes; their logs: {plan.log_dir}/rank-*.log")
     with _memory(plan) as base:
         return _run_attempts(plan, base, tell)
@@ -353,24 +358,26 @@ class _Attempt:
         self.made_room = False
         self.children: list[Child] = []
         self.signals: list[int] = []
+        self._last: float | None = None
         self.failed: Child | None = None
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
-        with self._forwarding():
+        with guarding() as guard, self._forwarding():
             try:
-                self._start()
+                self._start(guard)
                 self.failed = self._wait()
                 if self.failed is not None:
                     self._end_others(self.failed)
             finally:
                 for child in self.children:
-                    child.kill()
+                    if not child.kill():
+                        self.tell(f"rank {child.rank}, process {child.process.pid}, outlives it")
         if self.failed is not None:
             return self.failed.code or 0
         return max(child.code or 0 for child in self.children)
 
-    def _start(self) -> None:
+    def _start(self, guard: Guard) -> None:
         plan = self.plan
         port = plan.master_port or (free_port() if plan.nnodes == 1 else DEFAULT_PORT)
         for env in rank_environments(plan, self.base, self.count, port):
@@ -385,6 +392,7 @@ class _Attempt:
                     "that this host can run, with its arguments"
                 ) from error
             self.children.append(child)
+            guard.watch(child)
 
     def _wait(self) -> Child | None:
         """Returns the first rank that failed, or None when all have ended, if only for now."""
@@ -400,8 +408,44 @@ class _Attempt:
                 # Where they ended by themselves meanwhile, nothing is left for the others to do.
                 self.made_room = self.made_room and not stopped.isdisjoint(codes)
                 return None
+            if self._is_overdue(any(code in stopped for code in codes)):
+                return self._end_late(stopped)
             if not self.made_room and self._is_time_to_rejoin(started):
                 self._make_room()
+            time.sleep(_POLL_SECONDS)
+
+    def _is_overdue(self, has_saved: bool) -> bool:
+        """Whether ranks still run that had to end: a signal came, or another has saved and left."""
+        seconds = [_LAST_SECONDS] if has_saved else []
+        if self.signals or self.made_room:
+            seconds.append(_STOPPING_SECONDS)
+        if len([number for number in self.signals if number != signal.SIGHUP]) > 1:
+            seconds.append(self.plan.grace)
+        if not seconds:
+            return False
+        now = time.monotonic()
+        self._last = min(now + min(seconds), self._last or now + min(seconds))
+        return now >= self._last
+
+    def _end_late(self, stopped: set[int]) -> Child | None:
+        """Ends the ranks that are overdue; the first that did not stop by itself has failed."""
+        late = [child for child in self.children if child.code is None]
+        names = ", ".join(str(child.rank) for child in late)
+        self.tell(f"ranks {names} had to end and did not; ending them (log: {late[0].log})")
+        self._end(late)
+        return next((child for child in late if child.code and child.code not in stopped), None)
+
+    def _end(self, children: Sequence[Child]) -> None:
+        """Asks by SIGTERM first, and does not ask those twice that do not answer."""
+        for child in children:
+            child.send(signal.SIGTERM)
+        self._wait_for_end(self.plan.grace)
+        for child in children:
+            child.kill()
+
+    def _wait_for_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(child.code is None for child in self.children) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def _is_time_to_rejoin(self, started: float) -> bool:
@@ -421,20 +465,22 @@ class _Attempt:
     def _end_others(self, failed: Child) -> None:
         self.tell(f"{failed.describe_end()}; ending the other ranks (log: {failed.log})")
         is_at_once = self.may_restart and may_end_at_once(failed, self.base.get(MEMORY))
-        deadline = time.monotonic() + (0.0 if is_at_once else self.plan.grace)
-        while any(child.code is None for child in self.children) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        if not is_at_once:
+            self._wait_for_end(self.plan.grace)
+            self._end([child for child in self.children if child.code is None])
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
-        """Hands SIGINT and SIGTERM on to the ranks, which know how to stop."""
+        """Hands signals on to the ranks, which know how to stop."""
 
         def forward(number: int, frame: object) -> None:
             self.signals.append(number)
             for child in self.children:
                 child.send(number)
 
-        before = {number: signal.signal(number, forward) for number in _SIGNALS}
+        # `nohup` has the hangup ignored, here and in the ranks.
+        taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, forward) for number in taken}
         try:
             yield
         finally:

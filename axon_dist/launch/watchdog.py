@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 from .rendezvous import Attendee
 
-EXIT_PEER_LOST = 75
-"""The exit code of a process that ended because another one was lost (`EX_TEMPFAIL`)."""
+EXIT_PEER_LOST = 76
+"""The exit code of a process that ended because another one was lost (`EX_PROTOCOL`).
+
+Nothing was saved for it: 75 says that, and another try starts from an older checkpoint."""
 
 _HEARTBEATS, _FAILURES, _BULLETIN = (
     "axon/watch/heartbeat/",

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axon_dist.core.typing import Array
 from axon_dist.mesh import World
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ANOTHER = "another process"
 INTERRUPTIONS = frozenset({*(number.name for number in _SIGNALS), _ANOTHER})
 """The reasons of runs that a signal has ended, here or in another process."""
@@ -39,7 +39,10 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iterator[StopRequest]:
-    """Turns the first SIGINT (Ctrl-C) or SIGTERM into a request; a second one acts as usual.
+    """Turns the first SIGINT (Ctrl-C), SIGTERM or SIGHUP into a request; a second acts as usual.
+
+    A second SIGHUP does nothing: a terminal that closes sends it by its kernel and by its shell. A
+    process that ignores SIGHUP, as under `nohup`, goes on ignoring it.
 
     A step that has begun holds donated buffers: an exception in the middle of it would leave no
     state to save. So the signal only leaves a note, which the loop reads between steps.
@@ -59,7 +62,12 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    all_before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {
+        number: handler
+        for number, handler in all_before.items()
+        if number != signal.SIGHUP or handler is not signal.SIG_IGN
+    }
 
     def restore() -> None:
         for number, handler in before.items():
@@ -67,11 +75,12 @@ def stop_on_signals(on_first: Callable[[str], None] = lambda name: None) -> Iter
 
     def handle(number: int, frame: FrameType | None) -> None:
         restore()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         name = signal.Signals(number).name
         request.ask(name)
         threading.Thread(target=on_first, args=(name,)).start()
 
-    for number in _SIGNALS:
+    for number in before:
         signal.signal(number, handle)
     try:
         yield request

@@ -100,10 +100,10 @@ class PhaseNet(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, scale: float = 1.0):
         self.blocks = nnx.List(PhaseBlock(rngs) for _ in range(3))
-        self.scale = scale
+        self.noise, self.scale = nnx.Rngs(noise=3).noise, scale
 
     def __call__(self, x):
-        z, key = x + 0j, jax.random.key(3)
+        z, key = x + 0j, self.noise()
         for number, block in enumerate(self.blocks):
             z, key = block(z, key)
             z = z * self.scale if number and self.scale != 1 else z

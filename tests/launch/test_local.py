@@ -10,6 +10,7 @@ import pytest
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch.child import last_words
 from axon_dist.launch.local import INTERRUPTED, LaunchPlan, launch, rank_environments
+from axon_dist.launch.watchdog import EXIT_PEER_LOST
 
 RANK = "import os, sys, time, signal; rank = int(os.environ['RANK']); "
 
@@ -169,6 +170,76 @@ def test_interrupted_ranks_are_no_failure(tmp_path):
     assert launch(made, said.append) == INTERRUPTED
     assert [log(tmp_path, rank) for rank in range(3)] == ["saved\n"] * 3
     assert not any("restart" in line or "ending" in line for line in said)
+
+
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_stopped_rank_does_not_keep_a_lost_run(tmp_path):
+    """76 is no saved state: the other rank is killed, and the run starts again."""
+    said = []
+    program = f"{STOPPED} if rank else (time.sleep(.5), sys.exit(76))"
+    assert launch(plan(tmp_path, program, count=2, max_restarts=1), said.append) == EXIT_PEER_LOST
+    assert EXIT_PEER_LOST != INTERRUPTED
+    assert "restart 1 of 1, with 2 processes" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [(STOPPED, 137), ("signal.signal(15, lambda *a: sys.exit(75)); time.sleep(100)", 75)],
+)
+def test_the_last_ranks_have_a_deadline(tmp_path, monkeypatch, answer, code):
+    monkeypatch.setattr("axon_dist.launch.local._LAST_SECONDS", 1.0)
+    said = []
+    program = f"rank or sys.exit(75)\n{answer}"
+    assert launch(plan(tmp_path, program, count=2), said.append) == code
+    assert "ranks 1 had to end and did not" in said[1]
+
+
+def is_running(process):
+    stat = Path("/proc", process, "stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"),
+    [(signal.SIGHUP, 75, "saved"), (signal.SIGKILL, -9, ""), (signal.SIGQUIT, -3, "")],
+)
+def test_no_rank_outlives_the_launcher(tmp_path, number, code, text):
+    program = (
+        "import subprocess; "
+        "signal.signal(1, lambda *a: (print('saved', flush=True), sys.exit(75))); "
+        "beside = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL); "
+        "print(os.getpid(), beside.pid, flush=True); time.sleep(100)"
+    )
+    starter = (
+        # Whoever runs the tests may ignore these.
+        "import signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (1, 3)]; "
+        "from axon_dist.launch.local import LaunchPlan, launch; "
+        "from pathlib import Path; sys.exit(launch(LaunchPlan("
+        f"command=(sys.executable, '-c', {RANK + program!r}), num_processes=2, "
+        f"log_dir=Path({str(tmp_path)!r})), print))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", starter])
+    deadline = time.monotonic() + 60
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(2)]
+    while not all(path.exists() and path.read_text() for path in logs):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started = [name for path in logs for name in path.read_text().split()]
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    while any(is_running(name) for name in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert all(path.read_text().split()[2:] == text.split() for path in logs)
+
+
+def test_a_terminal_that_is_gone_ends_nothing(tmp_path):
+    def fail(line):
+        raise OSError(5, "Input/output error")
+
+    assert launch(plan(tmp_path, "sys.exit(3)", count=1, max_restarts=1), fail) == 3
 
 
 ERROR = """Traceback (most recent call last):

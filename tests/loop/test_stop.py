@@ -1,9 +1,11 @@
+import os
 import signal
 from unittest import mock
 
 import pytest
 
 from axon_dist.loop import StopConsensus, StopRequest, stop_on_signals
+from axon_dist.loop.stop import INTERRUPTIONS
 from axon_dist.mesh import World
 
 
@@ -51,3 +53,23 @@ def test_handlers_come_back_even_after_an_error():
     with pytest.raises(RuntimeError, match="SIGINT"):
         fail_under_a_signal()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_terminal_that_closes_asks_once_to_stop():
+    """Its kernel and its shell both send SIGHUP, and the second must not end the save."""
+    with stop_on_signals() as request:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert request.reason == "SIGHUP"
+    assert "SIGHUP" in INTERRUPTIONS
+
+
+def test_nohup_is_kept():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not request
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,83 @@
+"""Files of somebody else that are not what they say: each is one error, and none is waited for."""
+
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from axon_dist.checkpoint import list_tensors
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.data import TokenSource
+from axon_dist.data.tokenizer import find_template
+
+
+def row(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+TWICE = f'{{"a": {json.dumps(row(0, 8))}, "a": {json.dumps(row(8, 16))}}}'
+LIES = {
+    "overlap": ({"a": row(0, 8), "b": row(0, 8)}, 8, "overlaps"),
+    "hole": ({"a": row(0, 8), "b": row(12, 20)}, 20, "hole"),
+    "start": ({"a": row(8, 16)}, 16, "hole"),
+    "trailing": ({"a": row(0, 8)}, 16, "more in it"),
+    "cut": ({"a": row(0, 8)}, 4, "cut off"),
+    "twice": (TWICE, 16, "twice"),
+    "deep": ("[" * 100_000, 0, "cannot read"),
+    "shape": ({"a": row(0, 8, [2.0])}, 8, "whole numbers"),
+    "bool": ({"a": row(0, 4, [True])}, 4, "whole numbers"),
+    "offsets": ({"a": row(0.0, 8.0)}, 8, "whole numbers"),
+    "dtype": ({"a": row(0, 8, dtype="F31")}, 8, "F31"),
+    "list": ("[1]", 0, "cannot read"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_tensors_that_lie(tmp_path, name):
+    header, size, words = LIES[name]
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+    with pytest.raises(CheckpointError, match=words):
+        list_tensors(path)
+
+
+def test_tensors_in_a_pipe_or_a_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder")):
+        with pytest.raises(CheckpointError, match=f"it is {kind}"):
+            list_tensors(path)
+
+
+def test_a_token_below_0(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(1000) % 200 - 5)
+    with pytest.raises(ConfigError, match=r"the token -5, and tokens count from 0"):
+        TokenSource(files=(str(tmp_path / "a.npy"),)).open(16)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 'a' * 10**10 }}", "repeats 1 letters"),
+        ("{{ 10 ** 1000000000 }}", "power"),
+        ("{{ '%999999999d' % 1 }}", "formats"),
+        ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than"),
+    ],
+)
+def test_a_template_without_end(tmp_path, source, words):
+    pytest.importorskip("jinja2")
+    (tmp_path / "t.jinja").write_text(source)
+    template = find_template(str(tmp_path / "t.jinja"), None)
+    with pytest.raises(ValueError, match=words):
+        template.pieces([{"role": "user", "content": "q"}])
+
+
+def test_a_list_beside_a_template(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ 1 }}")
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="is a list and must be an object"):
+        find_template(str(tmp_path / "t.jinja"), None)
