@@ -83,7 +83,7 @@ MUTATIONS = (
         "step/test_objective.py",
     ),
     row(
-        "step/objective.py", "scan(body, (zeros, buffers), (batch, numbers))",
+        "step/microbatches.py", "scan(body, (zeros, buffers), (batch, numbers))",
         "scan(body, (zeros, buffers), (batch, numbers), reverse=True)",
         "step/test_accumulate.py",
     ),

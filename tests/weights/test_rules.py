@@ -227,7 +227,7 @@ def test_files_that_cannot_be_read(tmp_path):
         find_tensors(tmp_path)
     whole = (tmp_path / "a.safetensors").read_bytes()
     (tmp_path / "a.safetensors").write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=r"w ends at byte \d+ of a file of \d+, which"):
+    with pytest.raises(CheckpointError, match=r"arrays end at byte 96 of a file of 95, which"):
         find_tensors(tmp_path / "a.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"v": "b.safetensors"}}')
