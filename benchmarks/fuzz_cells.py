@@ -279,10 +279,16 @@ class Net(nnx.Module):
 """
 
 STATEFUL = frozenset(
-    ("dropout", "keys of samples", "batch norm", "batch norms of blocks", "running mean", "counter",
-     "experts", "experts, stacked")
+    ("batch norm", "batch norms of blocks", "running mean", "counter", "experts",
+     "experts, stacked")
 )  # fmt: skip
 """Models of which a whole batch and its microbatches are two runs."""
+
+RANDOM = frozenset(("dropout", "keys of samples"))
+"""Models that draw the bits of the whole batch, however it is cut into microbatches."""
+
+COUPLED = frozenset(("root of the mean", "contrast", "balance"))
+"""Losses of which a whole batch and its microbatches are two runs."""
 
 MODELS: MappingProxyType[str, Model] = MappingProxyType(
     {
@@ -347,7 +353,7 @@ MODELS: MappingProxyType[str, Model] = MappingProxyType(
             _ATTENTION.format(count=4, more="pass", leave="self.embed.attend(x)"), tokens=True
         ),
         "stacked": Model(_STACKED),
-        "experts": Model(_EXPERTS.format(more="dropout=0.1,"), tokens=True),
+        "experts": Model(_EXPERTS.format(more=""), tokens=True),
         "experts, stacked": Model(_EXPERTS.format(more="scan_layers=True,"), tokens=True),
         "bridged": Model(_BRIDGED),
         "convolutions": Model(_CONVOLUTION),
@@ -446,6 +452,8 @@ class Cell:
         factory, samples = draw.random() < 0.5, SAMPLES
         if LOSSES[loss][0] == "whole" and model in STATEFUL:
             model = "blocks"
+        if loss in COUPLED and model in RANDOM:
+            loss = "mean"
         if draw.random() < 0.4:
             # One sample for each rank and microbatch.
             samples = count * layout.num_ranks
@@ -463,9 +471,10 @@ class Cell:
         )
 
     @property
-    def is_padded(self) -> bool:
-        """Whether the batch is filled up, so that only the whole of it can be compared."""
-        return "pad='weight'" in self.options
+    def is_whole(self) -> bool:
+        """Whether one device runs the whole batch: what a filled-up one has to equal as well."""
+        is_padded = "pad='weight'" in self.options
+        return is_padded or LOSSES[self.loss][0] == "whole" or self.model in RANDOM
 
     @property
     def is_low(self) -> bool:
@@ -491,7 +500,7 @@ class Cell:
             make="Net" if self.factory else "Net()",
             reduce=reduce,
             clip=next((o.split("=")[1] for o in self.options if o.startswith("clip")), None),
-            count=1 if reduce == "whole" or self.is_padded else self.accumulate,
+            count=1 if self.is_whole else self.accumulate,
             replicas=self.layout.replicas,
             every=self.layout.every,
             steps=STEPS,
