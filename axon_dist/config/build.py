@@ -251,7 +251,7 @@ class Run:
             profile_dir: the folder for traces.
             copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
         """
-        train = self.config.train
+        config, train = self.config, self.config.train
         profile = {}
         if train.profile is not None:
             profile = {"profile_at": train.profile.at, "profile_steps": train.profile.steps}
@@ -267,6 +267,7 @@ class Run:
                 items_per_step=self.items_per_step,
                 item=self.item,
                 peak_flops=self.peak_flops,
+                sequence_length=config.kind.task.items_per_sample(config.data),
                 max_rollbacks=train.max_rollbacks,
                 **profile,
             ),

@@ -28,6 +28,8 @@ class LoopOptions:
         item: what they are; utilization is that of tokens.
         peak_flops: FLOP/s of one device at best, to measure utilization against; None leaves it
             out.
+        sequence_length: tokens of a sequence, so that utilization counts attention; None leaves
+            attention out.
         max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
             so; after that it stops.
         profile_at: the first step that is traced, counted from 1; 0 traces none.
@@ -42,6 +44,7 @@ class LoopOptions:
     items_per_step: int | None = None
     item: str = "tokens"
     peak_flops: float | None = None
+    sequence_length: int | None = None
     max_rollbacks: int = 3
     profile_at: int = 0
     profile_steps: int = 3

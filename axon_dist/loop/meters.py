@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.tree import num_params
+from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
 
 from ..step import TrainStep
@@ -89,19 +90,24 @@ def profile(directory: str | Path) -> Iterator[None]:
 
 
 def model_flops_utilization(
-    num_params: int, tokens_per_second: float, peak_flops: float, num_devices: int = 1
+    num_params: float,
+    tokens_per_second: float,
+    peak_flops: float,
+    num_devices: int = 1,
+    attention_flops: float = 0,
 ) -> float:
     """The share of the peak that the model's own arithmetic reaches: an estimate, not a reading.
 
-    `6 N tokens / (t peak)`: a token costs every parameter a multiply-add forward and two backward
-    (arXiv:2001.08361, arXiv:2204.02311). Attention scores and recomputation are not counted, and
+    `(6 N + A) tokens / (t peak)`: a token costs every parameter that it meets a multiply-add
+    forward and two backward (arXiv:2001.08361, arXiv:2204.02311). Recomputation is not counted, and
     embedding tables are, though looking up a row computes nothing.
 
     Args:
-        num_params: N, the parameters of the model.
+        num_params: N, the parameters that a token meets: of a mixture, those of its own experts.
         tokens_per_second: through all devices.
         peak_flops: FLOP/s of one device at best, for the dtype in use.
         num_devices: how many devices share the work.
+        attention_flops: A, what a token costs in attention scores and the sums they weigh.
 
     Returns:
         A number between 0 and 1, if the peak is right.
@@ -110,23 +116,45 @@ def model_flops_utilization(
         >>> model_flops_utilization(1_000_000_000, 10_000, peak_flops=1e14, num_devices=2)
         0.3
     """
-    return 6 * num_params * tokens_per_second / (peak_flops * num_devices)
+    flops_per_token = 6 * num_params + attention_flops
+    return flops_per_token * tokens_per_second / (peak_flops * num_devices)
 
 
-def utilization_of(step: TrainStep, peak_flops: float | None) -> Callable[[float], float] | None:
+def utilization_of(
+    step: TrainStep, peak_flops: float | None, length: int | None = None
+) -> Callable[[float], float] | None:
     """From tokens per second to the utilization by a step; None where no peak is known.
 
     Args:
-        step: whose model and devices are meant.
+        step: whose model and devices are meant. Modules say by `idle_share` which share of their
+            parameters a token does not meet, and models by `attention_flops(length)` what it costs
+            beside them, as `Experts` and `Transformer` do.
         peak_flops: FLOP/s of one device at best.
+        length: tokens of a sequence; None leaves attention out.
     """
     if peak_flops is None:
         return None
+    model = step.parts.abstract
     # A frozen parameter has no gradient of its own: a third less to compute.
-    count = num_params(step.parts.params) + 2 * num_params(step.parts.frozen) // 3
+    count = _met(model, step.parts.params) + 2 / 3 * _met(model, step.parts.frozen)
+    attention = getattr(model, "attention_flops", None)
     return functools.partial(
-        model_flops_utilization, count, peak_flops=peak_flops, num_devices=step.world.size
+        model_flops_utilization,
+        count,
+        peak_flops=peak_flops,
+        num_devices=step.world.size,
+        attention_flops=attention(length) if attention is not None and length else 0,
     )
+
+
+def _met(model: nnx.Module, params: PyTree) -> float:
+    """How many of some parameters a token meets."""
+    idle = {
+        "/".join(map(str, (*keys, name))): share
+        for keys, module in nnx.iter_graph(model)
+        for name, share in getattr(module, "idle_share", {}).items()
+    }
+    return sum((1 - idle.get(path, 0)) * leaf.size for path, leaf in leaves_with_paths(params))
 
 
 def percentiles(seconds: Sequence[float]) -> dict[int, float]:

@@ -228,7 +228,7 @@ class Trainer:
             self.progress,
             bytes_per_device(state),
             options.items_per_step,
-            utilization_of(self.step, options.peak_flops),
+            utilization_of(self.step, options.peak_flops, options.sequence_length),
             item=options.item,
             skips=self._policy is Nonfinite.SKIP,
             tell=tell,

@@ -88,6 +88,12 @@ class Experts(nnx.Module):
         """The stacked kernels by name."""
         return {name: getattr(self, name)[...] for name in self.hidden_dims if hasattr(self, name)}
 
+    @property
+    def idle_share(self) -> dict[str, float]:
+        """The share of each stacked kernel that a token does not meet: `1 - k / E`."""
+        share = 1 - self.experts.per_token / self.experts.count
+        return {name: share for name in self.hidden_dims if hasattr(self, name)}
+
     def __call__(self, x: Array) -> Array:
         """Maps `[B, T, D]` to `[B, T, D]`."""
         kernels, x = _in_one_dtype(self.kernels, x, self.dtype)

@@ -108,6 +108,19 @@ class Transformer(nnx.Module):
         """
         return self.head(self.residual(tokens, *_places(segments)))
 
+    def attention_flops(self, length: int) -> int:
+        """What a token costs in attention, forward and backward: `6 L H Q T`.
+
+        Scores and weighed sums are two products of `2 H Q T` in each of L layers, the backward pass
+        costs twice as much, and a causal mask leaves half of them (arXiv:2204.02311, appendix B,
+        counts both halves).
+
+        Args:
+            length: T, the tokens of a sequence.
+        """
+        config = self.config
+        return 6 * config.num_layers * config.num_heads * config.key_size * length
+
     def residual(
         self, tokens: Array, segments: Array | None = None, positions: Array | None = None
     ) -> Array:

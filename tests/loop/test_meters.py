@@ -2,11 +2,17 @@ import time
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from axon_dist import build_train_step, ddp
 from axon_dist.core.errors import ConfigError
+from axon_dist.core.tree import leaves_with_paths
 from axon_dist.loop import bytes_per_device, model_flops_utilization, profile, time_step
+from axon_dist.loop.meters import utilization_of
+from axon_dist.models import ExpertConfig, Transformer, TransformerConfig, next_token_loss
 
 
 def test_time_step_waits_for_the_device():
@@ -57,3 +63,29 @@ def test_bytes_per_device_counts_shards(world):
     whole = jax.device_put(jnp.ones(3), NamedSharding(world.mesh, PartitionSpec()))
     assert bytes_per_device({"split": split, "whole": whole}) == 2 * 4 * 4 + 3 * 4
     assert bytes_per_device({"none": None, "number": 3}) == 0
+
+
+def test_utilization_counts_the_experts_of_a_token_and_causal_attention(world):
+    sizes = dict(vocab_size=32, width=8, num_layers=2, num_heads=2, max_length=16)
+
+    def counted(experts, length=None):
+        config = TransformerConfig(**sizes, experts=experts)
+        step = build_train_step(
+            lambda: Transformer(config, rngs=nnx.Rngs(0)),
+            optax.sgd(0.1),
+            next_token_loss,
+            ddp(),
+            world,
+        )
+        params = {path: leaf.size for path, leaf in leaves_with_paths(step.parts.params)}
+        return params, utilization_of(step, 6 / world.size, length)(1.0)
+
+    dense, flops = counted(None)
+    assert flops == sum(dense.values())
+    # Two layers of two heads of four numbers, one multiply-add each for the scores and the sums,
+    # half of them masked, and three passes: 6 * 2 * 2 * 4 * 16 FLOPs.
+    assert counted(None, 16)[1] == pytest.approx(flops + 2 * 2 * 4 * 16)
+    mixture, flops = counted(ExpertConfig(count=8, per_token=2))
+    stacked = sum(n for path, n in mixture.items() if path.split("/")[-1] in ("gate", "up", "down"))
+    assert stacked > sum(mixture.values()) / 2
+    assert flops == pytest.approx(sum(mixture.values()) - stacked * 6 / 8)
