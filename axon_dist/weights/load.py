@@ -212,7 +212,7 @@ def _find(
     check_snapshot(files, model, rules, differ)
     entries = find_tensors(files)
     where = repr(str(files)) if not isinstance(files, list | tuple) else f"{len(files)} files"
-    return match_weights(entries, targets, table, where=where, cast=cast, keep=keep)
+    return match_weights(entries, targets, table, where=where, cast=cast, keep=(*keep, *table.own))
 
 
 def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:

@@ -31,8 +31,13 @@ FREE = frozenset(
 )
 """The fields that change neither the function of a model nor the meaning of its weights."""
 
-_RESOLVED = {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
-_OF_EXPERTS = ("count", "per_token", "width", "shared")
+_RESOLVED = {
+    "num_kv_heads": "kv_heads",
+    "head_dim": "key_size",
+    "ffn_width": "hidden_size",
+    "attention_scale": "score_scale",
+}
+_OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
 
 
 def check_snapshot(
@@ -99,7 +104,8 @@ def _beside(files: Files) -> list[Path]:
 def _differences(
     ours: TransformerConfig, theirs: TransformerConfig, differ: Iterable[str]
 ) -> Iterator[str]:
-    mine, wanted = meaning(ours), meaning(theirs)
+    # Windows count as far as the model sees.
+    mine, wanted = meaning(ours), meaning(dataclasses.replace(theirs, max_length=ours.max_length))
     for field in wanted:
         if mine[field] != wanted[field] and field.partition(".")[0] not in differ:
             yield f"{field} is {mine[field]!r} and {wanted[field]!r} there"
@@ -118,6 +124,9 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
     found = {name: getattr(config, _RESOLVED.get(name, name)) for name in names}
     if config.positions == "learned":
         del found["rope_theta"]
+    far = config.max_length if config.local_rope_theta is None else float("inf")
+    each = tuple(0 if window >= far else window for window in config.layer_windows)
+    found["windows"] = each if any(each) else ()
     experts = config.experts
     for name in _OF_EXPERTS:
         value = None if experts is None else getattr(experts, name)

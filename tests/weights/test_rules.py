@@ -242,17 +242,20 @@ def test_files_that_cannot_be_read(tmp_path):
     ("data", "text"),
     [
         (
-            {**hub.LLAMA, "rope_scaling": {"rope_type": "llama3"}},
-            "positions of the kind 'llama3'",
+            {**hub.LLAMA, "rope_scaling": {"rope_type": "longrope"}},
+            "positions of the kind 'longrope'",
         ),
-        ({**hub.LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({**hub.LLAMA, "attention_bias": True}, "biases in attention or feed-forward alone"),
+        ({**hub.LLAMA, "hidden_act": "mish"}, "hidden_act='mish'"),
+        ({**hub.LLAMA, "attention_bias": True}, "attention_bias=True and mlp_bias=False"),
         (
             {**hub.GPT2, "scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx",
         ),
         ({**hub.GPT2, "activation_function": "mish"}, "activation_function='mish'"),
-        ({"model_type": "bert"}, "is of the family 'bert'; those known here are gpt2, llama"),
+        (
+            {"model_type": "bert"},
+            "is of the family 'bert'; those known here are gpt2, llama, mistral, qwen2",
+        ),
     ],
     ids=range(6),
 )
