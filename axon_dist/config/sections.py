@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from flax import nnx
@@ -259,12 +259,15 @@ class Weights:
         cast: convert between dtypes of floats, to nearest.
         keep: regular expressions of paths that keep the first values of the model where the files
             have none; adapters do anyway.
+        differ: fields of the model that are to differ from the `config.json` beside the files;
+            whatever else does is refused.
     """
 
     files: tuple[str, ...]
     format: str = NATIVE_NAME
     cast: bool = False
     keep: tuple[str, ...] = ()
+    differ: tuple[str, ...] = ()
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -283,11 +286,15 @@ class Weights:
         Raises:
             CheckpointError: as `load` does.
         """
-        check_weights(step, *self._files, cast=self.cast, keep=(*self.keep, ADAPTER))
+        check_weights(step, *self._files, **self._options)
 
     @property
     def _files(self) -> tuple[str | list[str], str]:
         return self.files[0] if len(self.files) == 1 else list(self.files), self.format
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"cast": self.cast, "keep": (*self.keep, ADAPTER), "differ": self.differ}
 
     def load(self, step: TrainStep) -> TrainState:
         """The first state of a step.
@@ -296,4 +303,4 @@ class Weights:
             CheckpointError: naming what is missing in the files, left over, or of another shape or
                 dtype.
         """
-        return load_weights(step, *self._files, cast=self.cast, keep=(*self.keep, ADAPTER))
+        return load_weights(step, *self._files, **self._options)

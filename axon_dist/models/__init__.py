@@ -13,6 +13,7 @@ from .attention import cudnn_obstacle as cudnn_obstacle
 from .attention import describe_attention as describe_attention
 from .attention import einsum_attention as einsum_attention
 from .attention import flash_attention as flash_attention
+from .expert_config import ExpertConfig as ExpertConfig
 from .experts import Experts as Experts
 from .generate import Decoder as Decoder
 from .generate import Generated as Generated
@@ -28,7 +29,6 @@ from .layers import PlainMLP as PlainMLP
 from .layers import RMSNorm as RMSNorm
 from .layers import SelfAttention as SelfAttention
 from .layers import cached_attention as cached_attention
-from .layers import rotate as rotate
 from .loss import classification_loss as classification_loss
 from .loss import cross_entropy as cross_entropy
 from .loss import is_likeliest as is_likeliest
@@ -40,12 +40,13 @@ from .resnet import RESNET_PRESETS as RESNET_PRESETS
 from .resnet import ResidualBlock as ResidualBlock
 from .resnet import ResNet as ResNet
 from .resnet import ResNetConfig as ResNetConfig
+from .rotary import RopeScaling as RopeScaling
+from .rotary import rotate as rotate
 from .transformer import Block as Block
 from .transformer import Transformer as Transformer
 from .transformer import positions_in as positions_in
 from .transformer import scan_layers as scan_layers
 from .transformer_config import PRESETS as PRESETS
-from .transformer_config import ExpertConfig as ExpertConfig
 from .transformer_config import TransformerConfig as TransformerConfig
 from .transformer_config import num_params as num_params
 from .vit import VIT_PRESETS as VIT_PRESETS

@@ -80,7 +80,13 @@ def flash_attention(
 
 
 def einsum_attention(
-    query: Array, key: Array, value: Array, causal: bool = True, segments: Array | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    causal: bool = True,
+    segments: Array | None = None,
+    window: Array | int | None = None,
+    softcap: float | None = None,
 ) -> Array:
     """Computes `softmax(q k^T / sqrt(K) + mask) v` with the scores in memory.
 
@@ -94,6 +100,8 @@ def einsum_attention(
         value: `[B, T, N, K]`.
         causal: position t sees positions 0 to t; otherwise all.
         segments: integers `[B, T]`; a position sees those of its own alone. None for one segment.
+        window: position t sees those after t - window alone; 0 or None for all.
+        softcap: c of `c tanh(score / c)`; None for scores as they are.
 
     Returns:
         `[B, T, H, K]` in the dtype of `value`; the softmax is float32.
@@ -102,15 +110,28 @@ def einsum_attention(
     query = query.swapaxes(1, 2)
     key, value = (jnp.repeat(x, group, axis=2).swapaxes(1, 2) for x in (key, value))
     scores = jnp.einsum("bhtk,bhsk->bhts", query, key, preferred_element_type=jnp.float32)
-    scores = scores * query.shape[-1] ** -0.5
+    scores = capped(scores * query.shape[-1] ** -0.5, softcap)
+    length = query.shape[2]
     if causal:
-        length = query.shape[2]
         visible = jnp.tril(jnp.ones((length, length), bool))[None, None]
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    if window is not None:
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        scores = jnp.where(in_window(distance, window), scores, jnp.finfo(jnp.float32).min)
     if segments is not None:
         scores = jnp.where(same_segment(segments), scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bhts,bhsk->bhtk", weights, value).swapaxes(1, 2)
+
+
+def capped(scores: Array, softcap: float | None) -> Array:
+    """Keeps scores within a cap c, `c tanh(score / c)` (arXiv:2408.00118); None leaves them."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def in_window(distance: Array, window: Array | int) -> Array:
+    """Whether a key is near enough: so many positions before its query, less than the window."""
+    return (distance < window) | (jnp.asarray(window) == 0)
 
 
 def same_segment(segments: Array) -> Array:

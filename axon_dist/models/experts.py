@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from axon_dist.core.typing import Array, Shape
 from axon_dist.ops.routing import Choice, Product, in_order
 
+from .expert_config import ExpertConfig
 from .layers import GatedMLP, PlainMLP, init_std
 from .mlp import ACTIVATIONS
-from .transformer_config import ExpertConfig, TransformerConfig
+from .transformer_config import TransformerConfig
 
 
 class Balance(nnx.Variable):
@@ -154,7 +155,7 @@ class Experts(nnx.Module):
             ranked = ranked + self.bias[...]
         _, chosen = jax.lax.top_k(ranked, self.experts.per_token)
         gates = jnp.take_along_axis(scores, chosen, axis=-1)
-        if self.experts.per_token > 1:
+        if self.experts.per_token > 1 and self.experts.normalize:
             gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
         return gates, chosen
 

@@ -14,8 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from ..core.typing import Array, PyTree
-from .attention import ATTENTION_FORMS
+from .attention import ATTENTION_FORMS, capped, einsum_attention, in_window
 from .mlp import ACTIVATIONS
+from .rotary import Rotary
 from .transformer_config import TransformerConfig
 
 
@@ -62,10 +63,12 @@ class Place:
         indices = self.start + jnp.arange(length)
         return jnp.maximum(indices - self.padding[:, None], 0)
 
-    def visible(self, length: int, size: int) -> Array:
+    def visible(self, length: int, size: int, window: Array | None = None) -> Array:
         """Which of `size` positions each of `length` positions sees, `[B, T, S]`."""
         query, key = self.start + jnp.arange(length), jnp.arange(size)
         is_before = key[None, None, :] <= query[None, :, None]
+        if window is not None:
+            is_before &= in_window(query[:, None] - key, window)[None]
         return is_before & (key[None, None, :] >= self.padding[:, None, None])
 
 
@@ -87,7 +90,9 @@ class Cache:
         return Cache(past, dataclasses.replace(self.place, start=self.place.start + length))
 
 
-def cached_attention(query: Array, past: Past, visible: Array) -> Array:
+def cached_attention(
+    query: Array, past: Past, visible: Array, softcap: float | None = None
+) -> Array:
     """Computes `softmax(q k^T / sqrt(K) + mask) v` over everything kept, the softmax in float32.
 
     Key heads are not repeated for the query heads that share them: reading them is what a step of
@@ -97,6 +102,7 @@ def cached_attention(query: Array, past: Past, visible: Array) -> Array:
         query: `[B, T, H, K]`.
         past: keys and values, `[B, S, N, K]`; query head h takes key head `h // (H / N)`.
         visible: `[B, T, S]`.
+        softcap: what scores stay within; None for anything.
 
     Returns:
         `[B, T, H, K]` in the dtype of the values.
@@ -104,7 +110,7 @@ def cached_attention(query: Array, past: Past, visible: Array) -> Array:
     shape, num_kv = query.shape, past.keys.shape[2]
     grouped = query.reshape(*shape[:2], num_kv, -1, shape[-1])
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, past.keys, preferred_element_type=jnp.float32)
-    scores = scores * shape[-1] ** -0.5
+    scores = capped(scores * shape[-1] ** -0.5, softcap)
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(past.values.dtype)
     return jnp.einsum("bngts,bsnk->btngk", weights, past.values).reshape(shape)
@@ -117,42 +123,38 @@ class RMSNorm(nnx.Module):
         width: size of the last dim.
         eps: added to the mean square.
         param_dtype: dtype of `scale`, `[width]`.
+        plus_one: multiplies by `1 + scale`, which then begins at 0.
     """
 
-    def __init__(self, width: int, *, eps: float, param_dtype: str):
-        self.scale = nnx.Param(jnp.ones((width,), param_dtype))
+    def __init__(self, width: int, *, eps: float, param_dtype: str, plus_one: bool = False):
+        first = jnp.zeros if plus_one else jnp.ones
+        self.scale = nnx.Param(first((width,), param_dtype))
         self.eps = eps
+        self.plus_one = plus_one
 
     def __call__(self, x: Array) -> Array:
         """Normalises the last dim in float32 and returns the dtype of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        return (wide * (1 + scale if self.plus_one else scale)).astype(x.dtype)
 
 
-def rotate(x: Array, theta: float, positions: Array | None = None) -> Array:
-    """Rotates pairs of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
+def rms_norm(config: TransformerConfig, width: int) -> RMSNorm:
+    """The RMSNorm of a config over so many features."""
+    plus_one = config.norm == "rms_plus_one"
+    return RMSNorm(width, eps=config.norm_eps, param_dtype=config.param_dtype, plus_one=plus_one)
 
-    The pair `(x[i], x[i + K/2])` at position `t` turns by `t * theta^(-2i/K)`, so the product of a
-    query and a key depends on the distance between them and on nothing else.
 
-    Args:
-        x: `[B, T, H, K]`, K even.
-        theta: base of the wavelengths.
-        positions: integers `[B, T]`; None for those of the sequence index.
+class LayerWindow(nnx.Variable):
+    """How many positions back a layer sees, int32; 0 for all. Data, so that blocks stay alike."""
 
-    Returns:
-        The rotated array in the dtype of `x`; the rotation is float32.
-    """
-    length, half = x.shape[1], x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if positions is None:
-        positions = jnp.arange(length)[None]
-    angle = positions.astype(jnp.float32)[..., None] * frequency
-    cos, sin = (f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [left * cos - right * sin, right * cos + left * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+def layer_windows(config: TransformerConfig) -> tuple[int, ...] | None:
+    """What blocks hold of the windows of their config; None where they hold nothing."""
+    if config.local_rope_theta is not None or config.has_windows:
+        return config.layer_windows
+    return None
 
 
 class SelfAttention(nnx.Module):
@@ -162,19 +164,34 @@ class SelfAttention(nnx.Module):
 
     Args:
         config: sizes and numerics.
+        window: how many positions back it sees, an int32 scalar, 0 for all; None for all in every
+            layer.
         rngs: source of the initial weights.
     """
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        size, width = config.key_size, config.width
-        self.q = linear(config, width, config.num_heads * size, rngs=rngs)
-        self.k = linear(config, width, config.kv_heads * size, rngs=rngs)
-        self.v = linear(config, width, config.kv_heads * size, rngs=rngs)
+    def __init__(self, config: TransformerConfig, window: Array | None = None, *, rngs: nnx.Rngs):
+        size, width, bias = config.key_size, config.width, config.bias or config.qkv_bias
+        self.q = linear(config, width, config.num_heads * size, bias=bias, rngs=rngs)
+        self.k = linear(config, width, config.kv_heads * size, bias=bias, rngs=rngs)
+        self.v = linear(config, width, config.kv_heads * size, bias=bias, rngs=rngs)
         self.out = linear(config, config.num_heads * size, width, residual=True, rngs=rngs)
         self.head_dim = size
+        self.rotary = Rotary(
+            config.rope_theta, config.rotary_fraction, config.rope_scaling, config.local_rope_theta
+        )
         self.is_rotary = config.positions == "rotary"
-        self.rope_theta = config.rope_theta
-        self.form = config.attention
+        self.norm_by = config.qk_norm
+        if config.qk_norm != "none":
+            by_head = config.qk_norm == "head"
+            self.q_norm = rms_norm(config, size * (1 if by_head else config.num_heads))
+            self.k_norm = rms_norm(config, size * (1 if by_head else config.kv_heads))
+        if window is not None:
+            self.window = LayerWindow(window)
+        self.softcap = config.attention_softcap
+        # Forms of attention divide by the root of the head; what is left of the scale.
+        self.scale = config.score_scale * size**0.5
+        # No fused kernel caps scores, or has a window that is data.
+        self.form = "einsum" if self.is_special else config.attention
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
@@ -187,9 +204,7 @@ class SelfAttention(nnx.Module):
             positions: integers `[B, T]`, by which queries and keys are rotated; None for those of
                 the sequence index.
         """
-        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-        if self.is_rotary:
-            query, key = (rotate(heads, self.rope_theta, positions) for heads in (query, key))
+        query, key, value = self._projected(x, positions)
         more = {} if segments is None else {"segments": segments}
         mixed = self.attend(query, key, value, **more)
         return self.out(mixed.reshape(*x.shape[:2], -1))
@@ -197,19 +212,44 @@ class SelfAttention(nnx.Module):
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
         """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
         positions = place.positions(x.shape[1])
-        query, key, value = (self._heads(project(x)) for project in (self.q, self.k, self.v))
-        if self.is_rotary:
-            query, key = (rotate(heads, self.rope_theta, positions) for heads in (query, key))
+        query, key, value = self._projected(x, positions)
         past = past.extended(key, value, place.start)
-        visible = place.visible(x.shape[1], past.keys.shape[1])
-        mixed = cached_attention(query, past, visible)
+        visible = place.visible(x.shape[1], past.keys.shape[1], self._window)
+        mixed = cached_attention(query, past, visible, self.softcap)
         return self.out(mixed.reshape(*x.shape[:2], -1)), past
 
     def attend(
         self, query: Array, key: Array, value: Array, segments: Array | None = None
     ) -> Array:
         """Mixes values by queries and keys, in the form of the config."""
-        return ATTENTION_FORMS[self.form](query, key, value, segments=segments)
+        if not self.is_special:
+            return ATTENTION_FORMS[self.form](query, key, value, segments=segments)
+        return einsum_attention(
+            query, key, value, segments=segments, window=self._window, softcap=self.softcap
+        )
+
+    @property
+    def is_special(self) -> bool:
+        """Whether scores are capped, or keys far behind hidden: only plain products do that."""
+        return self.softcap is not None or hasattr(self, "window")
+
+    @property
+    def _window(self) -> Array | None:
+        return self.window[...] if hasattr(self, "window") else None
+
+    def _projected(self, x: Array, positions: Array | None) -> list[Array]:
+        """Queries, keys and values by head, normalised and rotated as the config says."""
+        query, key, value = (project(x) for project in (self.q, self.k, self.v))
+        if self.norm_by == "all":
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = map(self._heads, (query, key, value))
+        if self.norm_by == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.is_rotary:
+            query, key = (self.rotary(heads, positions, self._window) for heads in (query, key))
+        if abs(self.scale - 1) > 1e-12:
+            query = query * jnp.asarray(self.scale, query.dtype)
+        return [query, key, value]
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)

@@ -13,23 +13,45 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import RNGS, ArgumentKind, told
 from axon_dist.core.typing import Array, PyTree
 
+from .attention import capped
 from .experts import Experts, Findings
-from .layers import Cache, GatedMLP, Past, Place, PlainMLP, RMSNorm, SelfAttention, init_std, linear
+from .layers import (
+    Cache,
+    GatedMLP,
+    Past,
+    Place,
+    PlainMLP,
+    SelfAttention,
+    init_std,
+    layer_windows,
+    linear,
+    rms_norm,
+)
 from .transformer_config import TransformerConfig
 
 
 class Block(nnx.Module):
-    """One pre-norm layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
+    """One layer: `x += attention(norm(x))`, then `x += mlp(norm(x))`.
+
+    The norms stand before, after or around both, as the config says.
 
     Args:
         config: sizes and numerics.
+        window: of its attention, as of `SelfAttention`.
         rngs: source of the initial weights and of dropout.
     """
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, rngs)
-        self.attention: SelfAttention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs)
+    def __init__(self, config: TransformerConfig, window: Array | None = None, *, rngs: nnx.Rngs):
+        before, after = config.norms != "after", config.norms != "before"
+        if before:
+            self.attention_norm = _norm(config, rngs)
+        self.attention: SelfAttention = SelfAttention(config, window, rngs=rngs)
+        if after:
+            self.attention_after_norm = _norm(config, rngs)
+        if before:
+            self.mlp_norm = _norm(config, rngs)
+        if after:
+            self.mlp_after_norm = _norm(config, rngs)
         kind = GatedMLP if config.gated else PlainMLP
         self.mlp = (Experts if config.experts else kind)(config, rngs=rngs)
         self.dropout = _dropout(config, rngs)
@@ -38,14 +60,22 @@ class Block(nnx.Module):
         self, x: Array, segments: Array | None = None, positions: Array | None = None
     ) -> Array:
         """Maps the residual stream `[B, T, D]` to `[B, T, D]`; arguments as of `SelfAttention`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), segments, positions))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        mixed = self.attention(self._normed("attention_norm", x), segments, positions)
+        return self._rest(x, mixed)
 
     def decode(self, x: Array, past: Past, place: Place) -> tuple[Array, Past]:
         """Maps further positions `[B, T, D]`, beside those that are kept; and keeps them too."""
-        mixed, past = self.attention.decode(self.attention_norm(x), past, place)
-        x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.mlp_norm(x))), past
+        mixed, past = self.attention.decode(self._normed("attention_norm", x), past, place)
+        return self._rest(x, mixed), past
+
+    def _rest(self, x: Array, mixed: Array) -> Array:
+        """What follows attention."""
+        x = x + self.dropout(self._normed("attention_after_norm", mixed))
+        fed = self.mlp(self._normed("mlp_norm", x))
+        return x + self.dropout(self._normed("mlp_after_norm", fed))
+
+    def _normed(self, name: str, x: Array) -> Array:
+        return getattr(self, name)(x) if hasattr(self, name) else x
 
 
 _CONFIG = ArgumentKind(
@@ -109,7 +139,7 @@ class Transformer(nnx.Module):
         return self.head(self.residual(tokens, *_places(segments)))
 
     def attention_flops(self, length: int) -> int:
-        """What a token costs in attention, forward and backward: `6 L H Q T`.
+        """What a token costs in attention, forward and backward: `6 L H Q T` without windows.
 
         Scores and weighed sums are two products of `2 H Q T` in each of L layers, the backward pass
         costs twice as much, and a causal mask leaves half of them (arXiv:2204.02311, appendix B,
@@ -119,7 +149,8 @@ class Transformer(nnx.Module):
             length: T, the tokens of a sequence.
         """
         config = self.config
-        return 6 * config.num_layers * config.num_heads * config.key_size * length
+        spans = (2 * w - w * w / length if 0 < w < length else length for w in config.layer_windows)
+        return round(6 * config.num_heads * config.key_size * sum(spans))
 
     def residual(
         self, tokens: Array, segments: Array | None = None, positions: Array | None = None
@@ -256,6 +287,8 @@ class Transformer(nnx.Module):
                 f"max_length={self.config.max_length}: shorten it, or raise max_length."
             )
         x = self.token_embedding(tokens)
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if self.config.positions == "learned":
             at = jnp.arange(tokens.shape[1]) if positions is None else positions
             x = x + self.position_embedding(at)
@@ -265,7 +298,7 @@ class Transformer(nnx.Module):
         """Maps the residual stream `[B, T, D]` to float32 logits `[B, T, vocab_size]`."""
         x = self.final_norm(x)
         logits = self.token_embedding.attend(x) if self.config.tied_head else self.lm_head(x)
-        return logits.astype(jnp.float32)
+        return capped(logits.astype(jnp.float32), self.config.logit_softcap)
 
 
 def positions_in(segments: Array) -> Array:
@@ -352,11 +385,18 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    layers = rngs.split(config.num_layers)
+    layers, windows = rngs.split(config.num_layers), layer_windows(config)
+    windows = None if windows is None else jnp.asarray(windows, jnp.int32)
+
+    def make(rngs: nnx.Rngs, window: Array | None) -> Block:
+        return Block(config, window, rngs=rngs)
+
     if config.scan_layers:
-        return nnx.vmap(lambda rngs: Block(config, rngs=rngs))(layers)
-    one_by_one = (jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(config.num_layers))
-    return nnx.List(Block(config, rngs=rngs) for rngs in one_by_one)
+        return nnx.vmap(make)(layers, windows)
+    one_by_one = (
+        jax.tree.map(lambda leaf, i=i: leaf[i], (layers, windows)) for i in range(config.num_layers)
+    )
+    return nnx.List(make(*each) for each in one_by_one)
 
 
 def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.Embed:
@@ -371,8 +411,8 @@ def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.
 
 
 def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
-    if config.norm == "rms":
-        return RMSNorm(config.width, eps=config.norm_eps, param_dtype=config.param_dtype)
+    if config.norm != "layer":
+        return rms_norm(config, config.width)
     return nnx.LayerNorm(
         config.width,
         epsilon=config.norm_eps,

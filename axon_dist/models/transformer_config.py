@@ -16,76 +16,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from ..core.errors import ConfigError, did_you_mean
+from ..core.told import WHOLE
 from .attention import ATTENTION_FORMS
 from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
+from .expert_config import ExpertConfig
 from .mlp import ACTIVATIONS
-
-BALANCE = ("batch", "sequence")
-"""Over what the balance term counts the tokens of each expert."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertConfig:
-    """The feed-forward of every block as a mixture of experts; says nothing of devices.
-
-    A router gives each token a probability for every expert, `p = softmax(x W)`; the `per_token`
-    most probable ones are chosen, and the token gets `sum g_e expert_e(x)` over these. Their gates
-    `g` are the probabilities, divided by their sum where there are several.
-
-    Args:
-        count: how many experts there are, E.
-        per_token: how many of them a token goes to, k.
-        width: hidden size of one expert; None for that of the config's feed-forward.
-        shared: how many further experts every token goes to, as one feed-forward of so many times
-            the width (DeepSeekMoE, arXiv:2401.06066); 0 for none.
-        balance: by how much the balance term counts, `E sum_e f_e P_e` with the share f of the
-            assignments that expert e gets and its mean probability P (Switch Transformers,
-            arXiv:2101.03961, equation 4); it is 1 where all experts get as much. 0 leaves it out.
-        balance_per: `"batch"` counts over all tokens of a (micro)batch, on all devices, and
-            therefore couples its samples: K microbatches have K such terms, and their mean;
-            `"sequence"` counts in each sequence by itself and takes the mean, which is the same
-            number however a batch is cut (DeepSeek-V3, arXiv:2412.19437, equation 17).
-        z_loss: by how much `mean(logsumexp(x W)^2)` counts, which keeps the logits of the router
-            small (ST-MoE, arXiv:2202.08906, equation 5). 0 leaves it out.
-        bias_rate: by how much a bias of each expert moves after each (micro)batch, up where the
-            expert got fewer tokens than the mean, else down. It is added to the probabilities for
-            the choice alone, not to the gates, and has no gradient (DeepSeek-V3, section 2.1.2). It
-            is a buffer of the model. 0 leaves it out.
-
-    Example:
-        >>> ExpertConfig(count=64, per_token=6, shared=2).validate()
-    """
-
-    count: int = 8
-    per_token: int = 2
-    width: int | None = None
-    shared: int = 0
-    balance: float = 0.01
-    balance_per: str = "batch"
-    z_loss: float = 0.0
-    bias_rate: float = 0.0
-
-    def validate(self) -> None:
-        """Checks that the numbers fit each other.
-
-        Raises:
-            ConfigError: a number is out of range, or a name is unknown.
-        """
-        check_at_least_one(self, ("count", "per_token", *(("width",) if self.width else ())))
-        if self.per_token > self.count:
-            raise ConfigError(
-                f"experts.per_token={self.per_token} is more than experts.count={self.count}: a "
-                "token goes to different experts; lower the one or raise the other."
-            )
-        for field in ("shared", "balance", "z_loss", "bias_rate"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(
-                    f"experts.{field}={getattr(self, field)} must be 0 or more; set it so."
-                )
-        if self.balance_per not in BALANCE:
-            hint = did_you_mean(self.balance_per, BALANCE)
-            raise ConfigError(f"experts.balance_per={self.balance_per!r} is not known.{hint}")
-
+from .rotary import RopeScaling
 
 _LLAMA_8B = {
     "vocab_size": 128_256,
@@ -200,14 +136,22 @@ PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 )
 
 
-NORMS = ("rms", "layer")
+NORMS = ("rms", "rms_plus_one", "layer")
 """Kinds of normalisation."""
+
+PLACEMENTS = ("before", "after", "both")
+"""Where the norms of a block stand."""
+
+QK_NORMS = ("none", "head", "all")
+"""Over which features queries and keys are normalised."""
 
 LOGITS = ("auto", "whole", "chunked")
 """How a loss takes the logits."""
 
 LARGE_VOCABULARY = 16_384
 """From how many tokens on logits are made in chunks, where the config does not say."""
+
+_OPTIONAL = ("local_rope_theta", "attention_scale", "attention_softcap", "logit_softcap")
 
 POSITIONS = ("rotary", "learned")
 """How a model knows the order of its tokens."""
@@ -240,13 +184,34 @@ class TransformerConfig:
         scan_layers: keep all blocks in one stacked block and run it in a `lax.scan`. The function
             and the initial weights are the same, compile time and memory under remat do not grow
             with depth; a list is easier to look into.
-        norm: `"rms"` for RMSNorm, `"layer"` for LayerNorm with scale and bias.
+        norm: `"rms"` for RMSNorm, `"rms_plus_one"` for one that multiplies by 1 + scale (Gemma), so
+            that decay pulls towards the identity, `"layer"` for LayerNorm with scale and bias.
+        norms: `"before"` attention and feed-forward, `"after"` them, ahead of the sum (OLMo 2), or
+            `"both"` (Gemma 2).
+        qk_norm: RMSNorm of queries and keys ahead of their rotation: `"head"` by head (Qwen3),
+            `"all"` over the features of all heads together (OLMo 2), or `"none"`.
         positions: `"rotary"` turns queries and keys by their position; `"learned"` adds a row of a
             trained table `[max_length, width]` to every embedding.
+        rope_scaling: stretches rotary positions for longer sequences; None for as they are.
+        rotary_fraction: the share of the features of each head that is rotated, the first ones.
+        local_rope_theta: base of the rotary wavelengths in layers with a window, where they are not
+            scaled either (Gemma 3); None for the same in all layers.
+        windows: how many positions back a layer sees, itself among them, for each layer in turn and
+            then from the first again; 0 for all. `(4096,)` is a window in every layer, `(512, 0)`
+            one in every other. Which layer has which is data of the blocks, which stay one program.
+        attention_scale: what products of queries and keys are multiplied by; None for
+            `head_dim ** -0.5`.
+        attention_softcap: c of `c tanh(score / c)`, within which scores stay (Gemma 2); None for
+            none. With it, or with windows shorter than `max_length`, no fused kernel runs.
+        logit_softcap: the same of the logits, which are then made whole.
+        embedding_scale: what embeddings are multiplied by on their way in (Gemma: the root of the
+            width).
         gated: the feed-forward is `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
         activation: of the feed-forward, a key of `ACTIVATIONS`.
         bias: the linear layers of the blocks have biases. That of the keys changes nothing, for
             softmax does not see what is added to all keys; it is there for weights that have it.
+        qkv_bias: of the linear layers of the blocks those of queries, keys and values alone have
+            biases (Qwen2).
         logits: how a loss takes the logits. `"whole"` makes all of them, `[B, T, V]`; `"chunked"`
             a chunk of the positions at a time, at the same FLOPs, without ever holding them all;
             `"auto"` chunks those of vocabularies of 16 384 tokens and more.
@@ -278,10 +243,21 @@ class TransformerConfig:
     attention: str = "auto"
     scan_layers: bool = False
     norm: str = "rms"
+    norms: str = "before"
+    qk_norm: str = "none"
     positions: str = "rotary"
+    rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0
+    local_rope_theta: float | None = None
+    windows: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
     gated: bool = True
     activation: str = "silu"
     bias: bool = False
+    qkv_bias: bool = False
     logits: str = "auto"
     logits_dtype: str = "float32"
     experts: ExpertConfig | None = None
@@ -303,7 +279,8 @@ class TransformerConfig:
     def chunks_logits(self) -> bool:
         """Whether a loss makes the logits a chunk of positions at a time."""
         is_large = self.vocab_size >= LARGE_VOCABULARY
-        return self.logits == "chunked" or (self.logits == "auto" and is_large)
+        by_itself = self.logits == "auto" and is_large and self.logit_softcap is None
+        return self.logits == "chunked" or by_itself
 
     @property
     def kv_heads(self) -> int:
@@ -322,6 +299,24 @@ class TransformerConfig:
             return self.ffn_width
         return -(-8 * self.width // (3 * 64)) * 64 if self.gated else 4 * self.width
 
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """How many positions back each layer sees; 0 for all."""
+        return tuple(
+            self.windows[layer % len(self.windows)] if self.windows else 0
+            for layer in range(self.num_layers)
+        )
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether any layer sees less than all of the longest sequence."""
+        return any(0 < window < self.max_length for window in self.layer_windows)
+
+    @property
+    def score_scale(self) -> float:
+        """What products of queries and keys are multiplied by, the default resolved."""
+        return self.key_size**-0.5 if self.attention_scale is None else self.attention_scale
+
     def validate(self) -> None:
         """Checks that the sizes fit each other.
 
@@ -333,22 +328,21 @@ class TransformerConfig:
         check_at_least_one(self, (*sizes, "kv_heads", "key_size", "hidden_size"))
         self._check_heads()
         check_rate(self, "dropout")
-        check_above_zero(self, ("norm_eps", "rope_theta"))
+        check_above_zero(self, ("norm_eps", "rope_theta", "rotary_fraction", "embedding_scale"))
+        check_above_zero(self, tuple(n for n in _OPTIONAL if getattr(self, n) is not None))
         for field in ("param_dtype", "dtype"):
             check_float(self, field)
         self._check_name("attention", ATTENTION_FORMS, "form of attention")
         self._check_name("norm", NORMS, "norm")
+        self._check_name("norms", PLACEMENTS, "place of norms")
+        self._check_name("qk_norm", QK_NORMS, "norm of queries and keys")
         self._check_name("positions", POSITIONS, "kind of positions")
         self._check_name("activation", ACTIVATIONS, "activation")
         self._check_name("logits", LOGITS, "way to make logits")
         self._check_name("logits_dtype", ("float32", "bfloat16"), "dtype of logits")
-        if self.experts is not None:
-            self.experts.validate()
-            if self.bias:
-                raise ConfigError(
-                    "bias=True gives the linear layers of the blocks biases, and experts have "
-                    "none: leave bias out, or experts."
-                )
+        self._check_rotation()
+        self._check_attention()
+        self._check_biases()
         if self.logits_dtype != "float32" and not self.chunks_logits:
             raise ConfigError(
                 f"logits_dtype={self.logits_dtype!r} is for chunked logits, and logits="
@@ -362,6 +356,60 @@ class TransformerConfig:
             article = "an" if what[0] in "aeiou" else "a"
             raise ConfigError(
                 f"{field}={name!r} is not {article} {what}.{did_you_mean(name, known)}"
+            )
+
+    def _check_biases(self) -> None:
+        if self.experts is not None:
+            self.experts.validate()
+            if self.bias:
+                raise ConfigError(
+                    "bias=True gives the linear layers of the blocks biases, and experts have "
+                    "none: leave bias out, or experts."
+                )
+        if self.bias and self.qkv_bias:
+            raise ConfigError(
+                "bias=True gives every linear layer of the blocks a bias, and qkv_bias=True those "
+                "of queries, keys and values alone: leave one of them out."
+            )
+
+    def _check_rotation(self) -> None:
+        if self.rope_scaling is not None:
+            self.rope_scaling.validate()
+        asked = self.rope_scaling, self.local_rope_theta, self.rotary_fraction
+        if self.positions != "rotary" and asked != (None, None, 1.0):
+            raise ConfigError(
+                f"positions={self.positions!r} with rope_scaling, local_rope_theta or "
+                "rotary_fraction, which say how queries and keys are rotated: leave these out, or "
+                "take positions='rotary'."
+            )
+        if self.rotary_fraction > 1 or int(self.key_size * self.rotary_fraction) % 2:
+            raise ConfigError(
+                f"rotary_fraction={self.rotary_fraction} of heads of {self.key_size} must be an "
+                "even number of features, and not more than all: choose another."
+            )
+        if self.local_rope_theta is not None and not any(self.windows):
+            raise ConfigError(
+                f"local_rope_theta={self.local_rope_theta} is for layers with a window, and no "
+                "layer has one: set windows, or leave it out."
+            )
+
+    def _check_attention(self) -> None:
+        for window in self.windows:
+            WHOLE.check("TransformerConfig", "windows", window)
+            if window < 0:
+                raise ConfigError(f"windows={self.windows} must be 0 or more each; 0 sees all.")
+        is_plain = self.attention_softcap is None and not self.has_windows
+        if self.attention not in ("auto", "einsum") and not is_plain:
+            raise ConfigError(
+                f"attention={self.attention!r} computes whole causal attention of plain scores, "
+                f"and windows={self.windows} with max_length={self.max_length} and "
+                f"attention_softcap={self.attention_softcap} ask for more: take attention='auto', "
+                "or a max_length within the windows."
+            )
+        if self.logit_softcap is not None and self.logits == "chunked":
+            raise ConfigError(
+                f"logit_softcap={self.logit_softcap} is applied to whole logits: take "
+                "logits='auto', or leave it out."
             )
 
     def _check_heads(self) -> None:
@@ -405,10 +453,14 @@ def num_params(config: TransformerConfig) -> int:
         hidden = (experts.count + experts.shared) * (experts.width or hidden)
         router = width * experts.count
     heads, kernels = config.num_heads + config.kv_heads, 3 if config.gated else 2
-    norm = width * (1 if config.norm == "rms" else 2)
-    block = 2 * width * config.key_size * heads + kernels * width * hidden + 2 * norm + router
+    norm = width * (2 if config.norm == "layer" else 1)
+    places = 4 if config.norms == "both" else 2
+    block = 2 * width * config.key_size * heads + kernels * width * hidden + places * norm + router
+    q_and_kv = config.key_size * (config.num_heads + 2 * config.kv_heads)
+    block += config.key_size * {"none": 0, "head": 2, "all": heads}[config.qk_norm]
+    if config.qkv_bias:
+        block += q_and_kv
     if config.bias:
-        q_and_kv = config.key_size * (config.num_heads + 2 * config.kv_heads)
         block += q_and_kv + width + (kernels - 1) * hidden + width
     tables = config.vocab_size * width * (1 if config.tied_head else 2)
     tables += config.max_length * width if config.positions == "learned" else 0

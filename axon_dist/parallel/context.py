@@ -125,6 +125,12 @@ class ContextLayers:
                 check_attend(module)
             if isinstance(heads := getattr(module, "num_heads", None), int):
                 attention.check_heads(heads)
+            if self.sends_around and getattr(module, "is_special", False):
+                raise UnsupportedError(
+                    f"{type(module).__name__} has a window or caps its scores, and a ring of keys "
+                    "and values knows neither; take context_parallel('ulysses'), whose ranks see "
+                    "whole sequences"
+                )
         if not found:
             classes = sorted({type(module).__name__ for _, module in nnx.iter_modules(model)})
             raise UnsupportedError(

@@ -22,7 +22,8 @@ from axon_dist.core.files import as_path, read_text
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.config import check_fields
 
-from . import gpt2, llama
+from . import gpt2
+from .families import FAMILIES
 from .rule import NATIVE, WeightRules
 
 NATIVE_NAME = "native"
@@ -50,7 +51,10 @@ class HubFormat:
 FORMATS: MappingProxyType[str, HubFormat] = MappingProxyType(
     {
         "hf-gpt2": HubFormat("gpt2", gpt2.rules, gpt2.to_hub, gpt2.from_hub),
-        "hf-llama": HubFormat("llama", llama.rules, llama.to_hub, llama.from_hub),
+        **{
+            f"hf-{name}": HubFormat(row.model_type, row.rules, row.to_hub, row.from_hub)
+            for name, row in FAMILIES.items()
+        },
     }
 )
 """By the name that `load_weights`, `save_weights` and `axon export` take."""

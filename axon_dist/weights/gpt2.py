@@ -11,11 +11,9 @@ from typing import Any
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import TransformerConfig
 
-from .hub import block_rules, require, sizes_of
+from .hub import ACTIVATIONS, block_rules, require, sizes_of
 from .rule import WeightRule, WeightRules
 
-_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact",
-                "relu": "relu", "silu": "silu", "tanh": "tanh"}  # fmt: skip
 _SIZES = {
     "vocab_size": "vocab_size",
     "width": "n_embd",
@@ -71,8 +69,11 @@ def to_hub(config: TransformerConfig) -> dict[str, Any]:
     wanted = {"norm": "layer", "positions": "learned", "gated": False, "bias": True}
     require(config, "GPT-2", wanted)
     heads = {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
-    require(config, "GPT-2", heads)
-    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    plain = {"norms": "before", "qk_norm": "none", "windows": (), "attention_softcap": None,
+             "logit_softcap": None, "embedding_scale": 1.0, "experts": None,
+             "score_scale": config.key_size**-0.5}  # fmt: skip
+    require(config, "GPT-2", {**heads, **plain})
+    names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -92,7 +93,7 @@ def from_hub(data: Mapping[str, Any]) -> TransformerConfig:
     data = {**_DEFAULTS, **data}
     act = data.get("activation_function", "gelu_new")
     for wrong, what in (
-        (act not in _ACTIVATIONS, f"activation_function={act!r}"),
+        (act not in ACTIVATIONS, f"activation_function={act!r}"),
         (data.get("scale_attn_by_inverse_layer_idx"), "scale_attn_by_inverse_layer_idx=true"),
         (not data.get("scale_attn_weights", True), "scale_attn_weights=false"),
         (data.get("add_cross_attention"), "add_cross_attention=true"),
@@ -107,6 +108,6 @@ def from_hub(data: Mapping[str, Any]) -> TransformerConfig:
         norm="layer",
         positions="learned",
         gated=False,
-        activation=_ACTIVATIONS[act],
+        activation=ACTIVATIONS[act],
         bias=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from axon_dist.core.errors import UnsupportedError
@@ -10,8 +11,21 @@ from axon_dist.models import TransformerConfig
 
 from .rule import WeightRule
 
-LAYER = "layer"
-"""The group of a name that counts layers."""
+LAYER, EXPERT = "layer", "expert"
+"""The groups of a name that count layers and experts."""
+
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gelu_new": "gelu",
+        "gelu_pytorch_tanh": "gelu",
+        "gelu": "gelu_exact",
+        "relu": "relu",
+        "silu": "silu",
+        "swish": "silu",
+        "tanh": "tanh",
+    }
+)
+"""What hubs call the activations that there are here; the first of two names is written."""
 
 
 def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:
@@ -19,12 +33,14 @@ def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> l
 
     Args:
         config: of the model; `scan_layers` says which.
-        rows: name, path or paths within a block, form, and the dim of a split.
+        rows: name, path or paths within a block, form, and the dim of a split. The tensors of
+            experts are stacked, behind layers that are.
     """
-    start, stack = ("blocks/", LAYER) if config.scan_layers else (f"blocks/{{{LAYER}}}/", None)
+    start, lead = ("blocks/", (LAYER,)) if config.scan_layers else (f"blocks/{{{LAYER}}}/", ())
     found = []
     for names, paths, form, *dim in rows:
         inside = (paths,) if isinstance(paths, str) else paths
+        stack = (*lead, EXPERT) if f"(?P<{EXPERT}>" in names else lead
         found.append(WeightRule(names, tuple(start + path for path in inside), form,
                           dim=dim[0] if dim else 0, stack=stack))  # fmt: skip
     return found
@@ -41,7 +57,7 @@ def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, A
     return {theirs: getattr(config, resolved.get(ours, ours)) for ours, theirs in names.items()}
 
 
-def require(config: TransformerConfig, family: str, wanted: Mapping[str, Any]) -> None:
+def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:
     """Raises `UnsupportedError` unless fields or properties of a config have some values."""
     for field, value in wanted.items():
         if getattr(config, field) != value:

@@ -20,6 +20,7 @@ from .files import Files, find_tensors
 from .formats import rules_for
 from .match import ParameterSource, match_weights
 from .rule import WeightRules
+from .snapshot import check_snapshot
 
 
 def place(source: ParameterSource, target: jax.ShapeDtypeStruct) -> Array:
@@ -58,6 +59,7 @@ def load_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
+    differ: Iterable[str] = (),
 ) -> TrainState: ...
 @overload
 def load_weights(
@@ -67,6 +69,7 @@ def load_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
+    differ: Iterable[str] = (),
 ) -> nnx.Module: ...
 def load_weights(
     model: TrainStep | ModelLike,
@@ -75,6 +78,7 @@ def load_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
+    differ: Iterable[str] = (),
 ) -> TrainState | nnx.Module:
     r"""Fills the first state of a training step, or a plain model, from safetensors files.
 
@@ -94,6 +98,9 @@ def load_weights(
             of the model's arrays.
         keep: regular expressions of paths whose arrays keep the model's own first values where the
             files have none, such as `r".*/lora_[ab]"`.
+        differ: fields of a `TransformerConfig` in which the model may be another than the one of
+            the `config.json` beside the files, such as `"rope_theta"`; whatever else differs from
+            it is refused.
 
     Returns:
         The first state of the step, its optimizer as fresh as that of `step.init()`; or the module,
@@ -102,7 +109,8 @@ def load_weights(
     Raises:
         CheckpointError: naming what is missing in the files, left over, or of another shape or
             dtype; or when a file cannot be read.
-        ConfigError: when the rules are wrong in themselves, or are no format.
+        ConfigError: when the rules are wrong in themselves, or are no format; or when the model is
+            not the one that a `config.json` beside the files describes.
         LaunchError: when the processes of a run see different files.
 
     Example:
@@ -121,11 +129,11 @@ def load_weights(
     keep = tuple(keep)
     if isinstance(model, TrainStep):
         targets = model.weight_targets
-        sources = _sources(model, files, rules, cast, keep)
+        sources = _sources(model, files, rules, cast, keep, differ)
         return model.init({path: place(x, targets[path]) for path, x in sources.items()})
     parts, source = take_apart(model)
     shapes = weight_shapes(parts)
-    sources = _find(parts.abstract, shapes, files, rules, cast, keep)
+    sources = _find(parts.abstract, shapes, files, rules, cast, keep, differ)
     here = jnp.zeros(()).sharding
 
     def on(leaf):
@@ -155,6 +163,7 @@ def check_weights(
     *,
     cast: bool = False,
     keep: Iterable[str] = (),
+    differ: Iterable[str] = (),
 ) -> None:
     """Compares names, shapes and dtypes of files with a step, as `load_weights` does first.
 
@@ -164,11 +173,12 @@ def check_weights(
         rules: as for `load_weights`.
         cast: as for `load_weights`.
         keep: as for `load_weights`.
+        differ: as for `load_weights`.
 
     Raises:
         AxonDistError: whatever `load_weights` would raise before it reads an array.
     """
-    _sources(step, files, rules, cast, tuple(keep))
+    _sources(step, files, rules, cast, tuple(keep), differ)
 
 
 def _sources(
@@ -177,9 +187,10 @@ def _sources(
     rules: WeightRules | str | None,
     cast: bool,
     keep: tuple[str, ...],
+    differ: Iterable[str],
 ) -> dict[Path, ParameterSource]:
     targets, model = step.weight_targets, step.parts.abstract
-    return _agreed(step.world, lambda: _find(model, targets, files, rules, cast, keep))
+    return _agreed(step.world, lambda: _find(model, targets, files, rules, cast, keep, differ))
 
 
 def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
@@ -194,12 +205,14 @@ def _find(
     rules: WeightRules | str | None,
     cast: bool,
     keep: tuple[str, ...],
+    differ: Iterable[str],
 ) -> dict[Path, ParameterSource]:
     table = rules_for(rules, model)
     table.validate()
+    check_snapshot(files, model, rules, differ)
     entries = find_tensors(files)
     where = repr(str(files)) if not isinstance(files, list | tuple) else f"{len(files)} files"
-    return match_weights(entries, targets, table, where=where, cast=cast, keep=keep)
+    return match_weights(entries, targets, table, where=where, cast=cast, keep=(*keep, *table.own))
 
 
 def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ class TensorPart:
     Args:
         entry: the tensor.
         form: its dims -> those of the parameter.
-        row: of dim 0 of the parameter, which the tensor does not have; None where it has all dims.
+        row: of the first dims of the parameter, which the tensor does not have.
         dim: the dim, of the tensor in its form, along which either is cut; None for all of both.
         start: where the part begins along it in the tensor.
         at: where it begins in the parameter.
@@ -34,7 +35,7 @@ class TensorPart:
 
     entry: TensorEntry
     form: Form = Form()
-    row: int | None = None
+    row: tuple[int, ...] = ()
     dim: int | None = None
     start: int = 0
     at: int = 0
@@ -48,11 +49,11 @@ class TensorPart:
             index: of the parameter, with start and stop.
         """
         inner = list(index)
-        if self.row is not None:
+        for row in self.row:
             rows = inner.pop(0)
-            if not rows.start <= self.row < rows.stop:
+            if not rows.start <= row < rows.stop:
                 return
-            out = out[self.row - rows.start, ...]
+            out = out[row - rows.start, ...]
         if self.dim is not None:
             wanted = inner[self.dim]
             low, high = max(wanted.start, self.at), min(wanted.stop, self.at + self.size)
@@ -149,7 +150,7 @@ class _Target:
 
     rule: WeightRule
     paths: tuple[Path, ...]
-    found: dict[tuple[int, int | None], str]
+    found: dict[tuple[int, tuple[int, ...]], str]
     groups: Mapping[str, str]
 
 
@@ -215,7 +216,7 @@ def _targets(
                 problems.left_over.append(name)
             continue
         number, groups = hit
-        row = None if rule.stack is None else int(groups.pop(rule.stack))
+        row = tuple(int(groups.pop(group)) for group in rule.stacked)
         paths = rule.paths_of(groups)
         target = targets.setdefault((tuple(rule.names), paths), _Target(rule, paths, {}, groups))
         if other := target.found.get((number, row)):
@@ -232,15 +233,15 @@ def _pieces(
 ) -> dict[Path, list[TensorPart]]:
     """The pieces of the parameters of a target, all its tensors being there."""
     rule, form = target.rule, target.rule.as_form
-    rows: list[int | None] = [None]
-    if rule.stack is not None:
-        rows = list(range(min(shape[0] if shape else 0 for shape in shapes.values())))
+    lead = len(rule.stacked)
+    counts = [min(shape[dim : dim + 1] or (0,) for shape in shapes.values()) for dim in range(lead)]
+    rows = list(itertools.product(*(range(count) for (count,) in counts)))
     wanted = [(number, row) for row in rows for number in range(len(rule.names))]
     problems.left_over += [n for key, n in target.found.items() if key not in wanted]
     if absent := [key for key in wanted if key not in target.found]:
         problems.missing += [_name(target, number, row) for number, row in absent]
     found: dict[Path, list[TensorPart]] = {path: [] for path in target.paths}
-    inner = [shape if row is None else shape[1:] for row in rows[:1] for shape in shapes.values()]
+    inner = [shape[lead:] for shape in shapes.values()]
     for row in rows:
         names = [target.found.get((number, row)) for number in range(len(rule.names))]
         if None in names:
@@ -329,10 +330,10 @@ def _is_float(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or "float" in dtype.name
 
 
-def _name(target: _Target, number: int, row: int | None) -> str:
+def _name(target: _Target, number: int, row: tuple[int, ...]) -> str:
     """How the tensor would be called that is not there."""
     rule = target.rule
-    groups = {**target.groups} if row is None else {**target.groups, str(rule.stack): str(row)}
+    groups = {**target.groups, **dict(zip(rule.stacked, map(str, row), strict=True))}
     return rule.name_of(number, groups)
 
 

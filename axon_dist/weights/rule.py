@@ -191,7 +191,8 @@ class WeightRule:
         sizes: of the dims in `form` that no shape tells.
         dim: the dim of the parameter along which tensors are joined, or the one along which a
             tensor, its dims as those of the parameter, is split.
-        stack: a group that no path has; its values count dim 0 of the parameter.
+        stack: a group that no path has, its values count dim 0 of the parameter; or several, which
+            count its first dims.
         parts: along `dim`, the lengths of the tensors that are joined, by which a parameter is cut
             again when it is written; None for equal ones.
 
@@ -212,13 +213,18 @@ class WeightRule:
     form: str = ""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     dim: int = 0
-    stack: str | None = None
+    stack: str | tuple[str, ...] | None = None
     parts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in ("names", "paths"):
             given = getattr(self, field)
             object.__setattr__(self, field, (given,) if isinstance(given, str) else tuple(given))
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The groups whose values count the first dims of the parameter."""
+        return (self.stack,) if isinstance(self.stack, str) else self.stack or ()
 
     @property
     def as_form(self) -> Form:
@@ -246,14 +252,16 @@ class WeightRule:
 
     def _check_groups(self, name: str) -> None:
         groups = set(_compiled(name, self).groupindex)
-        if self.stack is not None and self.stack not in groups:
-            raise ConfigError(f"{self}: the name {name!r} has no group {self.stack!r} to stack")
+        for group in self.stacked:
+            if group not in groups:
+                raise ConfigError(f"{self}: the name {name!r} has no group {group!r} to stack")
+        groups -= {*self.stacked}
         for path in self.paths:
             places = set(_PLACE.findall(path))
-            if places != groups - {self.stack}:
+            if places != groups:
                 raise ConfigError(
                     f"{self}: the path {path!r} has the places {sorted(places)}, the name {name!r} "
-                    f"the groups {sorted(groups - {self.stack})}; they must be the same"
+                    f"the groups {sorted(groups)}; they must be the same"
                 )
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
@@ -315,6 +323,7 @@ class WeightRules:
             such as masks.
         copies: by a regular expression of a name, the name of a tensor that it has to repeat bit
             for bit, such as a head tied to the embeddings; checked, and then not used.
+        own: regular expressions of paths whose arrays are in no file: models make them themselves.
 
     Example:
         >>> WeightRules((WeightRule(r"(?P<path>.+)", "{path}"),)).validate()
@@ -323,6 +332,7 @@ class WeightRules:
     rules: tuple[WeightRule, ...]
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    own: tuple[str, ...] = ()
 
     def validate(self) -> None:
         """Checks every row.
@@ -332,7 +342,7 @@ class WeightRules:
         """
         for rule in self.rules:
             rule.validate()
-        for pattern in (*self.ignored, *self.copies):
+        for pattern in (*self.ignored, *self.copies, *self.own):
             _compiled(pattern, self)
 
 

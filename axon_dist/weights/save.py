@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Any
@@ -36,7 +38,7 @@ class Outgoing:
         paths: the parameters that it is made of.
         dtype: of the tensor.
         shape: of the tensor.
-        row: of dim 0 of the parameter; None takes all.
+        row: of the first dims of the parameter; empty takes all.
         cut: start and stop along `rule.dim` of the parameter; None takes all.
     """
 
@@ -45,7 +47,7 @@ class Outgoing:
     paths: tuple[Path, ...]
     dtype: np.dtype
     shape: Shape
-    row: int | None = None
+    row: tuple[int, ...] = ()
     cut: tuple[int, int] | None = None
 
     @property
@@ -55,9 +57,7 @@ class Outgoing:
 
     def values(self, weights: Mapping[Path, Array]) -> Iterator[np.ndarray]:
         """Yields the tensor on process 0, and nothing on the others; all must go through it."""
-        leaves = [
-            weights[path] if self.row is None else weights[path][self.row] for path in self.paths
-        ]
+        leaves = [weights[path][self.row] if self.row else weights[path] for path in self.paths]
         if self.cut is not None:
             along = (slice(None),) * self.rule.dim + (slice(*self.cut),)
             leaves = [leaf[along] for leaf in leaves]
@@ -84,7 +84,7 @@ def outgoing(
     found: dict[str, Outgoing] = {}
     unnamed, done = [], set()
     for path in weights:
-        if path in done:
+        if path in done or any(re.fullmatch(pattern, path) for pattern in rules.own):
             continue
         hit = next(((r, groups) for r in rules.rules if (groups := r.groups_of(path))), None)
         if hit is None:
@@ -115,8 +115,9 @@ def _tensors(
     kept = np.dtype(first.dtype)
     is_float = kept.kind == "f" or "float" in kept.name
     kind = dtype if dtype is not None and is_float else kept
-    rows: list[int | None] = [None] if rule.stack is None else list(range(first.shape[0]))
-    shape = list(first.shape if rule.stack is None else first.shape[1:])
+    lead = len(rule.stacked)
+    rows = list(itertools.product(*map(range, first.shape[:lead])))
+    shape = list(first.shape[lead:])
     if others:
         shape[rule.dim] = sum(leaf.shape[rule.dim - len(shape)] for leaf in leaves.values())
     cuts = _cuts(rule, shape)
@@ -125,9 +126,8 @@ def _tensors(
             whole = [*shape]
             if cut is not None:
                 whole[rule.dim] = cut[1] - cut[0]
-            name = rule.name_of(
-                number, {**groups, **({} if row is None else {str(rule.stack): str(row)})}
-            )
+            counted = dict(zip(rule.stacked, map(str, row), strict=True))
+            name = rule.name_of(number, {**groups, **counted})
             form = rule.as_form.inverse
             if fault := form.fault(tuple(whole)):
                 raise ConfigError(f"{rule} cannot write {' + '.join(leaves)}: {fault}")

@@ -1,0 +1,208 @@
+"""Rotary positions: by which angle a pair of features turns, and how that is stretched.
+
+Source: Su et al., RoFormer, arXiv:2104.09864; Chen et al., arXiv:2306.15595 (linear); Peng et al.,
+YaRN, arXiv:2309.00071; Grattafiori et al., Llama 3, arXiv:2407.21783, section 3.4 (llama3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import MappingProxyType
+
+import jax.numpy as jnp
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.typing import Array
+from .config import check_above_zero, check_at_least_one
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Rotary positions for sequences longer than those that a model was first trained on.
+
+    With the wavelength w of a pair, in positions, and n the `original_length`:
+
+    | kind | turns |
+    |---|---|
+    | `linear` | all pairs slower by the factor |
+    | `llama3` | those with w > n / low by the factor, those with w < n / high as before |
+    | `yarn` | those that turn less than low times in n by the factor, more than high as before |
+
+    and those between by something between.
+
+    Args:
+        kind: a key of `ROPE_SCALINGS`.
+        factor: by how much sequences are longer.
+        original_length: positions of the first training, n; `linear` does not read it.
+        low: up to how many turns within n a pair is slowed by the whole factor.
+        high: from how many turns on it is not slowed.
+        attention_factor: of queries and keys each, under `yarn`; None for `0.1 ln(factor) + 1`.
+
+    Example:
+        >>> scaling = RopeScaling("llama3", factor=8.0, original_length=8192)
+        >>> jnp.round(scaling.slowed(jnp.array([1.0, 1e-3, 8e-5]), 10_000.0) * 1e5).tolist()
+        [100000.0, 21.0, 1.0]
+    """
+
+    kind: str = "llama3"
+    factor: float = 8.0
+    original_length: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+    attention_factor: float | None = None
+
+    def validate(self) -> None:
+        """Checks that the numbers fit each other.
+
+        Raises:
+            ConfigError: a number is out of range, or the kind is unknown.
+        """
+        if self.kind not in ROPE_SCALINGS:
+            hint = did_you_mean(self.kind, ROPE_SCALINGS)
+            raise ConfigError(f"rope_scaling.kind={self.kind!r} is no kind of scaling.{hint}")
+        numbers = ("factor", "low", "high")
+        if self.attention_factor is not None:
+            numbers += ("attention_factor",)
+        check_above_zero(self, numbers)
+        check_at_least_one(self, ("original_length",))
+        if self.low >= self.high:
+            raise ConfigError(
+                f"rope_scaling.low={self.low} must be below rope_scaling.high={self.high}: pairs "
+                "that turn less often are slowed more; exchange them"
+            )
+        if self.attention_factor is not None and self.kind != "yarn":
+            raise ConfigError(
+                f"rope_scaling.attention_factor is one of kind 'yarn', not of {self.kind!r}; leave "
+                "it out"
+            )
+
+    def slowed(self, frequency: Array, theta: float) -> Array:
+        """The angles by which pairs turn from one position to the next.
+
+        Args:
+            frequency: those without scaling, float32 `[K/2]`.
+            theta: base of their wavelengths.
+        """
+        return ROPE_SCALINGS[self.kind](self, frequency, theta)
+
+    @property
+    def temperature(self) -> float:
+        """What queries and keys are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        default = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return default if self.attention_factor is None else self.attention_factor
+
+
+def _linear(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
+    return frequency / scaling.factor
+
+
+def _llama3(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
+    turns = scaling.original_length * frequency / (2 * math.pi)
+    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return (1 - kept) * frequency / scaling.factor + kept * frequency
+
+
+def _yarn(scaling: RopeScaling, frequency: Array, theta: float) -> Array:
+    half = frequency.shape[0]
+
+    def pair(turns: float) -> float:
+        """The pair, counted in fractions, that turns so many times."""
+        return half * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
+
+    first = max(math.floor(pair(scaling.high)), 0)
+    last = min(math.ceil(pair(scaling.low)), 2 * half - 1)
+    # As published: a ramp of no width is one of a thousandth.
+    width = last - first if last != first else 1e-3
+    slow = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / width, 0, 1)
+    return slow * frequency / scaling.factor + (1 - slow) * frequency
+
+
+ROPE_SCALINGS: MappingProxyType[str, Callable[[RopeScaling, Array, float], Array]] = (
+    MappingProxyType({"linear": _linear, "llama3": _llama3, "yarn": _yarn})
+)
+"""Ways to stretch rotary positions: (scaling, frequencies, base) -> frequencies."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """How the queries and keys of a layer are turned.
+
+    Args:
+        theta: base of the wavelengths.
+        fraction: the share of the features of a head that are turned, the first ones.
+        scaling: how wavelengths are stretched.
+        local_theta: base, not stretched, in layers with a window; None for the same in all.
+    """
+
+    theta: float
+    fraction: float = 1.0
+    scaling: RopeScaling | None = None
+    local_theta: float | None = None
+
+    def __call__(
+        self, x: Array, positions: Array | None = None, window: Array | int | None = None
+    ) -> Array:
+        """Turns `[B, T, H, K]`.
+
+        Args:
+            x: queries or keys.
+            positions: integers `[B, T]`; None for those of the sequence index.
+            window: of the layer; 0 or None for none.
+        """
+        size = int(x.shape[-1] * self.fraction)
+        frequency = frequencies(size // 2, self.theta)
+        if self.scaling is not None:
+            frequency = self.scaling.slowed(frequency, self.theta)
+        if self.local_theta is not None and window is not None:
+            frequency = jnp.where(window > 0, frequencies(size // 2, self.local_theta), frequency)
+        factor = 1.0 if self.scaling is None else self.scaling.temperature
+        if size == x.shape[-1]:
+            return turn(x, frequency, positions, factor)
+        turned = turn(x[..., :size], frequency, positions, factor)
+        return jnp.concatenate([turned, x[..., size:]], axis=-1)
+
+
+def frequencies(count: int, theta: float) -> Array:
+    """The angles by which `count` pairs turn from one position to the next, float32."""
+    return theta ** (-jnp.arange(count, dtype=jnp.float32) / count)
+
+
+def turn(x: Array, frequency: Array, positions: Array | None = None, factor: float = 1.0) -> Array:
+    """Turns the pair `(x[i], x[i + K/2])` at position t by `t * frequency[i]`, in float32.
+
+    Args:
+        x: `[B, T, H, K]`, K even.
+        frequency: `[K/2]`.
+        positions: integers `[B, T]`; None for those of the sequence index.
+        factor: what the result is multiplied by.
+    """
+    if positions is None:
+        positions = jnp.arange(x.shape[1])[None]
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    cos, sin = (f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def rotate(x: Array, theta: float, positions: Array | None = None) -> Array:
+    """Rotates pairs of features by an angle that grows with the position (RoPE, arXiv:2104.09864).
+
+    The pair `(x[i], x[i + K/2])` at position `t` turns by `t * theta^(-2i/K)`, so the product of a
+    query and a key depends on the distance between them and on nothing else.
+
+    Args:
+        x: `[B, T, H, K]`, K even.
+        theta: base of the wavelengths.
+        positions: integers `[B, T]`; None for those of the sequence index.
+
+    Returns:
+        The rotated array in the dtype of `x`; the rotation is float32.
+    """
+    return turn(x, frequencies(x.shape[-1] // 2, theta), positions)

@@ -1,0 +1,388 @@
+"""`Family`: what hubs say of a family of decoders, read as a `TransformerConfig` and written again.
+
+Rotary pairs are (i, i + K/2) there as here, so that queries and keys need no permutation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from axon_dist.core.errors import UnsupportedError
+from axon_dist.models import ExpertConfig, RopeScaling, TransformerConfig
+
+from .hub import ACTIVATIONS, EXPERT, LAYER, block_rules, require, sizes_of
+from .rule import WeightRule, WeightRules
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "ffn_width": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}
+_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+_PARTS: Mapping[str, Any] = {
+    "norm": "rms",
+    "norms": "before",
+    "qk_norm": "none",
+    "positions": "rotary",
+    "gated": True,
+    "qkv_bias": False,
+    "rotary_fraction": 1.0,
+    "local_rope_theta": None,
+    "attention_softcap": None,
+    "logit_softcap": None,
+}
+"""What a family has unless its row says otherwise or has a key for it."""
+
+_TURNED = "out in -> in out"
+_NORMS = {
+    "before": {"input": "attention_norm", "post_attention": "mlp_norm"},
+    "after": {"post_attention": "attention_after_norm", "post_feedforward": "mlp_after_norm"},
+    "both": {
+        "input": "attention_norm",
+        "post_attention": "attention_after_norm",
+        "pre_feedforward": "mlp_norm",
+        "post_feedforward": "mlp_after_norm",
+    },
+}
+LINEAR: MappingProxyType[str, str | tuple[str, ...]] = MappingProxyType(
+    {
+        "self_attn.q_proj": "attention/q",
+        "self_attn.k_proj": "attention/k",
+        "self_attn.v_proj": "attention/v",
+        "self_attn.o_proj": "attention/out",
+        "mlp.gate_proj": "mlp/gate",
+        "mlp.up_proj": "mlp/up",
+        "mlp.down_proj": "mlp/down",
+    }
+)
+_EXPERT = rf"(?P<{EXPERT}>\d+)"
+_OWN = (r"blocks/(\d+/)?attention/window", r"blocks/(\d+/)?mlp/report")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExpertKeys:
+    """How a family of mixtures says what its experts are.
+
+    Args:
+        count: the key of how many there are.
+        width: the key of their hidden size.
+        module: the name of the layer, whose `gate` is the router.
+        names: of the kernels `gate`, `up` and `down`.
+        normalize: the key of whether gates are divided by their sum; None where they always are.
+    """
+
+    count: str
+    width: str
+    module: str
+    names: tuple[str, str, str]
+    normalize: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Family:
+    """A family of decoders as hubs have it.
+
+    Args:
+        name: for people.
+        model_type: what `config.json` calls it.
+        architecture: the class of its models there.
+        parts: what differs from `_PARTS`.
+        keys: fields of a `TransformerConfig` -> keys of `config.json`, beside the sizes.
+        defaults: values of keys that a config may leave out; None where there is nothing.
+        only: keys whose other values a `Transformer` cannot follow, and the values that it can.
+        windows: `"all"` layers have one, or `"listed"` ones have; empty where none has.
+        activation: the key of the activation.
+        scalings: which kinds of scaled rotary positions it has.
+        scales_embeddings: by the root of the width.
+        linear: the names of linear layers, one for several where they are fused.
+        experts: how its experts are named, of a family that has some.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    windows: str = ""
+    activation: str = "hidden_act"
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    scales_embeddings: bool = False
+    linear: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=LINEAR.copy)
+    experts: ExpertKeys | None = None
+
+    def rules(self, config: TransformerConfig) -> WeightRules:
+        """Which tensor is which parameter of a `Transformer`."""
+        start = r"(?:model\.)?"
+        layer = rf"{start}layers\.(?P<{LAYER}>\d+)\."
+        table = [
+            WeightRule(rf"{start}embed_tokens\.weight", "token_embedding/embedding"),
+            *block_rules(config, self._rows(config, layer)),
+            WeightRule(rf"{start}norm\.weight", "final_norm/scale"),
+        ]
+        copies = {}
+        if config.tied_head:
+            copies = {r"lm_head\.weight": rf"{start}embed_tokens\.weight"}
+        else:
+            table.append(WeightRule(r"lm_head\.weight", "lm_head/kernel", _TURNED))
+        ignored = (r"(?:model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+        return WeightRules(tuple(table), ignored, copies, _OWN)
+
+    def _rows(self, config: TransformerConfig, layer: str) -> Iterator[tuple[Any, ...]]:
+        for theirs, ours in _NORMS[config.norms].items():
+            yield rf"{layer}{theirs}_layernorm\.weight", f"{ours}/scale", ""
+        if config.qk_norm != "none":
+            for one in "qk":
+                yield rf"{layer}self_attn\.{one}_norm\.weight", f"attention/{one}_norm/scale", ""
+        for theirs, ours in self.linear.items():
+            if self.experts is not None and theirs.startswith("mlp."):
+                continue
+            name = layer + theirs.replace(".", r"\.")
+            paths = (ours,) if isinstance(ours, str) else ours
+            yield rf"{name}\.weight", tuple(f"{path}/kernel" for path in paths), _TURNED, 1
+            is_input = theirs in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+            if config.bias or (config.qkv_bias and is_input):
+                yield rf"{name}\.bias", tuple(f"{path}/bias" for path in paths), ""
+        if self.experts is not None:
+            yield rf"{layer}{self.experts.module}\.gate\.weight", "mlp/router", _TURNED
+            for theirs, ours in zip(self.experts.names, ("gate", "up", "down"), strict=True):
+                name = rf"{layer}{self.experts.module}\.experts\.{_EXPERT}\.{theirs}\.weight"
+                yield name, f"mlp/{ours}", _TURNED
+
+    def from_hub(self, data: Mapping[str, Any]) -> TransformerConfig:
+        """The config of a `Transformer` from a `config.json`."""
+        data = {**_DEFAULTS, **self.defaults, **data}
+        for key, known in self.only.items():
+            if data.get(key) not in known:
+                raise self._beyond(f"{key}={data[key]!r}")
+        activation = data.get(self.activation) or "silu"
+        if activation not in ACTIVATIONS:
+            raise self._beyond(f"{self.activation}={activation!r}")
+        biases = {key: bool(data[key]) for key in self._bias_keys}
+        if len({*biases.values()}) > 1:
+            said = " and ".join(f"{key}={value}" for key, value in biases.items())
+            raise self._beyond(said)
+        windows = self._windows(data)
+        fields = {ours: data[theirs] for ours, theirs in _SIZES.items()}
+        fields |= self.parts
+        fields |= {ours: data[theirs] for ours, theirs in self.keys.items()}
+        fields |= self._rotation(data, bool(windows))
+        if self.scales_embeddings:
+            fields["embedding_scale"] = data["hidden_size"] ** 0.5
+        if (scalar := data.get("query_pre_attn_scalar")) and self._has("query_pre_attn_scalar"):
+            fields["attention_scale"] = scalar**-0.5
+        return TransformerConfig(
+            **fields,
+            bias=any(biases.values()),
+            activation=ACTIVATIONS[activation],
+            windows=windows,
+            experts=self._experts(data),
+        )
+
+    def to_hub(self, config: TransformerConfig) -> dict[str, Any]:
+        """The `config.json` of a `Transformer` that is of this family."""
+        free = self.keys
+        parts = {**_PARTS, **self.parts}
+        if self._has("rope_local_base_freq") and config.windows:
+            del parts["local_rope_theta"]
+        require(config, self.name, {k: v for k, v in parts.items() if k not in free})
+        scale = config.width**0.5 if self.scales_embeddings else 1.0
+        require(config, self.name, {"embedding_scale": scale})
+        if not self._has("query_pre_attn_scalar"):
+            require(config, self.name, {"score_scale": config.key_size**-0.5})
+        if not self._bias_keys:
+            require(config, self.name, {"bias": False})
+        names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
+        found = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **sizes_of(config, {**_SIZES, **self.keys}),
+            self.activation: names[config.activation],
+            **dict.fromkeys(self._bias_keys, config.bias),
+            **self._rotation_keys(config),
+            **self._window_keys(config),
+            **self._expert_keys(config),
+            # What no config here knows; a default there may lie beyond the vocabulary.
+            "pad_token_id": None,
+            "torch_dtype": config.param_dtype,
+        }
+        if self._has("query_pre_attn_scalar"):
+            scalar = config.score_scale**-2
+            is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
+            found["query_pre_attn_scalar"] = round(scalar) if is_whole else scalar
+        return found
+
+    @property
+    def _bias_keys(self) -> tuple[str, ...]:
+        """The keys that say whether there are biases, of a family that may have them everywhere."""
+        return tuple(key for key in ("attention_bias", "mlp_bias") if self._has(key))
+
+    def _has(self, key: str) -> bool:
+        return key in self.defaults
+
+    def _beyond(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"this {self.name} has {what}, which a Transformer cannot have; its logits would be "
+            "others. Take a model without"
+        )
+
+    def _rotation(self, data: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
+        given = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
+        local = given.get("sliding_attention") or {}
+        given = given.get("full_attention", given) or {}
+        found: dict[str, Any] = {
+            "rope_theta": float(given.get("rope_theta") or data["rope_theta"]),
+            "rope_scaling": self._scaling(given, data),
+        }
+        fraction = given.get("partial_rotary_factor", data.get("partial_rotary_factor")) or 1.0
+        if fraction != 1 and not self._has("partial_rotary_factor"):
+            raise self._beyond(f"partial_rotary_factor={fraction}")
+        found["rotary_fraction"] = float(fraction)
+        theta = local.get("rope_theta") or data.get("rope_local_base_freq")
+        if self._has("rope_local_base_freq") and has_windows and theta:
+            found["local_rope_theta"] = float(theta)
+        elif local and local != given:
+            raise self._beyond("rotary positions of its own in layers with a window")
+        return found
+
+    def _scaling(self, given: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
+        kind = given.get("rope_type", given.get("type")) or "default"
+        if kind == "default":
+            return None
+        odd = [key for key in ("mscale", "mscale_all_dim") if given.get(key)]
+        more = "".join(f" with {key}" for key in odd)
+        if kind not in self.scalings or odd or not given.get("truncate", True):
+            raise self._beyond(f"rotary positions of the kind {kind!r}{more}")
+        low, high = _TURNS.get(kind, ("low_freq_factor", "high_freq_factor"))
+        before = given.get("original_max_position_embeddings", data["max_position_embeddings"])
+        if kind == "linear":
+            return RopeScaling("linear", float(given["factor"]))
+        return RopeScaling(
+            kind,
+            float(given["factor"]),
+            int(before),
+            float(given.get(low) or 1.0),
+            float(given.get(high) or 32.0),
+            given.get("attention_factor"),
+        )
+
+    def _rotation_keys(self, config: TransformerConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {"rope_theta": config.rope_theta}
+        if self._has("rope_local_base_freq"):
+            found["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
+        scaling = config.rope_scaling
+        if scaling is None:
+            return found
+        if scaling.kind not in self.scalings:
+            require(config, self.name, {"rope_scaling": None})
+        said: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            low, high = _TURNS[scaling.kind]
+            said |= {low: scaling.low, high: scaling.high}
+            said["original_max_position_embeddings"] = scaling.original_length
+        if scaling.attention_factor is not None:
+            said["attention_factor"] = scaling.attention_factor
+        return {**found, "rope_scaling": said}
+
+    def _windows(self, data: Mapping[str, Any]) -> tuple[int, ...]:
+        size = data.get("sliding_window")
+        if not self.windows or not size or not data.get("use_sliding_window", True):
+            return ()
+        if self.windows == "all":
+            return (int(size),)
+        kinds, count = data.get("layer_types"), data["num_hidden_layers"]
+        every, first = data.get("sliding_window_pattern"), data.get("max_window_layers", 0)
+        if kinds is None:
+            is_full = [(every and not (i + 1) % every) or i < first for i in range(count)]
+        else:
+            is_full = [kind == "full_attention" for kind in kinds]
+            if odd := {*kinds} - {"full_attention", "sliding_attention"}:
+                raise self._beyond(f"layers of the kind {min(odd)!r}")
+        each = tuple(0 if full else int(size) for full in is_full)
+        if not any(each):
+            return ()
+        periods = range(1, len(each) + 1)
+        return next(each[:p] for p in periods if all(w == each[i % p] for i, w in enumerate(each)))
+
+    def _window_keys(self, config: TransformerConfig) -> dict[str, Any]:
+        each = config.layer_windows
+        sizes = {size for size in each if size}
+        if (
+            len(sizes) > 1
+            or (sizes and not self.windows)
+            or (self.windows == "all" and 0 in each and sizes)
+        ):
+            raise UnsupportedError(
+                f"a Transformer with windows={config.windows} is no {self.name}, which has "
+                f"{_WINDOWS[self.windows]}; use another format, or 'native'"
+            )
+        found: dict[str, Any] = {}
+        if self.windows:
+            found["sliding_window"] = max(sizes, default=None)
+        if self._has("use_sliding_window"):
+            found["use_sliding_window"] = bool(sizes)
+        if self.windows == "listed":
+            kinds = ("sliding_attention" if size else "full_attention" for size in each)
+            found["layer_types"] = list(kinds)
+            if self._has("max_window_layers"):
+                found["max_window_layers"] = next((i for i, w in enumerate(each) if w), len(each))
+        return found
+
+    def _experts(self, data: Mapping[str, Any]) -> ExpertConfig | None:
+        keys = self.experts
+        if keys is None:
+            return None
+        adds = data.get("output_router_logits")
+        return ExpertConfig(
+            # Some versions write the key of all families.
+            count=data.get(keys.count) or data["num_local_experts"],
+            per_token=data["num_experts_per_tok"],
+            width=data[keys.width],
+            normalize=bool(data[keys.normalize]) if keys.normalize else True,
+            balance=data.get("router_aux_loss_coef", 0.0) if adds else 0.0,
+        )
+
+    def _expert_keys(self, config: TransformerConfig) -> dict[str, Any]:
+        keys, experts = self.experts, config.experts
+        if keys is None or experts is None:
+            require(config, self.name, {"experts": None} if keys is None else {})
+            if keys is None:
+                return {}
+            raise UnsupportedError(
+                f"a Transformer without experts is no {self.name}; use another format, or 'native'"
+            )
+        wanted = {"shared": 0, "bias_rate": 0.0, **({} if keys.normalize else {"normalize": True})}
+        require(experts, self.name, wanted)
+        found = {
+            keys.count: experts.count,
+            "num_experts_per_tok": experts.per_token,
+            keys.width: experts.width or config.hidden_size,
+            "output_router_logits": experts.balance > 0,
+            "router_aux_loss_coef": experts.balance,
+        }
+        return found | ({keys.normalize: experts.normalize} if keys.normalize else {})
+
+
+_TURNS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_slow", "beta_fast"),
+}
+_WINDOWS = {"": "none", "all": "one in every layer", "listed": "the same wherever there is one"}
