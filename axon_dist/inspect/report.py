@@ -76,6 +76,8 @@ class Report:
             "wire_bytes_by_exposure": ledger.by_exposure(),
             "wire_seconds": ledger.seconds(),
             "waited_seconds": ledger.waited(),
+            "step_seconds": ledger.step_seconds,
+            "waited_share": ledger.waited_share(),
             "lint": ledger.lint(),
             "collectives": ledger.to_rows(),
         }
@@ -92,6 +94,11 @@ class Report:
 
     def _summary(self) -> Table:
         table = Table(title=f"one step on each of {self.num_devices} devices", show_header=False)
+        ledger = self.collectives
+        if not self.is_cpu and ledger.step_seconds:
+            waited, step = (1e3 * x for x in (ledger.waited(), ledger.step_seconds))
+            share = f"{waited:,.1f} of {step:,.1f} ms at peak rates, {ledger.waited_share():.1%}"
+            table.add_row("waits for transfers", share)
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
         table.add_row("matrix FLOPs", f"{si(self.flops.high)}{more}")
         if self.flops.low != self.flops.high:
@@ -102,19 +109,12 @@ class Report:
             table.add_row("fused attention", f"{count} x {name}")
         if self.recomputed.count:
             table.add_row("recomputed by XLA itself", str(self.recomputed))
-        for axis, total in self.collectives.by_axis().items():
+        for axis, total in ledger.by_axis().items():
             table.add_row(f"sent over {axis}", byte_size(total))
-        for link, total in self.collectives.by_link().items():
+        for link, total in ledger.by_link().items():
             table.add_row(f"sent over {link} links", byte_size(total))
-        if not self.is_cpu:
-            ledger = self.collectives
-            table.add_row("light, covered in part", byte_size(ledger.light_bytes()))
-            table.add_row("exposed", byte_size(ledger.exposed_bytes()))
-            if ledger.seconds():
-                waited = (
-                    f"{ledger.waited() * 1e3:,.1f} of {ledger.seconds() * 1e3:,.1f} on the wire"
-                )
-                table.add_row("ms waited for transfers", waited)
+        if not self.is_cpu and ledger.seconds():
+            table.add_row("ms on the wire", f"{ledger.seconds() * 1e3:,.1f}")
         table.add_row("peak memory", byte_size(self.memory.peak))
         if self.machine:
             capacity = f"{byte_size(self.machine.memory_bytes)} of {self.machine.name}"
