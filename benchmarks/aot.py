@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import yaml
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
@@ -165,9 +166,10 @@ def build(config: TransformerConfig, args: argparse.Namespace, world: World) -> 
     )
 
 
-def options_of(given: list[str]) -> dict[str, str | None]:
+def options_of(given: list[str]) -> dict[str, Any]:
     """Compiler options as the command line has them: `NAME=VALUE`, or `NAME=` to take one away."""
-    return {name: value or None for name, _, value in (each.partition("=") for each in given)}
+    pairs = (each.partition("=") for each in given)
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def summary(

@@ -173,7 +173,8 @@ class WireModel:
         """The time that one execution takes: compute at its peak rates, and what it waits for.
 
         One instruction after another, each bound by its matrix operations or its memory traffic,
-        loops as often as they turn, and of branches the quickest; 0 where no rates are known.
+        loops as often as they turn, and of branches the longest, which some device takes; 0 where
+        no rates are known.
         """
         if self._machine is None:
             return 0.0
@@ -190,7 +191,7 @@ class WireModel:
             return self._costs.instruction(computation, instruction).seconds(self._machine)
         each = [self.step_seconds(called) for called in self.module.called(instruction)]
         if instruction.opcode == "conditional":
-            return min(each)
+            return max(each)
         return sum(each) * self._trips(computation, instruction)
 
     def _trips(self, computation: Computation, instruction: Instruction) -> int:

@@ -19,7 +19,7 @@ from rich.table import Table
 from ..core.errors import UnsupportedError
 from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
-from ..mesh.chips import Hardware, machine_of
+from ..mesh.chips import Hardware, machine_of, unknown_chip
 from ..mesh.targets import Target, as_target, prepare_environment
 from .calls import Recomputed, attention_kernels, recomputed
 from .flops import Flops, flops
@@ -42,6 +42,7 @@ class Report:
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
         is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
+        unknown: what cannot be told because the chip is not known; "" where it is.
     """
 
     memory: MemoryReport
@@ -52,6 +53,7 @@ class Report:
     num_devices: int
     machine: Hardware | None
     is_cpu: bool = False
+    unknown: str = ""
 
     @property
     def fits(self) -> bool | None:
@@ -90,6 +92,7 @@ class Report:
         yield self.memory.table()
         yield self.collectives.table(exposure=not self.is_cpu)
         yield self._summary()
+        yield from filter(None, [self.unknown])
         yield from self.collectives.lint()
 
     def _summary(self) -> Table:
@@ -155,6 +158,7 @@ def report(
         num_devices=mesh.size,
         machine=machine,
         is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
+        unknown=(machine is None and unknown_chip(mesh)) or "",
     )
 
 

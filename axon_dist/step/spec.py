@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Set
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World
-from ..mesh.chips import machine_of, option_names
+from ..mesh.chips import option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy, keep_samples_apart
 from ..sharding import shardings
@@ -77,6 +78,7 @@ def compiler_options(
     deterministic: bool = False,
     whole: bool = False,
     only_sums: bool = False,
+    few: bool = True,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
@@ -90,6 +92,7 @@ def compiler_options(
         deterministic: whether every run has to give the same bits.
         whole: whether no loop of the step gathers weights.
         only_sums: whether nothing travels in the step but sums of gradients.
+        few: whether nothing travels but weights and gradients.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -104,17 +107,13 @@ def compiler_options(
         {}
     """
     _check_values(given)
-    given, chip = dict(given or {}), machine_of(world.mesh)
+    given, chip = dict(given or {}), relative_of(world.mesh)
     fixed = deterministic_options(world) if deterministic else {}
     _check_conflicts(given, fixed)
-    own = {}
-    if chip is not None:
-        own = dict(chip.options + chip.whole_options * whole + chip.sum_options * only_sums)
+    own = {} if chip is None else chip.options_for(world.size, whole, only_sums, few)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
-    if chosen:
-        _check_compiler(world, chosen)
-    return chosen
+    return _accepted(world, chosen, own.keys() - fixed.keys() - given.keys())
 
 
 def _check_values(given: Mapping[str, OptionValue | None] | None) -> None:
@@ -146,19 +145,42 @@ def _check_conflicts(given: Mapping[str, OptionValue | None], fixed: Mapping[str
             )
 
 
-def _check_compiler(world: World, chosen: Mapping[str, OptionValue]) -> None:
-    """Compiles next to nothing: an unknown name would otherwise come up in the first step."""
+def _accepted(
+    world: World, chosen: Mapping[str, OptionValue], of_chip: Set[str]
+) -> dict[str, OptionValue]:
+    """The options without those of the chip that this compiler does not know.
+
+    Compiles next to nothing: an unknown name would otherwise come up in the first step.
+    """
+    kept, refused = dict(chosen), []
     whole = NamedSharding(world.mesh, PartitionSpec())
-    nothing = jax.jit(_nothing, out_shardings=whole, compiler_options=dict(chosen))
-    try:
-        nothing.lower().compile()
-    except (RuntimeError, ValueError, TypeError) as error:
-        listed = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
-        raise ConfigError(
-            f"the compiler of these {world.backend} devices refuses its options ({error}); it was "
-            f"given {listed}. Correct the one it names in compiler_options, or take it away there "
-            "with the value None"
-        ) from error
+    while kept:
+        nothing = jax.jit(_nothing, out_shardings=whole, compiler_options=kept)
+        try:
+            nothing.lower().compile()
+            break
+        except (RuntimeError, ValueError, TypeError) as error:
+            unknown = [name for name in kept if f"option: '{name}'" in str(error)]
+            if not unknown or unknown[0] not in of_chip:
+                raise _refusal(world, kept, error) from error
+            refused += unknown
+            kept = {name: value for name, value in kept.items() if name not in unknown}
+    if refused:
+        warnings.warn(
+            f"the compiler of these {world.backend} devices does not know {', '.join(refused)}, "
+            "which the table of chips has for them; steps are compiled without, and may be slower",
+            stacklevel=2,
+        )
+    return kept
+
+
+def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) -> ConfigError:
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
+    return ConfigError(
+        f"the compiler of these {world.backend} devices refuses its options ({error}); it was "
+        f"given {listed}. Correct the one it names in compiler_options, or take it away there "
+        "with the value None"
+    )
 
 
 def _nothing() -> jax.Array:
@@ -255,7 +277,8 @@ class StepSpec:
         no_loops = self.num_microbatches > 1 and (self.unroll or 1) > 1
         whole = self.strategy.keeps_weights_whole or no_loops
         sums = self.strategy.sends_only_sums
-        return compiler_options(self.world, given, deterministic, whole, sums)
+        few = not self.strategy.layers and self.strategy.pipeline is None
+        return compiler_options(self.world, given, deterministic, whole, sums, few)
 
     @property
     def is_local(self) -> bool:
