@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World
+from ..mesh.abstract import is_on_paper
 from ..mesh.chips import option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy, keep_samples_apart
@@ -110,6 +111,8 @@ def compiler_options(
     given, chip = dict(given or {}), relative_of(world.mesh)
     fixed = deterministic_options(world) if deterministic else {}
     _check_conflicts(given, fixed)
+    if is_on_paper(world):
+        return {name: value for name, value in given.items() if value is not None}
     own = {} if chip is None else chip.options_for(world.size, whole, only_sums, few)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
