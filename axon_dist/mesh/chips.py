@@ -56,11 +56,6 @@ SUMS_STAY = MappingProxyType(gpu_pipelining("all_reduce", on=False))
 """Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
 that of the last iteration comes after the loop with nothing beside it."""
 
-GATHERS_STAY = MappingProxyType(gpu_pipelining("all_gather", on=False))
-"""Where weights are whole for a step, all that is computed of a microbatch comes of what its loop
-does not change, and what XLA gathers of it, such as rows of a table's gradient, would be moved into
-the iteration before with all of that: both passes ran twice."""
-
 NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(
     {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 )
@@ -318,7 +313,7 @@ def _gpu(
         2.0 if hopper else 1.0, _NVLINK_HOP, _NETWORK_HOP, f"{_SHEET}, {sheet}; {_DRIVER}",
         (kind,), wiring=wiring,
         options=tuple((PIPELINED | (UNCOPIED if hopper else SCHEDULED)).items()),
-        whole_options=tuple((GATHERS_STAY | (COPIED if hopper else {})).items()),
+        whole_options=tuple(COPIED.items()) if hopper else (),
         sum_options=tuple(SUMS_STAY.items()),
         node_options=tuple(IN_PARALLEL.items()) if hopper else (),
         capability=capability, like=like,

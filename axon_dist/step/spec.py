@@ -252,17 +252,6 @@ class StepSpec:
         return self.options.accumulate if pipeline is None else pipeline.num_microbatches
 
     @property
-    def unroll(self) -> int | None:
-        """Up to how many blocks are written out; None where that depends on what they keep.
-
-        One within a loop of microbatches: XLA for GPUs moves what it gathers for a table's
-        gradient into the microbatch before, with all that leads up to it, unless that is a loop
-        that gathers.
-        """
-        given = self.options.unroll
-        return given or (1 if self.num_microbatches > 1 else None)
-
-    @property
     def num_ranks(self) -> int:
         """How many ranks split the samples of a microbatch."""
         return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
@@ -276,10 +265,7 @@ class StepSpec:
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
         given, deterministic = self.options.compiler_options, self.options.deterministic
-        # Blocks that are to be written out in a loop of microbatches gather in that one alone.
-        no_loops = self.num_microbatches > 1 and (self.unroll or 1) > 1
-        whole = self.strategy.keeps_weights_whole or no_loops
-        sums = self.strategy.sends_only_sums
+        whole, sums = self.strategy.keeps_weights_whole, self.strategy.sends_only_sums
         few = not self.strategy.layers and self.strategy.pipeline is None
         return compiler_options(self.world, given, deterministic, whole, sums, few)
 
@@ -388,7 +374,7 @@ class StepSpec:
         # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
         by_stages = self.strategy.pipeline is not None
         strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
-        return view_of(strategy, self.parts, self.unroll)
+        return view_of(strategy, self.parts, self.options.unroll)
 
     @property
     def layout(self) -> Layout:
