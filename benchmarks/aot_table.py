@@ -128,7 +128,7 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
     found = Table(caption="per device and step; nothing was run")
     for column in ("row", "target", "mesh", "strategy"):
         found.add_column(column)
-    for column in ("peak GiB", "wire MB", "theory", "x", "light", "exposed", "waited ms", "exec."):
+    for column in ("peak GiB", "wire MB", "theory", "x", "modelled ms", "waited ms", "%", "exec."):
         found.add_column(column, justify="right")
     found.add_column("s", justify="right")
     for name, row in rows.items():
@@ -139,9 +139,9 @@ def table(rows: dict[str, dict[str, Any]]) -> Table:
             f"{wire:.0f}",
             f"{least:.0f}",
             f"{wire / least:.2f}" if least else "-",
-            f"{row['light_mb'] / wire:.1%}" if wire else "-",
-            f"{row['exposed_mb'] / wire:.1%}" if wire else "-",
-            f"{row['waited_ms']:.1f} of {row['wire_ms']:.1f}",
+            f"{row['modelled_ms']:.1f}",
+            f"{row['waited_ms']:.1f}",
+            f"{row['waited_ms'] / row['modelled_ms']:.1%}" if row["modelled_ms"] else "-",
             f"{row['executed']:.3f}" if "executed" in row else "",
             f"{sum(row[f'{part}_seconds'] for part in ('build', 'lower', 'compile')):.0f}",
         )

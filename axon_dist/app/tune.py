@@ -17,6 +17,7 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import told
 from axon_dist.core.typing import OptionValue
 from axon_dist.inspect import memory
+from axon_dist.mesh.chips import IN_PARALLEL, UNCOPIED
 from axon_dist.nn import ActivationCheckpointing
 
 from ..config.build import abstract_batch, build_step, build_world
@@ -46,11 +47,16 @@ class Variant:
     as_config: bool = True
 
 
+(_TWO,), (_IN_FLIGHT,) = UNCOPIED, IN_PARALLEL
 OPTIONS: MappingProxyType[str, Mapping[str, Options]] = MappingProxyType(
     {
         "gpu": {
             "no latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": False},
             "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+            "two iterations at a time": {_TWO: True},
+            "one iteration at a time": {_TWO: False},
+            "one collective in flight": {_IN_FLIGHT: 1},
+            "four collectives in flight": {_IN_FLIGHT: 4},
             "no triton products": {"xla_gpu_enable_triton_gemm": False},
             "exhaustive tiling": {"xla_gpu_exhaustive_tiling_search": True},
         },
@@ -207,7 +213,8 @@ def _compiled(
         config = dataclasses.replace(config, remat=variant.remat)
     options: dict[str, OptionValue | None] = dict(variant.options)
     if variant.bare:
-        options = dict.fromkeys(build_step(config, world).compiler_options)
+        every = build_step(config, world).compiler_options
+        options = dict.fromkeys(name for name in every if name not in config.compiler_options)
     step = build_step(config, world, compiler_options=options)
     begun = time.perf_counter()
     compiled = step.lower(batch).compile()

@@ -19,7 +19,7 @@ from axon_dist.app import attention_rows, check_numerics
 from axon_dist.core.errors import AxonDistError
 from axon_dist.launch import LaunchPlan, launch
 from axon_dist.mesh import World
-from axon_dist.mesh.chips import machine_of
+from axon_dist.mesh.chips import machine_of, unknown_chip
 
 EMULATED = 4
 """How many devices are made up where there are too few for a mesh with two axes."""
@@ -127,8 +127,9 @@ def devices() -> dict[str, object]:
 def _chip(world: World) -> str:
     row = machine_of(world.mesh)
     if row is None:
-        return "not in the table of chips: steps are compiled without options of their own"
-    return f"{row.name}: steps are compiled with {len(row.options)} options of its own"
+        return unknown_chip(world.mesh) or "emulated: steps are compiled without options"
+    count = len(row.options_for(world.size))
+    return f"{row.name}: steps are compiled with {count} options of its own"
 
 
 def mesh_suggestions(num_devices: int) -> tuple[str, ...]:

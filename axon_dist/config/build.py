@@ -91,7 +91,7 @@ def build_step(
         optimizer: in place of the config's own.
         metrics: what the step reports.
         loss_fn: in place of that of the config's task.
-        compiler_options: beside and over those of the chip.
+        compiler_options: beside and over those of the config.
         meeting: changes when and how replicas meet that train on their own; None for a plan makes
             one model of them, as for a step that trains nothing.
         trains: whether steps will be taken, so that the loss of the config's batch has to be that
@@ -124,7 +124,7 @@ def build_step(
         deterministic=config.deterministic,
         **what_is_trained(config),
         ema=config.train.ema,
-        compiler_options=compiler_options,
+        compiler_options={**config.compiler_options, **(compiler_options or {})},
         batch=_example(config, strategy, world),
     )
     _check_batch(config, step)

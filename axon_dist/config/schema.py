@@ -201,6 +201,9 @@ class RunConfig:
         loss_scale: keeps small gradients alive in half precision; None scales under `fp16` alone.
         deterministic: give the same bits in every run of this config on devices of one kind; CPUs
             and TPUs do that anyway, GPUs get slower by it.
+        compiler_options: options of XLA by name, beside and over those that the table of chips has
+            for the devices; null takes one of the chip away. They change no number, only time and
+            memory.
         train: length, batch and cadence of the run.
         checkpoint: when the state is saved, and what of it stays.
         loggers: where metrics go besides `metrics.jsonl`.
@@ -251,6 +254,7 @@ class RunConfig:
     frozen_dtype: str | None = None
     loss_scale: GradScaler | None = None
     deterministic: bool = False
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     loggers: tuple[Annotated[Logger, OneOf(LOGGERS)], ...] = ()

@@ -48,7 +48,8 @@ def collectives(
     machine = machine or machine_of(mesh)
     wires = WireModel(module, machine)
     rows = (row for visit in visits(module) for row in _rows(wires, visit, mesh))
-    return Ledger(tuple(rows), mesh_axes=mesh.axis_names if mesh is not None else ())
+    axes = mesh.axis_names if mesh is not None else ()
+    return Ledger(tuple(rows), axes, wires.step_seconds(module.entry))
 
 
 def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Iterator[Collective]:

@@ -120,6 +120,8 @@ class Ledger:
     Args:
         rows: the collectives, in the order of the program.
         mesh_axes: the axes of the mesh the program was compiled for; empty without a mesh.
+        step_seconds: what the program takes at the rates of the machine, transfers that it waits
+            for among it; 0 where no rates are known.
 
     Example:
         >>> ledger = Ledger((), mesh_axes=("dp",))
@@ -129,6 +131,7 @@ class Ledger:
 
     rows: tuple[Collective, ...]
     mesh_axes: tuple[str, ...] = ()
+    step_seconds: float = 0.0
 
     def __iter__(self) -> Iterator[Collective]:
         return iter(self.rows)
@@ -188,6 +191,10 @@ class Ledger:
         """The time per step for which the compute units wait for transfers; see `seconds`."""
         rows = (row for row in self.rows if exposure in (None, row.exposure))
         return sum((row.waited or 0.0) * row.count for row in rows)
+
+    def waited_share(self) -> float:
+        """The share of a step for which the compute units wait for transfers; 0 without rates."""
+        return self.waited() / self.step_seconds if self.step_seconds else 0.0
 
     def by_kind(self) -> dict[str, int]:
         """Wire bytes per step for each kind that occurs."""

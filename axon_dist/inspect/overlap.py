@@ -20,6 +20,8 @@ from .ledger import Exposure, ring_bytes
 from .parse import Computation, Instruction, Module, total_bytes
 from .transfers import ScheduledCollective, results, transfers
 
+_CALLS = ("while", "conditional", "call")
+
 NOTHING = 0.01
 """A transfer is exposed where compute covers less than this share of its time."""
 
@@ -151,6 +153,7 @@ class WireModel:
         self._costs = CostModel(module)
         self._sent: dict[str, list[TransferBytes]] = {}
         self._seconds: dict[str, float] = {}
+        self._steps: dict[str, float] = {}
 
     def sent(self, computation: Computation) -> list[TransferBytes]:
         """What a computation launches itself, not in its loops or branches, in order."""
@@ -165,6 +168,37 @@ class WireModel:
         work = [self._costs.instruction(computation, i) for i in computation.instructions]
         within = [self._within(computation, i) for i in computation.instructions]
         return judge(work, wires, within, self._machine)
+
+    def step_seconds(self, computation: Computation) -> float:
+        """The time that one execution takes: compute at its peak rates, and what it waits for.
+
+        One instruction after another, each bound by its matrix operations or its memory traffic,
+        loops as often as they turn, and of branches the longest, which some device takes; 0 where
+        no rates are known.
+        """
+        if self._machine is None:
+            return 0.0
+        if computation.name not in self._steps:
+            waits = sum(judged.waited or 0.0 for judged in self.judged(computation))
+            runs = (self._runs(computation, each) for each in computation.instructions)
+            self._steps[computation.name] = waits + sum(runs)
+        return self._steps[computation.name]
+
+    def _runs(self, computation: Computation, instruction: Instruction) -> float:
+        """For how long an instruction keeps the compute units, with what it calls waits for."""
+        assert self._machine is not None
+        if instruction.opcode not in _CALLS:
+            return self._costs.instruction(computation, instruction).seconds(self._machine)
+        each = [self.step_seconds(called) for called in self.module.called(instruction)]
+        if instruction.opcode == "conditional":
+            return max(each)
+        return sum(each) * self._trips(computation, instruction)
+
+    def _trips(self, computation: Computation, instruction: Instruction) -> int:
+        if instruction.opcode != "while":
+            return 1
+        trips = trip_count(self.module, computation, instruction)
+        return 1 if trips is None else trips
 
     def leaves_node(self, sent: TransferBytes) -> bool:
         """Whether a transfer goes from one node to another, where the machine has nodes."""
@@ -189,14 +223,12 @@ class WireModel:
 
     def _within(self, computation: Computation, instruction: Instruction) -> float:
         """For how many seconds what an instruction calls has the wire."""
-        if instruction.opcode not in ("while", "conditional", "call"):
+        if instruction.opcode not in _CALLS:
             return 0.0
         each = [self._total(called) for called in self.module.called(instruction)]
         if instruction.opcode == "conditional":
             return max(each)
-        loop = instruction.opcode == "while"
-        trips = trip_count(self.module, computation, instruction) if loop else 1
-        return sum(each) * (1 if trips is None else trips)
+        return sum(each) * self._trips(computation, instruction)
 
     def _total(self, computation: Computation) -> float:
         if computation.name not in self._seconds:

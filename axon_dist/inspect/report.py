@@ -19,7 +19,7 @@ from rich.table import Table
 from ..core.errors import UnsupportedError
 from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
-from ..mesh.chips import Hardware, machine_of
+from ..mesh.chips import Hardware, machine_of, unknown_chip
 from ..mesh.targets import Target, as_target, prepare_environment
 from .calls import Recomputed, attention_kernels, recomputed
 from .flops import Flops, flops
@@ -42,6 +42,7 @@ class Report:
         num_devices: devices of the mesh.
         machine: whose rates judged the transfers; None where it is not known.
         is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
+        unknown: what cannot be told because the chip is not known; "" where it is.
     """
 
     memory: MemoryReport
@@ -52,6 +53,7 @@ class Report:
     num_devices: int
     machine: Hardware | None
     is_cpu: bool = False
+    unknown: str = ""
 
     @property
     def fits(self) -> bool | None:
@@ -76,6 +78,8 @@ class Report:
             "wire_bytes_by_exposure": ledger.by_exposure(),
             "wire_seconds": ledger.seconds(),
             "waited_seconds": ledger.waited(),
+            "step_seconds": ledger.step_seconds,
+            "waited_share": ledger.waited_share(),
             "lint": ledger.lint(),
             "collectives": ledger.to_rows(),
         }
@@ -88,10 +92,16 @@ class Report:
         yield self.memory.table()
         yield self.collectives.table(exposure=not self.is_cpu)
         yield self._summary()
+        yield from filter(None, [self.unknown])
         yield from self.collectives.lint()
 
     def _summary(self) -> Table:
         table = Table(title=f"one step on each of {self.num_devices} devices", show_header=False)
+        ledger = self.collectives
+        if not self.is_cpu and ledger.step_seconds:
+            waited, step = (1e3 * x for x in (ledger.waited(), ledger.step_seconds))
+            share = f"{waited:,.1f} of {step:,.1f} ms at peak rates, {ledger.waited_share():.1%}"
+            table.add_row("waits for transfers", share)
         more = "+" if self.flops.unknown_trip or self.flops.opaque else ""
         table.add_row("matrix FLOPs", f"{si(self.flops.high)}{more}")
         if self.flops.low != self.flops.high:
@@ -102,19 +112,12 @@ class Report:
             table.add_row("fused attention", f"{count} x {name}")
         if self.recomputed.count:
             table.add_row("recomputed by XLA itself", str(self.recomputed))
-        for axis, total in self.collectives.by_axis().items():
+        for axis, total in ledger.by_axis().items():
             table.add_row(f"sent over {axis}", byte_size(total))
-        for link, total in self.collectives.by_link().items():
+        for link, total in ledger.by_link().items():
             table.add_row(f"sent over {link} links", byte_size(total))
-        if not self.is_cpu:
-            ledger = self.collectives
-            table.add_row("light, covered in part", byte_size(ledger.light_bytes()))
-            table.add_row("exposed", byte_size(ledger.exposed_bytes()))
-            if ledger.seconds():
-                waited = (
-                    f"{ledger.waited() * 1e3:,.1f} of {ledger.seconds() * 1e3:,.1f} on the wire"
-                )
-                table.add_row("ms waited for transfers", waited)
+        if not self.is_cpu and ledger.seconds():
+            table.add_row("ms on the wire", f"{ledger.seconds() * 1e3:,.1f}")
         table.add_row("peak memory", byte_size(self.memory.peak))
         if self.machine:
             capacity = f"{byte_size(self.machine.memory_bytes)} of {self.machine.name}"
@@ -155,6 +158,7 @@ def report(
         num_devices=mesh.size,
         machine=machine,
         is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
+        unknown=(machine is None and unknown_chip(mesh)) or "",
     )
 
 

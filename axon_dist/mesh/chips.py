@@ -21,7 +21,7 @@ from ..core.compat import gpu_pipelining
 from ..core.errors import ConfigError, did_you_mean
 from .replica_groups import Groups
 
-CompilerOptions: TypeAlias = dict[str, str | bool]
+CompilerOptions: TypeAlias = dict[str, str | bool | int]
 """Names and values that `jax.jit` hands to XLA."""
 
 PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(
@@ -29,18 +29,32 @@ PIPELINED: MappingProxyType[str, str | bool] = MappingProxyType(
 )
 """A collective in a loop is moved into the iteration before or after, where compute hides it."""
 
-SUMS_STAY: MappingProxyType[str, str | bool] = MappingProxyType(
-    gpu_pipelining("all_reduce", on=False)
+UNCOPIED: MappingProxyType[str, str | bool] = MappingProxyType(
+    {"xla_gpu_enable_while_loop_double_buffering": True}
 )
+"""What a loop gathers for its next iteration travels in its carry, where XLA copies it to have one
+buffer for all iterations; of loops that take two at a time, each has its own."""
+
+COPIED: MappingProxyType[str, str | bool] = MappingProxyType(dict.fromkeys(UNCOPIED, False))
+"""Where no loop gathers, two iterations at a time only take memory: 2.9 GiB of 26.6 in a step of
+data parallelism over eight microbatches of 1.3 billion parameters."""
+
+IN_PARALLEL: MappingProxyType[str, str | int] = MappingProxyType(
+    {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+)
+"""With one collective in flight, gathers that the compute between them cannot hide stand in a row
+where a loop begins. Inside a node they are short enough, and XLA, which takes each for as fast as
+if it had the wire alone, would start them too late."""
+
+SCHEDULED: MappingProxyType[str, str | bool] = MappingProxyType(
+    {"xla_gpu_enable_latency_hiding_scheduler": True}
+)
+"""Where XLA knows no rates of a GPU, as before Hopper, it starts a collective only where it ends,
+unless it is told to schedule by latencies."""
+
+SUMS_STAY = MappingProxyType(gpu_pipelining("all_reduce", on=False))
 """Where sums of gradients are all that travels, each has enough beside it where it is; moved on,
 that of the last iteration comes after the loop with nothing beside it."""
-
-GATHERS_STAY: MappingProxyType[str, str | bool] = MappingProxyType(
-    gpu_pipelining("all_gather", on=False)
-)
-"""Where weights are whole for a step, all that is computed of a microbatch comes of what its loop
-does not change, and what XLA gathers of it, such as rows of a table's gradient, would be moved into
-the iteration before with all of that: both passes ran twice."""
 
 NO_WINDOWS: MappingProxyType[str, str | bool] = MappingProxyType(
     {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
@@ -83,7 +97,7 @@ SPARSE_CORE: MappingProxyType[str, str | bool] = MappingProxyType(
 Platform: TypeAlias = Literal["cpu", "cuda", "tpu"]
 """Which compiler a chip needs."""
 
-Options: TypeAlias = tuple[tuple[str, str | bool], ...]
+Options: TypeAlias = tuple[tuple[str, str | bool | int], ...]
 """Names and values that a compiler takes."""
 
 
@@ -130,12 +144,16 @@ class Hardware:
         link_latency: of one hop inside a node, seconds.
         network_latency: of one hop between nodes, seconds.
         source: where the numbers are from.
-        kinds: the values of `device.device_kind` that mean this chip.
+        kinds: regular expressions for the values of `device.device_kind` that mean this chip.
         aliases: other names that targets may call it.
         wiring: how it is put together; None for a machine that cannot be compiled for.
         options: what a step is compiled with for it, as names and values.
         whole_options: what besides, and instead, where no loop of a step gathers weights.
         sum_options: the same where nothing travels but sums of gradients.
+        node_options: what besides where weights and gradients are all that travels, over nodes.
+        capability: the compute capability of an NVIDIA GPU, such as `9.0`; "" for others.
+        like: the chip whose limits the compiler is told, where those of this one are not described;
+            "" for its own.
 
     Raises:
         ConfigError: for a rate or size that is not positive.
@@ -164,6 +182,9 @@ class Hardware:
     options: Options = ()
     whole_options: Options = ()
     sum_options: Options = ()
+    node_options: Options = ()
+    capability: str = ""
+    like: str = ""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -184,6 +205,14 @@ class Hardware:
                 f"hardware {self.name!r} has node_size={self.node_size}; it must be the devices "
                 "per node, or 0 where there are no nodes"
             )
+
+    def options_for(
+        self, num_devices: int, whole: bool = False, only_sums: bool = False, few: bool = True
+    ) -> CompilerOptions:
+        """What a step is compiled with; `few` of those whose layers send nothing of their own."""
+        nodes = self.node_options * (few and self.num_nodes(num_devices) > 1)
+        own = self.options + nodes + self.whole_options * whole
+        return dict(own + self.sum_options * only_sums)
 
     def num_nodes(self, num_ranks: int, stride: int = 1) -> int:
         """The nodes that a group touches whose members are `stride` devices apart."""
@@ -252,39 +281,57 @@ _DRIVER = "memory as its driver reports it (openxla/xla, xla/backends/gpu/target
 _TPU_DOCS = "cloud.google.com/tpu/docs; jax-ml.github.io/scaling-book"
 
 _NODES = Wiring("cuda", ("8", "8x8"), (1, 2), 8)
+_FOURS = Wiring("cuda", ("4", "8x4"), (1, 2), 4)
+# The NVLink domain of a rack is 72, of which meshes take 64.
+_RACK = Wiring("cuda", ("64", "4x64"), (1, 2), 64)
 _TORUS_2D = Wiring("tpu", ("4x4", "16x16"), (2,), 16, 16)
 _TORUS_3D = Wiring("tpu", ("2x2x2", "4x4x4"), (3,), 16, 4)
 # The two cores of a v4 chip are one device, as JAX finds them there.
 _TORUS_V4 = dataclasses.replace(_TORUS_3D, topology=(("chip_config_name", "megacore"),))
 
-_ON_GPU, _SUMS_ON_GPU = tuple(PIPELINED.items()), tuple(SUMS_STAY.items())
-_WHOLE_ON_GPU = tuple(GATHERS_STAY.items())
 _ON_V5E = tuple({**NO_WINDOWS, **ASYNC_GATHERS}.items())
 _ON_SPARSE_CORE = tuple({**NO_WINDOWS, **SPARSE_CORE}.items())
 
 # All SXM cards with the same chip have the same dense bfloat16 rate.
-_AMPERE, _HOPPER = 312e12, 989e12
+_AMPERE, _HOPPER, _HOPPER_NVL, _BLACKWELL, _GRACE_BLACKWELL = (
+    312e12, 989e12, 835e12, 2.25e15, 2.5e15,
+)  # fmt: skip
+# NVLink: half of the bidirectional number. PCIe: of 16 lanes; cards that a bridge joins in pairs
+# still send a ring of eight over it.
+_NVLINK3, _NVLINK4, _NVLINK5, _PCIE5 = 300e9, 450e9, 900e9, 64e9
+# One port per GPU: HDR is 200 Gb/s, NDR 400 Gb/s, XDR 800 Gb/s.
+_HDR, _NDR, _XDR = 25e9, 50e9, 100e9
 
 
 def _gpu(
     name: str, memory: int, flops: float, hbm: float, link: float, network: float, sheet: str,
-    kind: str, float8_rate: float = 2.0,
+    kind: str, capability: str, like: str = "", wiring: Wiring = _NODES,
 ) -> Hardware:  # fmt: skip
-    source = f"{_SHEET}, {sheet}; {_DRIVER}"
+    hopper = _version(capability) >= (9, 0)
     return Hardware(
-        name, memory, flops, hbm, link, network, 8, 0.5, float8_rate, _NVLINK_HOP, _NETWORK_HOP,
-        source, (kind,), wiring=_NODES, options=_ON_GPU,
-        whole_options=_WHOLE_ON_GPU, sum_options=_SUMS_ON_GPU,
+        name, memory, flops, hbm, link, network, wiring.max_last_dim, 0.5,
+        2.0 if hopper else 1.0, _NVLINK_HOP, _NETWORK_HOP, f"{_SHEET}, {sheet}; {_DRIVER}",
+        (kind,), wiring=wiring,
+        options=tuple((PIPELINED | (UNCOPIED if hopper else SCHEDULED)).items()),
+        whole_options=tuple(COPIED.items()) if hopper else (),
+        sum_options=tuple(SUMS_STAY.items()),
+        node_options=tuple(IN_PARALLEL.items()) if hopper else (),
+        capability=capability, like=like,
     )  # fmt: skip
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
 
 
 def _tpu(
     name: str, memory: int, flops: float, hbm: float, link: float, wiring: Wiring,
     *kinds: str, aliases: tuple[str, ...] = (), options: Options = _ON_SPARSE_CORE,
+    float8_rate: float = 1.0,
 ) -> Hardware:  # fmt: skip
     return Hardware(
-        name, memory, flops, hbm, link, link, source=_TPU_DOCS, kinds=kinds, aliases=aliases,
-        wiring=wiring, options=options,
+        name, memory, flops, hbm, link, link, float8_rate=float8_rate, source=_TPU_DOCS,
+        kinds=kinds, aliases=aliases, wiring=wiring, options=options,
     )  # fmt: skip
 
 
@@ -292,16 +339,33 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
     {
         row.name: row
         for row in (
-            # NVLink: half of the bidirectional number. Network: one port per GPU; HDR is
-            # 200 Gb/s, NDR 400 Gb/s.
-            _gpu("a100-40", 42_331_013_120, _AMPERE, 1555e9, 300e9, 25e9, "A100 SXM 40 GB",
-                 "NVIDIA A100-SXM4-40GB", float8_rate=1.0),
-            _gpu("a100-80", 85_100_068_864, _AMPERE, 2039e9, 300e9, 25e9, "A100 SXM 80 GB",
-                 "NVIDIA A100-SXM4-80GB", float8_rate=1.0),
-            _gpu("h100", 84_978_434_048, _HOPPER, 3.35e12, 450e9, 50e9, "H100 SXM",
-                 "NVIDIA H100 80GB HBM3"),
-            _gpu("h200", 151_397_597_184, _HOPPER, 4.8e12, 450e9, 50e9, "H200 SXM", "NVIDIA H200"),
-            _gpu("b200", 191_514_411_008, 2.25e15, 8e12, 900e9, 50e9, "DGX B200", "NVIDIA B200"),
+            _gpu("a100-40", 42_331_013_120, _AMPERE, 1555e9, _NVLINK3, _HDR, "A100 SXM 40 GB",
+                 "NVIDIA A100-SXM4-40GB", "8.0"),
+            _gpu("a100-80", 85_100_068_864, _AMPERE, 2039e9, _NVLINK3, _HDR, "A100 SXM 80 GB",
+                 "NVIDIA A100-SXM4-80GB", "8.0"),
+            _gpu("h100", 84_978_434_048, _HOPPER, 3.35e12, _NVLINK4, _NDR, "H100 SXM",
+                 r"NVIDIA H100( SXM\d?)?( 80GB)?( HBM3)?", "9.0"),
+            _gpu("h100-pcie", 84_942_979_072, 756e12, 2.039e12, _PCIE5, _NDR, "H100 PCIe",
+                 "NVIDIA H100 PCIe", "9.0", "h100"),
+            _gpu("h100-nvl", 94 * _GB, _HOPPER_NVL, 3.9e12, _PCIE5, _NDR, "H100 NVL",
+                 "NVIDIA H100 NVL", "9.0", "h100"),
+            _gpu("h200", 151_397_597_184, _HOPPER, 4.8e12, _NVLINK4, _NDR, "H200 SXM",
+                 r"NVIDIA H200( SXM\d?)?( 141GB)?( HBM3e)?", "9.0"),
+            _gpu("h200-nvl", 141 * _GB, _HOPPER_NVL, 4.8e12, _PCIE5, _NDR, "H200 NVL",
+                 "NVIDIA H200 NVL", "9.0", "h200"),
+            # Boards of four; the name of the first counts the memory of its CPU.
+            _gpu("gh200-96", 96 * _GB, _HOPPER, 4e12, _NVLINK4, _NDR, "GH200 96 GB",
+                 "NVIDIA GH200 (120GB|480GB)", "9.0", "h100", _FOURS),
+            _gpu("gh200-144", 144 * _GB, _HOPPER, 4.9e12, _NVLINK4, _NDR, "GH200 144 GB",
+                 "NVIDIA GH200 144G( HBM3e)?", "9.0", "h200", _FOURS),
+            _gpu("b200", 191_514_411_008, _BLACKWELL, 8e12, _NVLINK5, _NDR, "DGX B200",
+                 r"NVIDIA B200( SXM\d?)?( AC)?", "10.0"),
+            _gpu("gb200", 197_897_748_480, _GRACE_BLACKWELL, 8e12, _NVLINK5, _NDR, "GB200 NVL72",
+                 "NVIDIA GB200", "10.0", "b200", _RACK),
+            _gpu("b300", 297_021_865_984, _BLACKWELL, 8e12, _NVLINK5, _XDR, "DGX B300",
+                 r"NVIDIA B300( SXM\d?)?( AC)?", "10.3", "b200"),
+            _gpu("gb300", 297_021_079_552, _GRACE_BLACKWELL, 8e12, _NVLINK5, _XDR, "GB300 NVL72",
+                 "NVIDIA GB300", "10.3", "b200", _RACK),
             # A ring over one torus axis uses both directions of a link.
             _tpu("v4", 32 * _GB, 275e12, 1228e9, 90e9, _TORUS_V4, "TPU v4"),
             # Without a sparse core.
@@ -310,24 +374,53 @@ HARDWARE: MappingProxyType[str, Hardware] = MappingProxyType(
             _tpu("v5p", 95 * _GB, 459e12, 2765e9, 180e9, _TORUS_3D, "TPU v5", "TPU v5p"),
             _tpu("v6e", 32 * _GB, 918e12, 1640e9, 180e9, _TORUS_2D, "TPU v6 lite", "TPU v6e",
                  aliases=("trillium",)),
+            # Each of the two halves of a chip is a device, and has half of its links.
+            _tpu("tpu7x", 96 * _GB, 1153.5e12, 3690e9, 180e9, _TORUS_3D, "TPU ?v?7x?",
+                 aliases=("ironwood", "v7x"), float8_rate=2.0),
         )
     }
 )  # fmt: skip
 """The chips that are known, by name."""
 
 MACHINES: tuple[Hardware, ...] = tuple(HARDWARE.values())
-"""The same as a tuple."""
-
-Machine = Hardware
-"""What `inspect` calls a row whose rates judge transfers."""
+Machine = Hardware  # What `inspect` calls a row whose rates judge transfers.
 
 
 def machine_of(mesh: jax.sharding.Mesh | None) -> Hardware | None:
     """Looks up the chip whose devices form a mesh; None for one that is not in the table."""
     if mesh is None:
         return None
-    kind = getattr(mesh.devices.flat[0], "device_kind", None)
-    return next((row for row in HARDWARE.values() if kind in row.kinds), None)
+    kind = str(getattr(mesh.devices.flat[0], "device_kind", None))
+    rows = HARDWARE.values()
+    return next((row for row in rows if any(re.fullmatch(x, kind) for x in row.kinds)), None)
+
+
+def relative_of(mesh: jax.sharding.Mesh) -> Hardware | None:
+    """The row whose options serve the devices of a mesh.
+
+    That is their own, or of a GPU that is in no row the newest one that is not newer: what a
+    compiler does with options goes by the compute capability. Its rates are those of another chip.
+    """
+    capability = getattr(mesh.devices.flat[0], "compute_capability", None)
+    own = machine_of(mesh)
+    if own is not None or not re.fullmatch(r"\d+\.\d+", str(capability)):
+        return own
+    older = [row for row in HARDWARE.values() if row.capability]
+    older = [row for row in older if _version(row.capability) <= _version(str(capability))]
+    return max(older, key=lambda row: _version(row.capability), default=None)
+
+
+def unknown_chip(mesh: jax.sharding.Mesh) -> str | None:
+    """What is not known of the devices of a mesh, in a sentence; None for a chip of the table."""
+    device = mesh.devices.flat[0]
+    if machine_of(mesh) is not None or getattr(device, "platform", "cpu") == "cpu":
+        return None
+    row = relative_of(mesh)
+    options = "without options of their own" if row is None else f"with the options of {row.name}"
+    return (
+        f"the table of chips has no row for {device.device_kind!r}: steps are compiled {options}, "
+        "and neither times nor whether memory suffices can be told"
+    )
 
 
 def hardware(name: str) -> Hardware:
@@ -359,7 +452,8 @@ def chip_names() -> dict[str, str]:
 
 def option_names() -> tuple[str, ...]:
     """The names of all compiler options that are set for some chip."""
-    every = (row.options + row.whole_options + row.sum_options for row in HARDWARE.values())
+    fields = ("options", "whole_options", "sum_options", "node_options")
+    every = [getattr(row, field) for row in HARDWARE.values() for field in fields]
     return tuple(sorted({name for options in every for name, _ in options}))
 
 

@@ -77,11 +77,10 @@ class Target:
         sizes = "x".join(map(str, self.shape))
         if self.platform == "cuda":
             nodes, per_node = (1, *self.shape)[-2:]
-            description = resources.files("axon_dist.mesh") / f"{self.chip}.textproto"
             return {
                 "topology_name": self.chip,
                 "platform": self.platform,
-                "target_config": description.read_text(),
+                "target_config": _description(HARDWARE[self.chip]),
                 "topology": f"{nodes}x{per_node}x1",
             }
         more = dict(_wiring(self.chip).topology)
@@ -148,11 +147,11 @@ def target_options(target: Target | str) -> CompilerOptions:
         Option names and values; empty for the CPU.
 
     Example:
-        >>> all("pipeline" in name for name in target_options("h100:8"))
-        True
+        >>> sorted(set(target_options("h100:8x8")) - set(target_options("h100:8")))
+        ['xla_gpu_experimental_parallel_collective_overlap_limit']
     """
-    machine = as_target(target).machine
-    return dict(machine.options) if machine else {}
+    target = as_target(target)
+    return target.machine.options_for(target.num_devices) if target.machine else {}
 
 
 def _chip(called: str, name: str) -> str:
@@ -178,13 +177,35 @@ def compute_capability(chip: str) -> str | None:
         >>> compute_capability("h100"), compute_capability("v5p")
         ('9.0', None)
     """
-    description = resources.files("axon_dist.mesh") / f"{chip}.textproto"
-    if not description.is_file():
-        return None
-    found = re.search(
-        r"cuda_compute_capability \{ major: (\d+) minor: (\d+)", description.read_text()
-    )
-    return None if found is None else ".".join(found.groups())
+    row = HARDWARE.get(chip)
+    return row.capability or None if row else None
+
+
+def _description(row: Hardware) -> str:
+    """What XLA is told of a GPU: its own limits, or those of one that is like it.
+
+    Memory, bandwidth and the name are those of the row in any case, and so is the capability.
+    """
+    file = resources.files("axon_dist.mesh") / f"{row.like or row.name}.textproto"
+    text = file.read_text()
+    if not row.like:
+        return text
+    major, minor = row.capability.split(".")
+    fields = {
+        r'device_description_str: ".*"': f'device_description_str: "{_kind(row)}"',
+        r"major: \d+ minor: \d+ }\n  core": f"major: {major} minor: {minor} }}\n  core",
+        r"device_memory_size: \d+": f"device_memory_size: {row.memory_bytes}",
+        r"memory_bandwidth: \d+": f"memory_bandwidth: {row.memory_bandwidth:.0f}",
+    }
+    for field, stated in fields.items():
+        text, found = re.subn(field, stated, text)
+        assert found == 1, f"{file} states {field!r} {found} times"
+    return text
+
+
+def _kind(row: Hardware) -> str:
+    """A name that devices of a chip have: the shortest that its expression takes."""
+    return re.sub(r"\((\w+)\|.*?\)|\(.*?\)\?", r"\1", row.kinds[0])
 
 
 _VARIABLES = {

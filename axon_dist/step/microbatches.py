@@ -91,6 +91,10 @@ def accumulate(
 
     def body(carry: tuple[Sums, PyTree], given: tuple) -> tuple[tuple[Sums, PyTree], None]:
         (sums, buffers), (microbatch, number) = carry, given
+        # XLA:GPU moves a gather a turn ahead with all that leads up to it, such as of the rows of a
+        # table's gradient with both passes, and computes that twice: unless it comes of what the
+        # loop carries. So a microbatch begins where the sums of those before are there.
+        microbatch, sums = jax.lax.optimization_barrier((microbatch, sums))
         with jax.named_scope("microbatch"):
             new, buffers = gradient(params, draws.before(buffers, first, number), microbatch)
         total = sums + new

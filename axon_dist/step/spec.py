@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Set
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World
-from ..mesh.chips import machine_of, option_names
+from ..mesh.abstract import is_on_paper
+from ..mesh.chips import option_names, relative_of
 from ..nn import Layout
 from ..parallel import Reduction, Strategy, keep_samples_apart
 from ..sharding import shardings
@@ -77,6 +79,7 @@ def compiler_options(
     deterministic: bool = False,
     whole: bool = False,
     only_sums: bool = False,
+    few: bool = True,
 ) -> dict[str, OptionValue]:
     """Puts together what every program of a step is compiled with.
 
@@ -90,6 +93,7 @@ def compiler_options(
         deterministic: whether every run has to give the same bits.
         whole: whether no loop of the step gathers weights.
         only_sums: whether nothing travels in the step but sums of gradients.
+        few: whether nothing travels but weights and gradients.
 
     Returns:
         Names and values for `jax.jit(..., compiler_options=...)`.
@@ -104,17 +108,15 @@ def compiler_options(
         {}
     """
     _check_values(given)
-    given, chip = dict(given or {}), machine_of(world.mesh)
+    given, chip = dict(given or {}), relative_of(world.mesh)
     fixed = deterministic_options(world) if deterministic else {}
     _check_conflicts(given, fixed)
-    own = {}
-    if chip is not None:
-        own = dict(chip.options + chip.whole_options * whole + chip.sum_options * only_sums)
+    if is_on_paper(world):
+        return {name: value for name, value in given.items() if value is not None}
+    own = {} if chip is None else chip.options_for(world.size, whole, only_sums, few)
     every = {**own, **fixed, **given}
     chosen = {name: value for name, value in every.items() if value is not None}
-    if chosen:
-        _check_compiler(world, chosen)
-    return chosen
+    return _accepted(world, chosen, own.keys() - fixed.keys() - given.keys())
 
 
 def _check_values(given: Mapping[str, OptionValue | None] | None) -> None:
@@ -146,19 +148,42 @@ def _check_conflicts(given: Mapping[str, OptionValue | None], fixed: Mapping[str
             )
 
 
-def _check_compiler(world: World, chosen: Mapping[str, OptionValue]) -> None:
-    """Compiles next to nothing: an unknown name would otherwise come up in the first step."""
+def _accepted(
+    world: World, chosen: Mapping[str, OptionValue], of_chip: Set[str]
+) -> dict[str, OptionValue]:
+    """The options without those of the chip that this compiler does not know.
+
+    Compiles next to nothing: an unknown name would otherwise come up in the first step.
+    """
+    kept, refused = dict(chosen), []
     whole = NamedSharding(world.mesh, PartitionSpec())
-    nothing = jax.jit(_nothing, out_shardings=whole, compiler_options=dict(chosen))
-    try:
-        nothing.lower().compile()
-    except (RuntimeError, ValueError, TypeError) as error:
-        listed = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
-        raise ConfigError(
-            f"the compiler of these {world.backend} devices refuses its options ({error}); it was "
-            f"given {listed}. Correct the one it names in compiler_options, or take it away there "
-            "with the value None"
-        ) from error
+    while kept:
+        nothing = jax.jit(_nothing, out_shardings=whole, compiler_options=kept)
+        try:
+            nothing.lower().compile()
+            break
+        except (RuntimeError, ValueError, TypeError) as error:
+            unknown = [name for name in kept if f"option: '{name}'" in str(error)]
+            if not unknown or unknown[0] not in of_chip:
+                raise _refusal(world, kept, error) from error
+            refused += unknown
+            kept = {name: value for name, value in kept.items() if name not in unknown}
+    if refused:
+        warnings.warn(
+            f"the compiler of these {world.backend} devices does not know {', '.join(refused)}, "
+            "which the table of chips has for them; steps are compiled without, and may be slower",
+            stacklevel=2,
+        )
+    return kept
+
+
+def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) -> ConfigError:
+    listed = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
+    return ConfigError(
+        f"the compiler of these {world.backend} devices refuses its options ({error}); it was "
+        f"given {listed}. Correct the one it names in compiler_options, or take it away there "
+        "with the value None"
+    )
 
 
 def _nothing() -> jax.Array:
@@ -227,17 +252,6 @@ class StepSpec:
         return self.options.accumulate if pipeline is None else pipeline.num_microbatches
 
     @property
-    def unroll(self) -> int | None:
-        """Up to how many blocks are written out; None where that depends on what they keep.
-
-        One within a loop of microbatches: XLA for GPUs moves what it gathers for a table's
-        gradient into the microbatch before, with all that leads up to it, unless that is a loop
-        that gathers.
-        """
-        given = self.options.unroll
-        return given or (1 if self.num_microbatches > 1 else None)
-
-    @property
     def num_ranks(self) -> int:
         """How many ranks split the samples of a microbatch."""
         return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
@@ -251,11 +265,9 @@ class StepSpec:
     def compiler_options(self) -> dict[str, OptionValue]:
         """What the programs of the step are compiled with."""
         given, deterministic = self.options.compiler_options, self.options.deterministic
-        # Blocks that are to be written out in a loop of microbatches gather in that one alone.
-        no_loops = self.num_microbatches > 1 and (self.unroll or 1) > 1
-        whole = self.strategy.keeps_weights_whole or no_loops
-        sums = self.strategy.sends_only_sums
-        return compiler_options(self.world, given, deterministic, whole, sums)
+        whole, sums = self.strategy.keeps_weights_whole, self.strategy.sends_only_sums
+        few = not self.strategy.layers and self.strategy.pipeline is None
+        return compiler_options(self.world, given, deterministic, whole, sums, few)
 
     @property
     def is_local(self) -> bool:
@@ -362,7 +374,7 @@ class StepSpec:
         # What stages recompute is no concern of an evaluation, the only such place of a pipeline.
         by_stages = self.strategy.pipeline is not None
         strategy = dataclasses.replace(self.strategy, remat=None) if by_stages else self.strategy
-        return view_of(strategy, self.parts, self.unroll)
+        return view_of(strategy, self.parts, self.options.unroll)
 
     @property
     def layout(self) -> Layout:

@@ -28,7 +28,7 @@ def test_says_what_is_here(capsys):
 def test_says_whether_the_chip_is_known(capsys, chip, monkeypatch):
     assert machine.devices()["chip"] == "emulated: steps are compiled with 1 options of its own"
     monkeypatch.setattr("axon_dist.mesh.chips.HARDWARE", {})
-    assert machine.devices()["chip"].startswith("not in the table of chips: steps are compiled")
+    assert machine.devices()["chip"].startswith("emulated: steps are compiled")
 
 
 def test_a_backend_that_does_not_start_is_told_and_exit_code_1():

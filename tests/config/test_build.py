@@ -147,3 +147,27 @@ def test_what_is_trained_is_a_key(tiny):
     other = RunConfig.from_dict(tiny | {"trainable": ["attention", "tail"]})
     with pytest.raises(ConfigError, match="trainable='tail' finds nothing in the model"):
         build_step(other, build_world(other))
+
+
+def test_options_of_the_compiler_reach_the_step_and_a_wrong_one_is_named(tiny, chip):
+    """Over those of the chip, which null takes away; and `build_step` has the last word."""
+    passes, _ = chip.options[0]
+    for given in ({"xla_cpu_enable_fast_math": False}, {passes: None}):
+        config = RunConfig.from_dict(tiny | {"compiler_options": given})
+        assert RunConfig.from_dict(config.to_dict()) == config
+        world = build_world(config)
+        found = build_step(config, world).compiler_options
+        expected = {passes: "algsimp", **given}
+        assert found == {name: x for name, x in expected.items() if x is not None}
+    last = build_step(config, world, compiler_options={passes: "dce"})
+    assert last.compiler_options == {passes: "dce"}
+    for given, message in (
+        ({"xla_bogus": 1}, r"emulated devices refuses its options.*'xla_bogus'"),
+        ({passes: [1]}, r"compiler_options has 'xla_disable_hlo_passes': \[1\]; names must be"),
+    ):
+        config = RunConfig.from_dict(tiny | {"compiler_options": given})
+        with pytest.raises(ConfigError, match=message) as error:
+            build_step(config, world)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"^compiler_options: got 3, which must be a section"):
+        RunConfig.from_dict(tiny | {"compiler_options": 3})

@@ -3,7 +3,9 @@ import dataclasses
 import math
 import pathlib
 import re
+import types
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,18 @@ from hypothesis import strategies as st
 import axon_dist
 from axon_dist import inspect, planner
 from axon_dist.core.errors import ConfigError
-from axon_dist.mesh.chips import HARDWARE, hardware, parse_cluster
+from axon_dist.mesh.chips import (
+    HARDWARE,
+    IN_PARALLEL,
+    SCHEDULED,
+    UNCOPIED,
+    hardware,
+    machine_of,
+    option_names,
+    parse_cluster,
+    relative_of,
+    unknown_chip,
+)
 from axon_dist.mesh.targets import parse_target
 from axon_dist.planner import parse_bytes, parse_count
 
@@ -44,19 +57,88 @@ SHAPES = [(name, row, shape) for name, row in HARDWARE.items() for shape in row.
 @pytest.mark.parametrize("name", [name for name, row in HARDWARE.items() if row.node_size])
 def test_descriptions_for_the_compiler_are_those_of_the_rows(name):
     """A field that XLA reads beside the table: the memory it may fill, and who it is."""
-    row, text = HARDWARE[name], parse_target(f"{name}:8").topology["target_config"]
+    row = HARDWARE[name]
+    text = parse_target(f"{name}:{row.wiring.examples[0]}").topology["target_config"]
     field = lambda key: re.search(rf"\b{key}: (\S+)", text).group(1)
     assert int(field("device_memory_size")) == row.memory_bytes
     assert int(field("memory_bandwidth")) == pytest.approx(row.memory_bandwidth, rel=0.05)
-    assert re.search(r'device_description_str: "(.*)"', text).group(1) in row.kinds
+    found = re.search(r"capability { major: (\d+) minor: (\d+) }", text)
+    assert ".".join(found.groups()) == row.capability
+    kind = re.search(r'device_description_str: "(.*)"', text).group(1)
+    assert machine_of(mesh_of(kind)) is row
+
+
+def mesh_of(kind, capability=None, platform="gpu"):
+    device = types.SimpleNamespace(
+        device_kind=kind, compute_capability=capability, platform=platform
+    )
+    return types.SimpleNamespace(devices=np.array([device]))
 
 
 def test_every_chip_has_its_own_names():
     called = [word for row in HARDWARE.values() for word in (row.name, *row.aliases)]
-    kinds = [kind for row in HARDWARE.values() for kind in row.kinds]
     assert len(set(called)) == len(called)
-    assert len(set(kinds)) == len(kinds) >= len(HARDWARE)
     assert hardware("trillium") is hardware("v6e")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 SXM5 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"), ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GH200 480GB", "gh200-96"), ("NVIDIA GH200 144G HBM3e", "gh200-144"),
+        ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU7x", "tpu7x"),
+        ("TPU v4", "v4"), ("TPU v4 lite", None), ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA H20", None), ("NVIDIA GeForce RTX 5090", None), ("cpu", None), (None, None),
+    ],
+)  # fmt: skip
+def test_chips_are_known_by_what_they_are(kind, name):
+    row = machine_of(mesh_of(kind))
+    assert (row and row.name) == name
+    named = [row for row in HARDWARE.values() if any(re.fullmatch(x, str(kind)) for x in row.kinds)]
+    assert len(named) == (name is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "options"),
+    [
+        ("NVIDIA GeForce RTX 5090", "12.0", "with the options of b300"),
+        ("NVIDIA GeForce RTX 4090", "8.9", "with the options of a100-40"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "9.0", "with the options of h100"),
+        ("Tesla V100-SXM2-16GB", "7.0", "without options of their own"),
+        ("AMD Instinct MI300X", "gfx942", "without options of their own"),
+        ("TPU v3", None, "without options of their own"),
+    ],
+)
+def test_of_a_chip_without_a_row_a_sentence_says_what_is_not_known(kind, capability, options):
+    mesh = mesh_of(kind, capability)
+    assert unknown_chip(mesh) == (
+        f"the table of chips has no row for {kind!r}: steps are compiled {options}, and neither "
+        "times nor whether memory suffices can be told"
+    )
+    row = relative_of(mesh)
+    assert ("without" in options) == (row is None)
+
+
+def test_a_chip_of_a_row_and_emulated_devices_leave_nothing_to_say():
+    assert unknown_chip(mesh_of("NVIDIA H200")) is None
+    assert unknown_chip(mesh_of("cpu", platform="cpu")) is None
+
+
+def test_options_go_by_what_travels_how_far():
+    """Two iterations at a time where loops gather; several gathers at once between nodes."""
+    h100, ampere = hardware("h100"), hardware("a100-80")
+    (twice,), (many,) = UNCOPIED, IN_PARALLEL
+    assert h100.options_for(8)[twice] is True
+    assert h100.options_for(8, whole=True)[twice] is False
+    assert many not in h100.options_for(8)
+    assert h100.options_for(16)[many] == 4
+    assert many not in h100.options_for(16, few=False)
+    assert not {twice, many} & set(ampere.options_for(64))
+    assert set(SCHEDULED) <= set(ampere.options_for(8))
+    assert set(option_names()) >= {twice, many, *SCHEDULED}
 
 
 def test_every_row_has_a_source():

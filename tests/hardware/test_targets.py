@@ -102,7 +102,7 @@ def test_a_mesh_that_does_not_fit_the_target_is_refused_before_it_is_built():
 
 def test_options_are_per_chip_and_not_shared():
     target_options("h100:8").clear()
-    assert len(target_options("h100:8")) == 3
+    assert len(target_options("h100:8")) == 4
     assert target_options("cpu:8") == {}
     sparse = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
     assert sparse in target_options("v5p:2x2x2")

@@ -68,7 +68,7 @@ def test_a_chip_brings_its_own_and_the_user_comes_last(world, chip):
 def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch):
     """Above those of the chip, below those of the user."""
     row = dataclasses.replace(chip, sum_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.spec.machine_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     make = lambda **options: build(world, strategy, **options).compiler_options
     assert make() == {NAME: "dce" if alone else "algsimp"}
@@ -89,12 +89,26 @@ def test_sums_alone_have_options_of_their_own(chip, strategy, alone, monkeypatch
 def test_weights_that_are_whole_have_options_of_their_own(chip, strategy, whole, monkeypatch):
     """Above those of the chip, below those of sums alone."""
     row = dataclasses.replace(chip, whole_options=((NAME, "dce"),))
-    monkeypatch.setattr("axon_dist.step.spec.machine_of", lambda mesh: row)
+    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
     world = World.emulate(8, "dp=4,tp=2" if "tensor" in strategy.name else "dp=8")
     assert build(world, strategy).compiler_options == {NAME: "dce" if whole else "algsimp"}
     row = dataclasses.replace(row, sum_options=((NAME, "cse"),))
     last = build(world, strategy).compiler_options
     assert last == {NAME: "cse" if strategy.sends_only_sums else "dce" if whole else "algsimp"}
+
+
+def test_what_the_compiler_does_not_know_of_a_chip_is_left_out_with_a_word(
+    world, chip, monkeypatch
+):
+    """An option that the user asks for is refused, also where the chip has it."""
+    bogus = (("xla_bogus", True), ("xla_gone", 4))
+    row = dataclasses.replace(chip, options=chip.options + bogus)
+    monkeypatch.setattr("axon_dist.step.spec.relative_of", lambda mesh: row)
+    word = "emulated devices does not know xla_bogus, xla_gone, which the table of chips has"
+    with pytest.warns(UserWarning, match=word):
+        assert compiler_options(world) == {NAME: "algsimp"}
+    with pytest.raises(ConfigError, match=r"refuses its options.*'xla_gone'"):
+        compiler_options(world, {"xla_gone": 5})
 
 
 def test_every_program_of_the_step_is_compiled_with_them(world, chip):

@@ -21,7 +21,7 @@ from axon_dist import (
 )
 from axon_dist.core.errors import ConfigError
 from axon_dist.inspect import collectives, flops, target_devices
-from axon_dist.mesh.chips import GATHERS_STAY
+from axon_dist.mesh.chips import COPIED
 from axon_dist.mesh.targets import missing_compiler, target_options
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss, num_params
 
@@ -48,7 +48,7 @@ def build(num_layers=1, scan=False, accumulate=1, per="microbatch", **options):
 def ledger_of(num_layers, scan=False, accumulate=1, per="microbatch", bare=False):
     without = dict.fromkeys(target_options("h100:8")) if bare else None
     step = build(num_layers, scan, accumulate, per, compiler_options=without)
-    own = target_options("h100:8") | (dict(GATHERS_STAY) if per == "step" else {})
+    own = target_options("h100:8") | (dict(COPIED) if per == "step" else {})
     assert step.compiler_options == ({} if bare else own)
     tokens = jax.ShapeDtypeStruct((8 * accumulate, LENGTH + 1), jnp.int32)
     return collectives(step.lower({"tokens": tokens}).compile(), step.world.mesh)
@@ -85,10 +85,11 @@ def test_microbatches_are_computed_once(strategy, options):
 
 
 def test_the_step_itself_hides_its_collectives():
-    """1.3 B parameters: nothing is left open, and 115 MB without the options of the chip."""
+    """1.3 B parameters: below a hundredth of the step is waited, and 8 without the chip's options."""
     tuned, bare = ledger_of(24), ledger_of(24, bare=True)
-    assert tuned.exposed_bytes() < 1e-6 * tuned.total_wire_bytes()
-    assert bare.exposed_bytes() > 1e-2 * bare.total_wire_bytes()
+    assert tuned.waited_share() < 0.01
+    assert bare.waited_share() > 0.05
+    assert tuned.step_seconds < 0.93 * bare.step_seconds
     assert tuned.total_wire_bytes() == pytest.approx(bare.total_wire_bytes(), rel=1e-3)
 
 
@@ -112,7 +113,8 @@ def test_accumulation_sends_what_it_says_with_collectives_that_cross_iterations(
     gathers = ledger.total_wire_bytes("all-gather", "fsdp")
     assert 0.99 * times * once <= gathers <= 2.01 * times * once
     assert ledger.total_wire_bytes("all-reduce") < 1e6
-    assert ledger.exposed_bytes() < 1e-4 * ledger.total_wire_bytes()
+    # Reduced once, gradients of a third of the model have nothing beside them.
+    assert ledger.waited_share() < (0.01 if per == "microbatch" else 0.02)
     plain = ledger_of(8, scan, accumulate=4, per=per, bare=True)
     assert plain.total_wire_bytes() == pytest.approx(ledger.total_wire_bytes(), rel=1e-3)
 
