@@ -19,10 +19,10 @@ from axon_dist.core.typing import OptionValue
 from axon_dist.inspect import memory
 from axon_dist.nn import ActivationCheckpointing
 
-from ..config.build import abstract_batch, build_step, build_world
 from ..config.load import CONFIG
 from ..config.schema import RunConfig
 from ..core.typing import PyTree
+from .build import abstract_batch, build_step, build_world
 
 Options = Mapping[str, OptionValue | None]
 
