@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from axon_dist.app.build import build_loader, build_step, build_world
 from axon_dist.config import RunConfig, load_config
-from axon_dist.config.build import build_loader, build_step, build_world
 
 QUICKSTART = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ONE_DEVICE = ("devices.emulate=1", "mesh.dp=1")

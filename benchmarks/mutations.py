@@ -106,7 +106,7 @@ MUTATIONS = (
     ),
     # Collectives: the scale of a mean, slices, buckets.
     row(
-        "collectives/reduce.py", "group), group) / group.size", "group), group)",
+        "collectives/reduce.py", "group), group.axes) / group.size", "group), group.axes)",
         "collectives/test_reduce.py::test_mean_of_vectors",
     ),
     row(
@@ -118,7 +118,7 @@ MUTATIONS = (
         "collectives/test_plan.py",
     ),
     row(
-        "collectives/point.py", "if wrap or 0 <= dst < size", "if wrap or 0 <= dst <= size",
+        "collectives/move.py", "if wrap or 0 <= dst < size", "if wrap or 0 <= dst <= size",
         "collectives/test_point.py::test_shift",
     ),
     row(
@@ -139,7 +139,7 @@ MUTATIONS = (
         "sharding/test_policy.py",
     ),
     row(
-        "sharding/geometry.py", "-(-self.numel // self.num_shards)",
+        "sharding/apply.py", "-(-self.numel // self.num_shards)",
         "self.numel // self.num_shards + 1",
         "sharding/test_geometry.py",
     ),
@@ -204,7 +204,7 @@ MUTATIONS = (
         "schedule/test_slots.py::test_no_value_is_overwritten",
     ),
     row(
-        "schedule/one_f_one_b.py", "min(num_stages - 1 - stage, num", "min(num_stages - stage, num",
+        "schedule/one_f_one_b.py", "ahead=num_stages - s)", "ahead=num_stages - s + 1)",
         "schedule/test_builders.py::test_the_order_of_1f1b",
     ),
     # Random draws and the order of the data.

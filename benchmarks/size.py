@@ -37,7 +37,7 @@ from axon_dist.inspect import report, target_devices
 from axon_dist.jaxpr.walk import equations
 from axon_dist.mesh.targets import parse_target, prepare_environment
 from axon_dist.models import num_params
-from axon_dist.planner.cost import EFFICIENCY
+from axon_dist.planner.reading import EFFICIENCY
 
 from .size_rows import PARTS, ROWS, Row, model_flops
 

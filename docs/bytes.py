@@ -2,8 +2,9 @@
 
 import sys
 
+from axon_dist.app.build import build_run
 from axon_dist.app.examine import read_program
-from axon_dist.config import RunConfig, build_run
+from axon_dist.config import RunConfig
 from axon_dist.core.words import byte_size
 
 MESHES = {"tensor": "dp=4,tp=2", "context": "dp=4,cp=2", "pipeline": "pp=4,dp=2"}

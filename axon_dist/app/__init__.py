@@ -1,8 +1,16 @@
 """What a verb of the command does: run, resume, report, verify, examine, load, evaluate, export.
 
-Imports every room below `cli`. Start reading in `run.py`.
+Imports every room below `cli`. Start reading in `build.py`, then `run.py`.
 """
 
+from .build import Run as Run
+from .build import abstract_batch as abstract_batch
+from .build import build_loader as build_loader
+from .build import build_run as build_run
+from .build import build_step as build_step
+from .build import build_world as build_world
+from .build import model_of as model_of
+from .build import step_for as step_for
 from .check_data import DataCheck as DataCheck
 from .check_data import check_data as check_data
 from .directory import AUTO as AUTO

@@ -33,9 +33,9 @@ from axon_dist.models import generate, next_token_loss, next_token_scores
 from axon_dist.ops.precision import autocast
 from axon_dist.step import TrainState, TrainStep
 
-from ..config.build import build_loader, build_step
 from ..config.data import SyntheticImageData, TextData
 from ..config.schema import RunConfig
+from .build import build_loader, build_step
 from .load import find_checkpoint, load_arrays, load_state, run_config, world_of
 
 SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})

@@ -19,9 +19,9 @@ from axon_dist.mesh import MeshSpec, World
 from axon_dist.mesh.targets import Target, parse_target, prepare_environment
 from axon_dist.sharding import Explanation
 
-from ..config.build import Run, abstract_batch, build_step, build_world
 from ..config.load import CONFIG
 from ..config.schema import RunConfig
+from .build import Run, abstract_batch, build_step, build_world
 from .report import attention_line, parameters_of
 
 

@@ -33,7 +33,8 @@ from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take
 from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
-from ..config import RunConfig, build_world, load_untrusted, model_of
+from ..config import RunConfig, load_untrusted
+from .build import build_world, model_of
 from .directory import RunDirectory
 
 BEST = "best"

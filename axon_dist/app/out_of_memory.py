@@ -14,7 +14,7 @@ from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size
 from axon_dist.mesh.chips import hardware, machine_of
 
-from ..config.build import Run
+from .build import Run
 from .planned import plan_config
 
 PROFILE = "memory.prof"

@@ -32,9 +32,9 @@ from axon_dist.planner import (
 )
 from axon_dist.step import TrainStep
 
-from ..config.build import abstract_batch, build_step, model_of
 from ..config.load import CONFIG
 from ..config.schema import RunConfig
+from .build import abstract_batch, build_step, model_of
 from .examine import examine
 
 MOST = 10

@@ -19,8 +19,8 @@ from axon_dist.parallel import ContextMode
 from axon_dist.step import TrainStep
 from axon_dist.step.parts import ModelParts
 
-from ..config.build import Run
 from ..config.schema import RunConfig
+from .build import Run
 
 
 def opening_lines(run: Run) -> list[str]:

@@ -23,8 +23,8 @@ from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
 
-from ..config.build import Run
 from ..config.schema import RunConfig
+from .build import Run
 from .directory import AUTO, RunDirectory
 
 

@@ -26,9 +26,13 @@ from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
     MetricWriter,
+    MlflowWriter,
     Progress,
+    TensorBoardWriter,
+    TrackioWriter,
     Trainer,
     TrainResult,
+    WandbWriter,
     bytes_per_device,
     has_module,
     make_progress,
@@ -36,8 +40,12 @@ from axon_dist.loop import (
 )
 from axon_dist.mesh import World, build_mesh
 from axon_dist.step import PortableForm, TrainState
+from axon_dist.weights import load_weights
+from axon_dist.weights.load import check_weights
 
-from ..config import CONFIG, Run, RunConfig, abstract_batch, build_run, step_for
+from ..config import CONFIG, RunConfig
+from ..config.sections import Logger, Mlflow, TensorBoard, Trackio, Wandb, Weights
+from .build import Run, abstract_batch, build_run, step_for
 from .directory import RunDirectory, check_directory, create_directory, take_folders
 from .examine import read_program
 from .out_of_memory import explained
@@ -159,14 +167,31 @@ def _with_first_weights(
     if state is not None or weights is None:
         return state
     tell(f"weights: from {', '.join(weights.files)}")
-    return weights.load(run.step)
+    return load_weights(run.step, **_options(weights))
 
 
 def _with_weights(run: Run, resume: str | None) -> Run:
     """A run, if the files of its first weights fit it; one that goes on may no longer have them."""
     if resume is None and run.config.weights is not None:
-        run.config.weights.check(run.step)
+        check_weights(run.step, **_options(run.config.weights))
     return run
+
+
+_ADAPTER = r"(?:.*/)?lora/lora_[ab]"
+"""The paths of what `lora` adds to a model, which files of weights need not have."""
+
+
+def _options(weights: Weights) -> dict[str, Any]:
+    """What a config says to `load_weights`."""
+    files = weights.files[0] if len(weights.files) == 1 else list(weights.files)
+    keep = (*weights.keep, _ADAPTER)
+    return {
+        "files": files,
+        "rules": weights.format,
+        "cast": weights.cast,
+        "keep": keep,
+        "differ": weights.differ,
+    }
 
 
 def _go_on(
@@ -246,10 +271,26 @@ def _open_writers(
     writers: list[MetricWriter] = [JsonlWriter(directory.metrics)]
     stack.callback(writers[0].close)
     for logger in config.loggers:
-        writer = logger.open(directory.path, config.name, config.to_dict())
+        writer = _writer(logger, directory.path, config)
         stack.callback(writer.close)
         writers.append(writer)
     return writers
+
+
+def _writer(logger: Logger, folder: Path, config: RunConfig) -> MetricWriter:
+    """Opens what writes to the place that a config names."""
+    name, plain = config.name, config.to_dict()
+    match logger:
+        case TensorBoard():
+            return TensorBoardWriter(folder / "tensorboard")
+        case Wandb(project=project, mode=mode):
+            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+        case Trackio(project=project):
+            return TrackioWriter(project=project, name=name, config=plain)
+        case Mlflow(experiment=experiment, uri=uri):
+            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+    raise TypeError(f"no writer for the logger {logger}; add one here")
 
 
 def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
@@ -393,7 +434,7 @@ def dry_run(config: RunConfig) -> DryRun:
     check_directory(config)
     run = build_run(config)
     if config.weights is not None:
-        config.weights.check(run.step)
+        check_weights(run.step, **_options(config.weights))
     train = config.train
     return DryRun(
         config=config.to_dict(),

@@ -1,25 +1,25 @@
 """Checkpoints: complete or not there, checked byte by byte, restored onto any mesh.
 
-Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.py` and `load.py`;
-`manager.py` keeps the checkpoints of a run, `store.py` is the only file that knows Orbax.
+Imports `core`, `mesh` and `sharding`. Start reading in `layout.py`, then `save.py`;
+`manager.py` keeps the checkpoints of a run, `stores.py` is the only file that knows Orbax.
 """
 
 from ..core.errors import DamagedCheckpointError as DamagedCheckpointError
 from .host_copies import HostCopies as HostCopies
 from .host_copies import HostCopy as HostCopy
 from .layout import LeafSpec as LeafSpec
+from .layout import Manifest as Manifest
+from .layout import StateDictType as StateDictType
 from .layout import is_main as is_main
 from .layout import on_main as on_main
 from .layout import step_name as step_name
 from .layout import step_of as step_of
 from .layout import target_of as target_of
-from .load import load_checkpoint as load_checkpoint
 from .manager import CheckpointManager as CheckpointManager
 from .manager import Entry as Entry
 from .manager import Restored as Restored
 from .manager import Retention as Retention
-from .manifest import Manifest as Manifest
-from .manifest import StateDictType as StateDictType
+from .save import load_checkpoint as load_checkpoint
 from .save import save_checkpoint as save_checkpoint
 from .seal import is_checkpoint as is_checkpoint
 from .seal import read_manifest as read_manifest

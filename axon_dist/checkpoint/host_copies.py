@@ -38,11 +38,11 @@ from .layout import (
     from_stored,
     named_leaves,
     shortened,
+    spec_of,
     step_name,
     stored_target,
     to_stored,
 )
-from .manifest import spec_of
 from .tensorfile import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]

@@ -15,10 +15,17 @@ from ..core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ..core.files import as_path, kind_at
 from ..core.told import NUMBER, WHOLE, ArgumentKind
 from ..core.typing import PyTree
-from .layout import UNFINISHED, from_main, is_main, on_main, step_name, step_of
-from .load import load_checkpoint
-from .manifest import Manifest, StateDictType
-from .save import PendingSave
+from .layout import (
+    UNFINISHED,
+    Manifest,
+    StateDictType,
+    from_main,
+    is_main,
+    on_main,
+    step_name,
+    step_of,
+)
+from .save import PendingSave, load_checkpoint
 from .seal import foreign_in, read_manifest, remove
 
 

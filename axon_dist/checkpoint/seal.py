@@ -25,8 +25,16 @@ from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.files import kind_at, read_bytes
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
-from .layout import ARRAYS, MANIFEST, MARKER, UNFINISHED, replaced_of, staging_of
-from .manifest import FileRecord, Manifest
+from .layout import (
+    ARRAYS,
+    MANIFEST,
+    MARKER,
+    UNFINISHED,
+    FileRecord,
+    Manifest,
+    replaced_of,
+    staging_of,
+)
 
 _BLOCK = 1 << 20
 _GOLDEN = 0x9E3779B1

@@ -17,8 +17,7 @@ from jax.experimental import multihost_utils
 
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
-from .layout import ARRAYS, as_array, is_main, named_leaves, on_main, to_stored
-from .manifest import StateDictType
+from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
 from .tensorfile import open_tensors, plan_order, write_tensors
 
 Leaves = Mapping[LeafPath, Array]

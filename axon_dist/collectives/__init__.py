@@ -2,7 +2,7 @@
 
 Every collective means the same in both places where it can be called: inside `shard_map` it acts
 on this rank's value, outside on rank-stacked arrays, row r being the value of rank r. Imports
-`mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets start in `plan.py`.
+`mesh` and `core`. Start reading in `reduce.py`, then `place.py`; buckets are in `buckets.py`.
 """
 
 from .buckets import DEFAULT_CAPACITY as DEFAULT_CAPACITY
@@ -14,6 +14,7 @@ from .compressed import Compression as Compression
 from .compressed import Quantized as Quantized
 from .compressed import TopK as TopK
 from .compressed import compression_of as compression_of
+from .move import Mailbox as Mailbox
 from .move import all_gather as all_gather
 from .move import all_to_all as all_to_all
 from .move import broadcast as broadcast
@@ -21,15 +22,14 @@ from .move import broadcast_from as broadcast_from
 from .move import gather_tensor as gather_tensor
 from .move import reduce_scatter_mean as reduce_scatter_mean
 from .move import reduce_scatter_sum as reduce_scatter_sum
+from .move import ring_all_reduce as ring_all_reduce
 from .move import scatter_tensor as scatter_tensor
-from .point import Mailbox as Mailbox
-from .point import ring_all_reduce as ring_all_reduce
-from .point import send_recv as send_recv
-from .point import shift as shift
-from .rank import barrier as barrier
-from .rank import is_main_process as is_main_process
-from .rank import rank as rank
-from .rank import world_size as world_size
+from .move import send_recv as send_recv
+from .move import shift as shift
+from .place import barrier as barrier
+from .place import is_main_process as is_main_process
+from .place import rank as rank
+from .place import world_size as world_size
 from .reduce import ReduceOp as ReduceOp
 from .reduce import all_reduce as all_reduce
 from .reduce import all_reduce_max as all_reduce_max

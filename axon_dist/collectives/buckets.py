@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError, NamedChoice, did_you_mean
+from ..core.errors import ConfigError, NamedChoice
 from ..core.typing import Array, PyTree, Shape
 
 DEFAULT_CAPACITY = 25_000_000
@@ -223,10 +223,6 @@ class GradSyncStrategy(NamedChoice):
     backward pass still computes."""
     NO_SYNC = "no_sync"
     """Not at all: every rank keeps its own gradients, to be accumulated and reduced later."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> GradSyncStrategy:
-        raise ConfigError(f"unknown strategy {value!r}.{did_you_mean(str(value), list(cls))}")
 
 
 def reduce_buckets(

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.errors import ConfigError, DTypeError, GroupError, NamedChoice, did_you_mean
+from ..core.errors import DTypeError, GroupError, NamedChoice, unknown
+from ..core.reduction import all_max, all_min, all_sum
 from ..core.typing import Array, PyTree
 from ..mesh import ProcessGroup
-from .place import all_max, all_min, all_sum, each_leaf, keep_outside, members_or, position
+from .place import each_leaf, keep_outside, members_or, position
 
 
 def minimum(x: Array, group: ProcessGroup) -> Array:
@@ -39,7 +40,7 @@ def _extremum(x: Array, group: ProcessGroup, kind: str) -> Array:
 
 def _plain(x: Array, group: ProcessGroup, kind: str) -> Array:
     reduce = all_max if kind == "max" else all_min
-    return reduce(members_or(x, _ignored(x.dtype, kind), group), group)
+    return reduce(members_or(x, _ignored(x.dtype, kind), group), group.axes)
 
 
 def _ignored(dtype: Any, kind: str) -> Any:
@@ -54,7 +55,7 @@ def _ignored(dtype: Any, kind: str) -> Any:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _floating(x: Array, group: ProcessGroup, kind: str) -> Array:
     """`pmax` or `pmin`, and NaN wherever a rank has one, which XLA:CPU would drop."""
-    spoilt = all_max(members_or(jnp.isnan(x), False, group).astype(jnp.int8), group)
+    spoilt = all_max(members_or(jnp.isnan(x), False, group).astype(jnp.int8), group.axes)
     return jnp.where(spoilt > 0, jnp.asarray(jnp.nan, x.dtype), _plain(x, group, kind))
 
 
@@ -69,8 +70,8 @@ def _floating_jvp(
     (x,), (tangent,) = primals, tangents
     result = _floating(x, group, kind)
     attained = members_or(x == result, False, group).astype(x.dtype)
-    share = attained / all_sum(attained, group)
-    return result, all_sum(tangent * share, group)
+    share = attained / all_sum(attained, group.axes)
+    return result, all_sum(tangent * share, group.axes)
 
 
 class ReduceOp(NamedChoice):
@@ -88,7 +89,7 @@ class ReduceOp(NamedChoice):
         name = {"mean": "average", "avg": "average", "prod": "product"}.get(name, name)
         if name in cls._value2member_map_:
             return cls(name)
-        raise ConfigError(f"unknown reduction {value!r}.{did_you_mean(str(value), list(cls))}")
+        raise unknown(cls, value)
 
 
 def all_reduce(x: PyTree, group: ProcessGroup, op: ReduceOp | str = ReduceOp.SUM) -> PyTree:
@@ -195,13 +196,13 @@ def reduce_slices(slices: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM) -> n
 def sum_leaf(x: Array, group: ProcessGroup) -> Array:
     """The sum over the group of one array; booleans are counted."""
     x = counted(x)
-    return keep_outside(all_sum(members_or(x, 0, group), group), x, group)
+    return keep_outside(all_sum(members_or(x, 0, group), group.axes), x, group)
 
 
 def mean_leaf(x: Array, group: ProcessGroup) -> Array:
     """The mean over the group of one array."""
     check_mean(x)
-    mean = all_sum(members_or(x, 0, group), group) / group.size
+    mean = all_sum(members_or(x, 0, group), group.axes) / group.size
     return keep_outside(mean, x, group)
 
 
@@ -213,7 +214,7 @@ def product_leaf(x: Array, group: ProcessGroup) -> Array:
     """
     x = counted(x)
     place = jnp.arange(group.size).reshape(-1, *[1] * x.ndim) == position(group)
-    rows = all_sum(jnp.where(place, x, jnp.zeros_like(x)), group)
+    rows = all_sum(jnp.where(place, x, jnp.zeros_like(x)), group.axes)
     return keep_outside(jnp.prod(rows, axis=0, dtype=x.dtype), x, group)
 
 

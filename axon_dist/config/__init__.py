@@ -1,19 +1,11 @@
-"""A run as data: typed, checked when read, written back; and what is built from it.
+"""A run as data: typed, checked when read, written back.
 
 Every other room takes values; only this one and those above know the config.
-Start reading in `schema.py`, then `build.py`; `read.py` turns YAML into types.
+Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds what they describe.
 """
 
 import importlib
 
-from .build import Run as Run
-from .build import abstract_batch as abstract_batch
-from .build import build_loader as build_loader
-from .build import build_run as build_run
-from .build import build_step as build_step
-from .build import build_world as build_world
-from .build import model_of as model_of
-from .build import step_for as step_for
 from .data import DATA as DATA
 from .data import ImageData as ImageData
 from .data import JsonlData as JsonlData
@@ -47,25 +39,33 @@ from .sections import DevicesConfig as DevicesConfig
 from .sections import TrainConfig as TrainConfig
 
 VERBS = frozenset(
-    {
+    [
         "AUTO",
         "DataCheck",
         "Examination",
+        "Run",
         "RunDirectory",
         "RunResult",
         "Verification",
+        "abstract_batch",
+        "build_loader",
+        "build_run",
+        "build_step",
+        "build_world",
         "check_data",
         "create_directory",
         "examine",
+        "model_of",
+        "step_for",
         "train",
         "verify",
-    }
+    ]
 )
 """Names of `axon_dist.app` that are found here too."""
 
 
 def __getattr__(name: str) -> object:
-    """What the verbs do lives in `app`, above this room; asked for here, it is found."""
+    """What is built and run lives in `app`, above this room; asked for here, it is found."""
     if name in VERBS:
         return getattr(importlib.import_module("axon_dist.app"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 from flax import nnx
 
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
-from axon_dist.loop import (
-    MetricWriter,
-    MlflowWriter,
-    TensorBoardWriter,
-    TrackioWriter,
-    WandbWriter,
-    require,
-)
 from axon_dist.nn import lora
-from axon_dist.step import Nonfinite, TrainState, TrainStep
-from axon_dist.weights import load_weights
-from axon_dist.weights.formats import NATIVE_NAME, format_of
-from axon_dist.weights.load import check_weights
+from axon_dist.step import Nonfinite
 
 from .read import Count, Devices, Fraction, Natural, Positive
 
@@ -126,24 +112,10 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Logger(abc.ABC):
+class Logger:
     """A place that metrics go to; `module` is what writes there, of the extra `loggers`."""
 
     module: ClassVar[str]
-
-    def check(self) -> None:
-        """Raises `ConfigError`, with the command that helps, unless the module is installed."""
-        require(self.module, "loggers", f"the logger {type(self).__name__}")
-
-    @abc.abstractmethod
-    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
-        """Opens the writer of a run.
-
-        Args:
-            directory: the folder of the run.
-            name: its name.
-            config: what it was made from, as plain data.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,10 +123,6 @@ class TensorBoard(Logger):
     """Event files in the folder of the run."""
 
     module: ClassVar[str] = "tensorboardX"
-
-    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
-        """Opens a `TensorBoardWriter` in `tensorboard/`."""
-        return TensorBoardWriter(directory / "tensorboard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,12 +139,6 @@ class Wandb(Logger):
     project: str = "axon_dist"
     mode: Literal["offline", "online"] = "offline"
 
-    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
-        """Opens a `WandbWriter`."""
-        return WandbWriter(
-            directory, project=self.project, name=name, mode=self.mode, config=config
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trackio(Logger):
@@ -189,10 +151,6 @@ class Trackio(Logger):
     module: ClassVar[str] = "trackio"
 
     project: str = "axon_dist"
-
-    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
-        """Opens a `TrackioWriter`."""
-        return TrackioWriter(project=self.project, name=name, config=config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,19 +167,10 @@ class Mlflow(Logger):
     experiment: str = "axon_dist"
     uri: str | None = None
 
-    def open(self, directory: Path, name: str, config: Mapping[str, object]) -> MetricWriter:
-        """Opens a `MlflowWriter`."""
-        uri = self.uri or f"sqlite:///{(directory / 'mlflow.db').resolve()}"
-        return MlflowWriter(uri, experiment=self.experiment, name=name, config=config)
-
 
 LOGGERS: MappingProxyType[str, type[Logger]] = MappingProxyType(
     {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
 )
-
-
-ADAPTER = r"(?:.*/)?lora/lora_[ab]"
-"""The paths of what `lora` adds to a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,43 +213,16 @@ class Weights:
     """
 
     files: tuple[str, ...]
-    format: str = NATIVE_NAME
+    format: str = "native"
     cast: bool = False
     keep: tuple[str, ...] = ()
     differ: tuple[str, ...] = ()
 
     def validate(self) -> None:
-        """Checks the values without looking at any file.
+        """Checks that a file is named.
 
         Raises:
-            ConfigError: when no file is named, or the format is none.
+            ConfigError: when none is.
         """
         if not self.files:
             raise ConfigError("weights.files names no file: name safetensors files, or a folder")
-        if self.format != NATIVE_NAME:
-            format_of(self.format)
-
-    def check(self, step: TrainStep) -> None:
-        """Compares the names and shapes of the files with a step, and reads no array.
-
-        Raises:
-            CheckpointError: as `load` does.
-        """
-        check_weights(step, *self._files, **self._options)
-
-    @property
-    def _files(self) -> tuple[str | list[str], str]:
-        return self.files[0] if len(self.files) == 1 else list(self.files), self.format
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"cast": self.cast, "keep": (*self.keep, ADAPTER), "differ": self.differ}
-
-    def load(self, step: TrainStep) -> TrainState:
-        """The first state of a step.
-
-        Raises:
-            CheckpointError: naming what is missing in the files, left over, or of another shape or
-                dtype.
-        """
-        return load_weights(step, *self._files, **self._options)

@@ -2,8 +2,8 @@
 divides and resumes.
 
 Knows no device: a process and the number of processes are plain numbers. Imports `core` only. Start
-reading in `loader.py`; `sampling.py` holds the arithmetic, `samples.py` what a loader hands out,
-`windows.py` and `packing.py` how documents become rows. Every source is a file of its own.
+reading in `loader.py`; `samples.py` is what a loader hands out,
+`tokens.py` and `packing.py` say how documents become rows. Every source is a file of its own.
 """
 
 from .documents import DocumentSource as DocumentSource
@@ -22,10 +22,10 @@ from .images import load_images as load_images
 from .loader import ImageLoader as ImageLoader
 from .loader import Loader as Loader
 from .loader import TextLoader as TextLoader
-from .mixture import Mixture as Mixture
 from .packing import PackedRows as PackedRows
 from .packing import pack as pack
 from .samples import LocalBatch as LocalBatch
+from .samples import Mixture as Mixture
 from .samples import Samples as Samples
 from .samples import Sequences as Sequences
 from .samples import TokenSamples as TokenSamples

@@ -15,8 +15,8 @@ no strategy. `hlo` reads the text, and this room judges it by the rates of `hard
   `target_options` the compiler options of their chip, which a step built for them has already.
 
 Start reading in `hlo.py`, which shows the order of things: `parse.py` reads the text,
-`computations.py` follows its control flow, `transfers.py` finds the collectives, `overlap.py` says
-what hides them, and `ledger.py` adds up.
+`computations.py` follows its control flow, `transfers.py` finds the collectives, and `ledger.py`
+adds up.
 """
 
 from ..mesh.chips import MACHINES as MACHINES

@@ -12,7 +12,7 @@ from ..mesh.chips import Hardware
 from ..parallel import ZERO
 from ..schedule import PipelineSchedule, build_schedule
 from .arrangement import STAGES, Arrangement, SlowReplicas, arrange
-from .cost import idle_share
+from .reading import idle_share
 from .workload import Workload
 
 _TURNS = 4

@@ -1,12 +1,14 @@
-"""What more devices change: the batch, the learning rate, and how much faster it goes."""
+"""Rules of thumb: what more devices change, and where to start when nothing is known in numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import StrEnum
 from types import MappingProxyType
 
 from ..core.errors import ConfigError, did_you_mean
+from ..mesh.chips import HARDWARE
 
 LR_RULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {"linear": lambda ratio: ratio, "sqrt": math.sqrt, "none": lambda ratio: 1.0}
@@ -86,3 +88,52 @@ def scaling_efficiency(t1: float, tn: float, n: int) -> float:
     if min(t1, tn, n) <= 0:
         raise ConfigError(f"got t1={t1}, tn={tn}, n={n}; all must be positive")
     return t1 / (n * tn)
+
+
+FAST = 100e9
+"""Bytes/s per device from which layers can be gathered while others compute."""
+
+
+class Direction(StrEnum):
+    """Where to start."""
+
+    DATA = "data"
+    PIPELINE = "pipeline"
+    FSDP = "fsdp"
+    TENSOR = "tensor"
+
+
+def decide(
+    fits: bool, sequential: bool = False, interconnect: float = HARDWARE["h100"].link
+) -> Direction:
+    """Says which parallelism to start from.
+
+    A model that fits is replicated. One that does not is cut into stages if it is a sequence of
+    layers; otherwise it is sharded where the links are fast, and its layers are split within a
+    node where they are not. `axon plan` counts instead of asking.
+
+    Args:
+        fits: whether the training state (16 bytes per parameter with Adam in float32) and the
+            activations fit on one device.
+        sequential: whether the model is a chain of similar layers.
+        interconnect: bytes/s that a device sends to others; an H100's inside its node by default.
+
+    Returns:
+        The direction.
+
+    Raises:
+        ConfigError: for an interconnect that is not positive.
+
+    Example:
+        >>> decide(fits=True).value, decide(fits=False, sequential=True).value
+        ('data', 'pipeline')
+        >>> decide(fits=False).value
+        'fsdp'
+    """
+    if not interconnect > 0:
+        raise ConfigError(f"got interconnect={interconnect}; it must be positive, in bytes/s")
+    if fits:
+        return Direction.DATA
+    if sequential:
+        return Direction.PIPELINE
+    return Direction.FSDP if interconnect >= FAST else Direction.TENSOR

@@ -2,7 +2,7 @@
 
 A `Schedule` says what every device does in every tick; what runs it lives in `parallel`. This room
 is plain Python: it imports the standard library and `core.errors`, no jax.
-Start reading in `table.py`, then `one_f_one_b.py` and `order.py`.
+Start reading in `table.py`, then `one_f_one_b.py`.
 """
 
 from .action import TOGETHER as TOGETHER
@@ -29,9 +29,12 @@ from .memory import peak_live as peak_live
 from .one_f_one_b import eager_1f1b as eager_1f1b
 from .one_f_one_b import gpipe as gpipe
 from .one_f_one_b import interleaved_1f1b as interleaved_1f1b
+from .one_f_one_b import interleaved_zero_bubble as interleaved_zero_bubble
 from .one_f_one_b import looped_bfs as looped_bfs
 from .one_f_one_b import one_f_one_b as one_f_one_b
-from .order import order_to_table as order_to_table
+from .one_f_one_b import zero_bubble_h1 as zero_bubble_h1
+from .one_f_one_b import zero_bubble_h2 as zero_bubble_h2
+from .one_f_one_b import zero_bubble_v as zero_bubble_v
 from .partition import partition as partition
 from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
@@ -48,14 +51,11 @@ from .simulate import simulate as simulate
 from .simulate import transfers as transfers
 from .table import PlacedAction as PlacedAction
 from .table import Schedule as Schedule
+from .table import order_to_table as order_to_table
 from .v_shaped import dual_pipe_v as dual_pipe_v
 from .v_shaped import v_half as v_half
 from .v_shaped import v_min as v_min
 from .validate import validate as validate
 from .validate import with_vocabulary as with_vocabulary
-from .zero_bubble import interleaved_zero_bubble as interleaved_zero_bubble
-from .zero_bubble import zero_bubble_h1 as zero_bubble_h1
-from .zero_bubble import zero_bubble_h2 as zero_bubble_h2
-from .zero_bubble import zero_bubble_v as zero_bubble_v
 
 Placed = PlacedAction  # its name in 0.1

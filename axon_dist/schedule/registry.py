@@ -9,10 +9,19 @@ from typing import NamedTuple
 
 from ..core.errors import ScheduleError, did_you_mean
 from .action import check_sizes
-from .one_f_one_b import eager_1f1b, gpipe, interleaved_1f1b, looped_bfs, one_f_one_b
+from .one_f_one_b import (
+    eager_1f1b,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_h2,
+    zero_bubble_v,
+)
 from .table import Schedule
 from .v_shaped import dual_pipe_v, v_half, v_min
-from .zero_bubble import interleaved_zero_bubble, zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 
 class PipelineSchedule(StrEnum):

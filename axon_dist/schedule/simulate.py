@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from ..core.errors import ScheduleError
 from .action import TOGETHER, Action, Phase
 from .memory import STASH_ENDS, peak_live
-from .order import earliest_starts
-from .table import PlacedAction, Schedule
+from .table import PlacedAction, Schedule, earliest_starts
 
 
 class Payload(StrEnum):

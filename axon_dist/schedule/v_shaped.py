@@ -16,8 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from .action import Action, Cell, Phase, check_sizes, dependencies
-from .order import order_to_table
-from .table import Schedule
+from .table import Schedule, order_to_table
 
 _PERIOD = 6  # F, I and W of two stages
 

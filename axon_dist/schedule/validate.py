@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from ..core.errors import ScheduleError
 from .action import TOGETHER, Action, Cell, Phase, dependencies
 from .memory import STASH_ENDS
-from .order import earliest_starts
 from .simulate import Costs, simulate
-from .table import PlacedAction, Schedule, render_grid
+from .table import PlacedAction, Schedule, earliest_starts, render_grid
 
 
 def validate(schedule: Schedule, max_live: int | Sequence[int] | None = None) -> None:

@@ -6,6 +6,7 @@ shows what was decided, and checks that it came true.
 
 from .apply import Copies as Copies
 from .apply import InPlaceOf as InPlaceOf
+from .apply import ShardSpec as ShardSpec
 from .apply import WithMoments as WithMoments
 from .apply import optimizer_decisions as optimizer_decisions
 from .apply import optimizer_shardings as optimizer_shardings
@@ -18,7 +19,6 @@ from .explain import LeafDecision as LeafDecision
 from .explain import explain as explain
 from .explain import explain_optimizer as explain_optimizer
 from .explain import shard_bytes as shard_bytes
-from .geometry import ShardSpec as ShardSpec
 from .policy import ByRule as ByRule
 from .policy import Decision as Decision
 from .policy import FromMetadata as FromMetadata

@@ -1,16 +1,25 @@
-"""Policies applied to trees: shardings of parameters, and of the optimizer state beside them."""
+"""Policies applied to trees: shardings of parameters, and of the optimizer state beside them.
+
+A policy splits an array along a dim that divides. Where the elements of an array are counted as
+one row instead, as in estimates of memory and in flat buckets, `ShardSpec` says how it is cut:
+
+    shard_size = ceil(numel / num_shards),  padding = shard_size * num_shards - numel
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.errors import ConfigError
 from ..core.tree import leaves_with_paths, map_with_path, path_str
-from ..core.typing import Leaf, Path, PyTree, Shape
+from ..core.typing import Array, Leaf, Path, PyTree, Shape
 from .policy import Decision, HasShape, Merge, Policy, axes_of
 
 
@@ -321,3 +330,71 @@ def rows_alike(policy: Policy, stacks: frozenset[Path]) -> Policy:
     if isinstance(policy, Merge):
         return Merge(tuple(rows_alike(part, stacks) for part in policy.policies))
     return RowsAlike(policy, stacks) if policy.flexible else policy
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSpec:
+    """How an array, seen as one row of elements, is cut into equal shards.
+
+    Args:
+        original_shape: the shape of the array.
+        num_shards: how many ranks share it.
+
+    Raises:
+        ConfigError: when there is no rank to share it.
+
+    Example:
+        >>> spec = ShardSpec((10,), 4)
+        >>> spec.shard_size, spec.padding, spec.real_sizes
+        (3, 2, (3, 3, 3, 1))
+    """
+
+    original_shape: Shape
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise ConfigError(f"num_shards is {self.num_shards}; an array needs at least 1 shard")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the array."""
+        return math.prod(self.original_shape)
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of every shard, padding included."""
+        return -(-self.numel // self.num_shards)
+
+    @property
+    def padding(self) -> int:
+        """Zeros at the end of the row."""
+        return self.shard_size * self.num_shards - self.numel
+
+    @property
+    def real_sizes(self) -> tuple[int, ...]:
+        """Elements of the array in each shard, padding left out."""
+        return tuple(self.local_slice(r).stop - self.local_slice(r).start for r in self._ranks)
+
+    def local_slice(self, rank: int) -> slice:
+        """Which elements of the row a rank holds; empty where only padding is left for it."""
+        start, stop = (min(r * self.shard_size, self.numel) for r in (rank, rank + 1))
+        return slice(start, stop)
+
+    def shard(self, array: Array) -> Array:
+        """Cuts an array into rows `[num_shards, shard_size]`, one for each rank.
+
+        Raises:
+            ConfigError: when the array has another shape.
+        """
+        if tuple(array.shape) != tuple(self.original_shape):
+            raise ConfigError(f"got an array of shape {array.shape} to cut as {self}")
+        return jnp.pad(array.reshape(-1), (0, self.padding)).reshape(self.num_shards, -1)
+
+    def unshard(self, shards: Array) -> Array:
+        """The array of its rows; bit for bit what `shard` was given."""
+        return shards.reshape(-1)[: self.numel].reshape(self.original_shape)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.num_shards)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from axon_dist.app import train
+from axon_dist.app.build import build_run
 from axon_dist.app.resume import check_copies
 from axon_dist.app.run import compiling_ahead, world_of_first
 from axon_dist.config import RunConfig
-from axon_dist.config.build import build_run
 from axon_dist.core.errors import ConfigError
 
 CONFIG = {

@@ -18,20 +18,11 @@ from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from axon_dist.app import create_directory, train
+from axon_dist.app.build import build_loader, build_run
 from axon_dist.app.out_of_memory import advice
 from axon_dist.checkpoint import read_manifest
 from axon_dist.cli.main import main
-from axon_dist.config import (
-    DATA,
-    LOGGERS,
-    MODELS,
-    OPTIMIZERS,
-    SCHEDULES,
-    RunConfig,
-    build_loader,
-    build_run,
-    load_config,
-)
+from axon_dist.config import DATA, LOGGERS, MODELS, OPTIMIZERS, SCHEDULES, RunConfig, load_config
 from axon_dist.config.models import make_model
 from axon_dist.config.read import read
 from axon_dist.core.errors import ConfigError, OutOfMemoryError

@@ -166,7 +166,10 @@ def test_meta_that_json_does_not_hold(meta, message, tmp_path):
 
 
 def test_the_type_by_name(tmp_path):
-    message = r"unknown type of checkpoint 'ful'\. Did you mean 'full'\? Valid: full, sharded\."
+    message = (
+        r"StateDictType got 'ful', and has no such member\. "
+        r"Did you mean 'full'\? Valid: full, sharded\."
+    )
     with pytest.raises(ConfigError, match=message):
         save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)}, type="ful")
     with pytest.raises(ConfigError, match=message):
@@ -321,17 +324,18 @@ def test_a_value_that_changed_before_it_reached_the_disk_is_noticed(tmp_path, mo
         return sums | {"w": sums["w"] + 1}
 
     checksums = save.leaf_checksums
-    monkeypatch.setattr(save, "leaf_checksums", corrupted)
-    save_checkpoint(tmp_path / "c", {"v": jnp.ones(3), "w": jnp.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "leaf_checksums", corrupted)
+        save_checkpoint(tmp_path / "c", {"v": jnp.ones(3), "w": jnp.ones(3)})
     with pytest.raises(DamagedCheckpointError, match=r"leaf w came back with .*; use another one"):
         load_checkpoint(tmp_path / "c", {"v": jnp.ones(3), "w": jnp.ones(3)})
 
 
 def test_a_newer_format_asks_for_a_newer_version(tmp_path, monkeypatch):
-    from axon_dist.checkpoint import manifest
+    from axon_dist.checkpoint import layout
 
     save_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
-    monkeypatch.setattr(manifest, "_FORMAT", 0)
+    monkeypatch.setattr(layout, "_FORMAT", 0)
     with pytest.raises(CheckpointError, match=r"has format 1, .* up to 0; install axon_dist"):
         load_checkpoint(tmp_path / "c", {"w": jnp.ones(3)})
 

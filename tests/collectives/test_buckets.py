@@ -117,5 +117,8 @@ def test_the_tree_must_be_the_planned_one(tree):
         reduce_buckets([tree[0], jnp.zeros(3), *tree[2:]], plan, lambda x: x)
     with pytest.raises(ConfigError, match=r"gradient 5 is nothing .* of 5 and 6 gradients; make"):
         reduce_buckets(tree[:-1], plan, lambda x: x)
-    with pytest.raises(ConfigError, match=r"unknown strategy 'overlap'. Did you mean 'overlapped'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"GradSyncStrategy got 'overlap', and has no such member. Did you mean 'overlapped'",
+    ):
         reduce_buckets(tree, plan, lambda x: x, "overlap")

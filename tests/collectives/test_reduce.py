@@ -69,7 +69,9 @@ def test_names_of_the_operations(make_world):
     ]
     group = make_world("dp=2").default_group
     assert all_reduce(jnp.array([2.0, 4.0]), group, "average").tolist() == [3, 3]
-    with pytest.raises(ConfigError, match=r"unknown reduction 'summ'. Did you mean 'sum'\?"):
+    with pytest.raises(
+        ConfigError, match=r"ReduceOp got 'summ', and has no such member. Did you mean 'sum'\?"
+    ):
         all_reduce(jnp.array([2.0, 4.0]), group, "summ")
 
 

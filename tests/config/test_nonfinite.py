@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from axon_dist.app import train
+from axon_dist.app.build import build_loader
 from axon_dist.checkpoint import read_manifest
-from axon_dist.config import MODELS, RunConfig, build_loader
+from axon_dist.config import MODELS, RunConfig
 from axon_dist.config.models import NextToken
 from axon_dist.core.errors import NonfiniteError
 from axon_dist.mesh import World

@@ -20,14 +20,15 @@ from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn, OptionValue
 from axon_dist.data import Loader
 from axon_dist.launch import PLANNED, Timeouts
-from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer
+from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer, require
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.mesh.chips import machine_of
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
+from axon_dist.weights.formats import NATIVE_NAME, format_of
 
-from .models import make_model
-from .schema import RunConfig, build_strategy
+from ..config.models import make_model
+from ..config.schema import RunConfig, build_strategy
 
 PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 """Keys whose values are paths."""
@@ -104,6 +105,8 @@ def build_step(
         StrategyConflictError: when strategies contradict each other.
         UnsupportedError: when the loss of the batch cannot be had from its parts.
     """
+    if config.weights is not None and config.weights.format != NATIVE_NAME:
+        format_of(config.weights.format)
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
@@ -331,7 +334,7 @@ def build_run(config: RunConfig) -> Run:
         'dp=8'
     """
     for logger in config.loggers:
-        logger.check()
+        require(logger.module, "loggers", f"the logger {type(logger).__name__}")
     world = build_world(config)
     step, note = step_for(config, world)
     check_memory(config, step)
