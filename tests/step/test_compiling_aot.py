@@ -85,7 +85,7 @@ def test_microbatches_are_computed_once(strategy, options):
 
 
 def test_the_step_itself_hides_its_collectives():
-    """1.3 B parameters: below a hundredth of the step is waited, and 8 without the chip's options."""
+    """1.3 B parameters: below a hundredth of the step is waited, 8 without the chip's options."""
     tuned, bare = ledger_of(24), ledger_of(24, bare=True)
     assert tuned.waited_share() < 0.01
     assert bare.waited_share() > 0.05
