@@ -501,12 +501,14 @@ class Cell:
             reduce=reduce,
             clip=next((o.split("=")[1] for o in self.options if o.startswith("clip")), None),
             count=1 if self.is_whole else self.accumulate,
+            accumulate=self.accumulate,
             replicas=self.layout.replicas,
             every=self.layout.every,
             steps=STEPS,
             samples=self.samples,
             tolerance=_LOW if self.is_low else _TOLERANCE,
             low=self.is_low,
+            whole=self.accumulate == 1 or self.is_whole,
         )
 
 
@@ -633,9 +635,10 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
     for number in range({steps}):
         losses = []
         for replica, (params, state, rest) in enumerate(own):
-            batch, totals, weights, grads = batch_of(number), 0.0, 0.0, None
-            for index in range(replica, count * whole, whole):
-                piece = {{k: np.split(v, count * whole)[index] for k, v in batch.items()}}
+            totals, weights, grads = 0.0, 0.0, None
+            batch = {{k: of_replica(v, replica) for k, v in batch_of(number).items()}}
+            for index in range(count):
+                piece = {{k: np.split(v, count)[index] for k, v in batch.items()}}
                 (total, (weight, rest)), grad = part(params, rest, piece)
                 totals, weights = totals + total, weights + weight
                 grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
@@ -654,6 +657,11 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
         mean = lambda *x: sum(x) / whole if is_float(x[0]) else x[0]
         yield sum(losses) / whole, agreed, jax.tree.map(mean, *(rest for *_, rest in own))
+
+
+def of_replica(x, replica):
+    # Microbatch by microbatch, each replica has its part.
+    return np.concatenate(np.split(x, {accumulate} * {replicas})[replica :: {replicas}])
 
 
 def fold(rest, replica):
@@ -687,10 +695,12 @@ def distances(mine, wanted):
         got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
         assert [path for path, _ in got] == [path for path, _ in want], f"{{what}}: other leaves"
         is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
         pairs |= {{
             what + jax.tree_util.keystr(path): (x, y)
             for (path, x), (_, y) in zip(got, want)
-            if not {low} and not is_key(y)
+            # Streams count one draw for a batch, and one device that cuts it one for each part.
+            if not {low} and not is_key(y) and (is_float(y) or {whole})
         }}
     return {{name: distance(*pair) for name, pair in pairs.items()}}
 
