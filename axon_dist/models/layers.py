@@ -150,13 +150,6 @@ class LayerWindow(nnx.Variable):
     """How many positions back a layer sees, int32; 0 for all. Data, so that blocks stay alike."""
 
 
-def layer_windows(config: TransformerConfig) -> tuple[int, ...] | None:
-    """What blocks hold of the windows of their config; None where they hold nothing."""
-    if config.local_rope_theta is not None or config.has_windows:
-        return config.layer_windows
-    return None
-
-
 class SelfAttention(nnx.Module):
     """Causal grouped-query attention with separate `q`, `k`, `v` and `out` layers.
 
@@ -191,6 +184,7 @@ class SelfAttention(nnx.Module):
         # Forms of attention divide by the root of the head; what is left of the scale.
         self.scale = config.score_scale * size**0.5
         # No fused kernel caps scores, or has a window that is data.
+        self.is_special = config.has_special_scores
         self.form = "einsum" if self.is_special else config.attention
 
     def __call__(
@@ -227,11 +221,6 @@ class SelfAttention(nnx.Module):
         return einsum_attention(
             query, key, value, segments=segments, window=self._window, softcap=self.softcap
         )
-
-    @property
-    def is_special(self) -> bool:
-        """Whether scores are capped, or keys far behind hidden: only plain products do that."""
-        return self.softcap is not None or hasattr(self, "window")
 
     @property
     def _window(self) -> Array | None:

@@ -46,7 +46,7 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
     except ImportError as error:
         raise CheckpointError(
             f"{path!r} is fetched with huggingface_hub, which is not installed: pip install "
-            "huggingface_hub, or name a local snapshot"
+            "'axon_dist[hub]', or name a local snapshot"
         ) from error
     try:
         folder = hub.snapshot_download(
