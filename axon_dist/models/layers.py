@@ -228,17 +228,22 @@ class SelfAttention(nnx.Module):
 
     def _projected(self, x: Array, positions: Array | None) -> list[Array]:
         """Queries, keys and values by head, normalised and rotated as the config says."""
-        query, key, value = (project(x) for project in (self.q, self.k, self.v))
-        if self.norm_by == "all":
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = map(self._heads, (query, key, value))
-        if self.norm_by == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
+        norms = (self.q_norm, self.k_norm, None) if self.norm_by != "none" else (None,) * 3
+        query, key, value = (
+            self._normed_heads(project(x), norm)
+            for project, norm in zip((self.q, self.k, self.v), norms, strict=True)
+        )
         if self.is_rotary:
             query, key = (self.rotary(heads, positions, self._window) for heads in (query, key))
         if abs(self.scale - 1) > 1e-12:
             query = query * jnp.asarray(self.scale, query.dtype)
         return [query, key, value]
+
+    def _normed_heads(self, x: Array, norm: RMSNorm | None) -> Array:
+        if norm is not None and self.norm_by == "all":
+            x = norm(x)
+        x = self._heads(x)
+        return norm(x) if norm is not None and self.norm_by == "head" else x
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
