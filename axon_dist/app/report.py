@@ -130,6 +130,11 @@ def attention_line(config: RunConfig, step: TrainStep) -> str | None:
     model = config.model
     if not isinstance(model, TransformerConfig):
         return None
+    if model.has_special_scores:
+        return (
+            "attention: einsum, whose scores of all pairs lie in memory: fused kernels neither cap "
+            "scores nor have windows by layer; max_length within the windows needs none"
+        )
     rings = [x for x in step.strategy.layers if getattr(x, "mode", None) is ContextMode.RING]
     # Around a ring a kernel sees one of the two pieces of positions that a rank has.
     pieces = 2 * step.world.mesh.shape[rings[0].axes[0]] if rings else 1

@@ -17,7 +17,7 @@ from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.parallel import STRATEGIES
 
 from .own import Own
-from .read import Bound, OneOf, Parsed, write
+from .read import HUB, Bound, OneOf, Parsed, write
 from .schema import RunConfig
 
 _WORDS = {
@@ -64,6 +64,12 @@ class Section:
     meaning: str
     keys: tuple[Key, ...]
     presets: tuple[str, ...] = ()
+
+
+_HUB = (
+    "a folder with config.json and safetensors, or hf://org/name: sizes are those of its model, "
+    "keys beside this one change them, and weights are its own unless weights says otherwise."
+)
 
 
 def describe(section: str | None = None, parts: bool = True) -> list[Section]:
@@ -119,7 +125,12 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
     choice = next((x for x in typing.get_args(hint)[1:] if isinstance(x, OneOf)), None)
     if typing.get_origin(hint) is Annotated and choice is not None:
         for name, cls in choice.table.items():
-            yield from _sections(cls, path, f"{choice.tag}: {name}", choice.presets.get(name, ()))
+            first, *others = _sections(
+                cls, path, f"{choice.tag}: {name}", choice.presets.get(name, ())
+            )
+            more = (Key(f"{path}.{HUB}", "text", "", _HUB),) if name in choice.hubs else ()
+            yield dataclasses.replace(first, keys=(*more, *first.keys))
+            yield from others
         for key, own in choice.own.items():
             yield _own(key, own, path)
     elif typing.get_origin(hint) in (Union, types.UnionType, tuple):

@@ -30,9 +30,11 @@ from axon_dist.models import (
     classification_loss,
     next_token_loss,
 )
+from axon_dist.weights import format_name, hub_config
 
 from .data import TOKENS, ImageData, OwnData, SyntheticImageData, TokensData
 from .own import Own, parameters_of
+from .read import HUB, write
 
 NO_LIMIT = 2**31
 """What the labels of a model that does not say how many classes it has must be below."""
@@ -277,6 +279,28 @@ MODELS: MappingProxyType[str, ModelKind] = MappingProxyType(
     }
 )
 """The models that `axon train` can name."""
+
+
+def sizes_of_hub(path: str) -> Mapping[str, object]:
+    """The sizes of the `Transformer` of a snapshot, as plain values.
+
+    Args:
+        path: a folder, or `hf://org/name`.
+    """
+    return write(hub_config(path))
+
+
+def with_hub_weights(data: Mapping[str, object]) -> Mapping[str, object]:
+    """Plain data of a run whose `weights` are of the snapshot that its model is of.
+
+    Args:
+        data: as a YAML file holds it; where it has `weights`, also empty ones, these stay.
+    """
+    model: Any = data.get("model")
+    if not isinstance(model, Mapping) or HUB not in model or "weights" in data:
+        return data
+    files, name = [model[HUB]], format_name(model[HUB])
+    return {**data, "weights": {"files": files, "format": name, "cast": True}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

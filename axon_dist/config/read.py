@@ -38,6 +38,10 @@ class Bound:
     holds: Callable[[Any], bool]
 
 
+HUB = "hub"
+"""The key of a section whose value is a snapshot of a hub's repository."""
+
+
 # Python 3.11 takes the hash of what stands in an optional annotation, and tables have none.
 @dataclasses.dataclass(frozen=True, eq=False)
 class OneOf:
@@ -51,6 +55,8 @@ class OneOf:
         tag: the key that holds the name.
         presets: for each name, sets of values by preset name; other keys override them.
         own: what may stand there of the user's own, by the key that holds its dotted path.
+        hubs: for each name that has it, what reads the value of the key `hub`, a snapshot, as
+            values; other keys override them.
 
     Example:
         >>> OneOf({"sgd": dict, "adam": dict}).default
@@ -63,6 +69,9 @@ class OneOf:
         default_factory=dict
     )
     own: Mapping[str, type[Own]] = dataclasses.field(default_factory=dict)
+    hubs: Mapping[str, Callable[[Any], Mapping[str, object]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def default(self) -> str:
@@ -304,6 +313,11 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
     preset = data.pop("preset", None) if name in choice.presets else None
     if preset is not None:
         data = {**_pick(choice.presets[name], preset, _join(path, "preset")), **data}
+    if name in choice.hubs and HUB in data:
+        if preset is not None:
+            raise ConfigError(f"{path}: got preset and hub, which both give sizes; leave one out")
+        hub = data.pop(HUB)
+        data = {**_checked(lambda: choice.hubs[name](hub), _join(path, HUB)), **data}
     return _read_dataclass(variant, data, path)
 
 

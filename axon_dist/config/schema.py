@@ -18,7 +18,16 @@ from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 from axon_dist.parallel.plans import USUAL_EVERY
 
 from .data import DATA, OwnData, TextData
-from .models import LOSSES, MODELS, ModelKind, OwnLoss, OwnModel, kind_of
+from .models import (
+    LOSSES,
+    MODELS,
+    ModelKind,
+    OwnLoss,
+    OwnModel,
+    kind_of,
+    sizes_of_hub,
+    with_hub_weights,
+)
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
 from .read import OneOf, Parsed, Seed, read, write
 from .sections import LOGGERS, CheckpointConfig, DevicesConfig, Logger, Lora, TrainConfig, Weights
@@ -230,6 +239,7 @@ class RunConfig:
             tag="kind",
             presets={name: kind.presets for name, kind in MODELS.items()},
             own={"factory": OwnModel},
+            hubs={"transformer": sizes_of_hub},
         ),
     ] = MODELS["transformer"].sizes()
     data: Annotated[Any, OneOf(DATA, tag="kind", own={"factory": OwnData})] = TextData()
@@ -271,7 +281,7 @@ class RunConfig:
         Raises:
             ConfigError: naming the dotted key of the first mistake.
         """
-        return read(cls, data)
+        return read(cls, with_hub_weights(data))
 
     def to_dict(self) -> dict[str, Any]:
         """Writes plain data with every default spelled out; `from_dict` reads it back."""

@@ -150,13 +150,6 @@ class LayerWindow(nnx.Variable):
     """How many positions back a layer sees, int32; 0 for all. Data, so that blocks stay alike."""
 
 
-def layer_windows(config: TransformerConfig) -> tuple[int, ...] | None:
-    """What blocks hold of the windows of their config; None where they hold nothing."""
-    if config.local_rope_theta is not None or config.has_windows:
-        return config.layer_windows
-    return None
-
-
 class SelfAttention(nnx.Module):
     """Causal grouped-query attention with separate `q`, `k`, `v` and `out` layers.
 
@@ -191,6 +184,7 @@ class SelfAttention(nnx.Module):
         # Forms of attention divide by the root of the head; what is left of the scale.
         self.scale = config.score_scale * size**0.5
         # No fused kernel caps scores, or has a window that is data.
+        self.is_special = config.has_special_scores
         self.form = "einsum" if self.is_special else config.attention
 
     def __call__(
@@ -229,27 +223,27 @@ class SelfAttention(nnx.Module):
         )
 
     @property
-    def is_special(self) -> bool:
-        """Whether scores are capped, or keys far behind hidden: only plain products do that."""
-        return self.softcap is not None or hasattr(self, "window")
-
-    @property
     def _window(self) -> Array | None:
         return self.window[...] if hasattr(self, "window") else None
 
     def _projected(self, x: Array, positions: Array | None) -> list[Array]:
         """Queries, keys and values by head, normalised and rotated as the config says."""
-        query, key, value = (project(x) for project in (self.q, self.k, self.v))
-        if self.norm_by == "all":
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = map(self._heads, (query, key, value))
-        if self.norm_by == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
+        norms = (self.q_norm, self.k_norm, None) if self.norm_by != "none" else (None,) * 3
+        query, key, value = (
+            self._normed_heads(project(x), norm)
+            for project, norm in zip((self.q, self.k, self.v), norms, strict=True)
+        )
         if self.is_rotary:
             query, key = (self.rotary(heads, positions, self._window) for heads in (query, key))
         if abs(self.scale - 1) > 1e-12:
             query = query * jnp.asarray(self.scale, query.dtype)
         return [query, key, value]
+
+    def _normed_heads(self, x: Array, norm: RMSNorm | None) -> Array:
+        if norm is not None and self.norm_by == "all":
+            x = norm(x)
+        x = self._heads(x)
+        return norm(x) if norm is not None and self.norm_by == "head" else x
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)

@@ -23,7 +23,6 @@ from .layers import (
     PlainMLP,
     SelfAttention,
     init_std,
-    layer_windows,
     linear,
     rms_norm,
 )
@@ -385,7 +384,7 @@ def _plain_kernel(layer: nnx.Linear | nnx.Embed) -> Array | None:
 
 
 def _blocks(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    layers, windows = rngs.split(config.num_layers), layer_windows(config)
+    layers, windows = rngs.split(config.num_layers), config.layer_data
     windows = None if windows is None else jnp.asarray(windows, jnp.int32)
 
     def make(rngs: nnx.Rngs, window: Array | None) -> Block:

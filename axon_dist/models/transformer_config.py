@@ -313,6 +313,17 @@ class TransformerConfig:
         return any(0 < window < self.max_length for window in self.layer_windows)
 
     @property
+    def has_special_scores(self) -> bool:
+        """Whether scores are capped or keys far behind hidden, which no fused kernel does here."""
+        return self.attention_softcap is not None or self.layer_data is not None
+
+    @property
+    def layer_data(self) -> tuple[int, ...] | None:
+        """The windows that blocks hold as data; None where they need none."""
+        is_needed = self.local_rope_theta is not None or self.has_windows
+        return self.layer_windows if is_needed else None
+
+    @property
     def score_scale(self) -> float:
         """What products of queries and keys are multiplied by, the default resolved."""
         return self.key_size**-0.5 if self.attention_scale is None else self.attention_scale
@@ -398,8 +409,7 @@ class TransformerConfig:
             WHOLE.check("TransformerConfig", "windows", window)
             if window < 0:
                 raise ConfigError(f"windows={self.windows} must be 0 or more each; 0 sees all.")
-        is_plain = self.attention_softcap is None and not self.has_windows
-        if self.attention not in ("auto", "einsum") and not is_plain:
+        if self.attention not in ("auto", "einsum") and self.has_special_scores:
             raise ConfigError(
                 f"attention={self.attention!r} computes whole causal attention of plain scores, "
                 f"and windows={self.windows} with max_length={self.max_length} and "

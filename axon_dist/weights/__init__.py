@@ -8,6 +8,7 @@ from .files import find_tensors as find_tensors
 from .formats import FORMATS as FORMATS
 from .formats import NATIVE_NAME as NATIVE_NAME
 from .formats import HubFormat as HubFormat
+from .formats import format_name as format_name
 from .formats import format_of as format_of
 from .formats import hub_config as hub_config
 from .load import load_weights as load_weights

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import CheckpointError
@@ -20,13 +22,51 @@ MOST_INDEX = 2**28
 Files = str | Path | Sequence[str | Path]
 
 
+REMOTE = "hf://"
+"""How a repository of the Hugging Face hub begins: `hf://org/name`, or `hf://org/name@revision`."""
+
+_WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", "config.json")
+
+
+def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
+    """Where a repository of a hub lies on this machine, fetched if need be; other paths as is.
+
+    Args:
+        path: a path; those that begin with `hf://` need huggingface_hub, whose cache they are in.
+        patterns: of the files that are wanted, none of them in a folder.
+
+    Raises:
+        CheckpointError: when it cannot be fetched.
+    """
+    if not isinstance(path, str) or not path.startswith(REMOTE):
+        return path
+    name, _, revision = path.removeprefix(REMOTE).partition("@")
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path!r} is fetched with huggingface_hub, which is not installed: pip install "
+            "'axon_dist[hub]', or name a local snapshot"
+        ) from error
+    try:
+        folder = hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=[*patterns], ignore_patterns=["*/*"]
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot fetch {path!r}: {error}; check the name and that you may read it, or name a "
+            "local snapshot"
+        ) from error
+    return Path(folder)
+
+
 def find_tensors(files: Files) -> dict[str, TensorEntry]:
     """Reads the headers of safetensors files, and none of their values.
 
     Args:
         files: a file; several; a `.index.json` that says which tensor is in which file beside it;
             or a folder, such as the local snapshot of a hub's repository, with such an index or
-            with one file.
+            with one file; or `hf://org/name`.
 
     Returns:
         Where every tensor lies, by name.
@@ -35,15 +75,16 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
         CheckpointError: when there is none, one cannot be read, or two have the same name.
     """
     if isinstance(files, str | Path):
-        path = as_path(files, "the weights", CheckpointError)
+        path = as_path(fetched(files), "the weights", CheckpointError)
         return _of_folder(path) if path.is_dir() else _of_file(path)
     if not isinstance(files, Sequence) or not files:
         raise CheckpointError(
             f"got {files!r:.80} for the files of weights; give a path, or a list of them"
         )
     found: dict[str, TensorEntry] = {}
-    for path in files:
-        for name, entry in _of_file(as_path(path, "the weights", CheckpointError)).items():
+    for each in files:
+        path = as_path(fetched(each), "the weights", CheckpointError)
+        for name, entry in (_of_folder if path.is_dir() else _of_file)(path).items():
             if name in found:
                 raise CheckpointError(
                     f"{name} is in {str(found[name].path)!r} and in {str(path)!r}; name files that "

@@ -24,6 +24,7 @@ from axon_dist.models.config import check_fields
 
 from . import gpt2
 from .families import FAMILIES
+from .files import fetched
 from .rule import NATIVE, WeightRules
 
 NATIVE_NAME = "native"
@@ -64,7 +65,7 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
     """The sizes of a `Transformer` that takes up the weights of a hub's repository.
 
     Args:
-        path: a local snapshot with a `config.json`, or that file.
+        path: a local snapshot with a `config.json`, or that file; or `hf://org/name`.
         **changes: fields to set besides, such as `dtype="bfloat16"`.
 
     Returns:
@@ -83,7 +84,29 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
         >>> hub_config(path.parent).positions
         'learned'
     """
-    path = as_path(path, "the config of a model", CheckpointError)
+    name, data, file = _read_config(path)
+    check_fields(TransformerConfig, changes)
+    config = dataclasses.replace(_from_hub(FORMATS[name], data, file), **changes)
+    config.validate()
+    return config
+
+
+def format_name(path: str | Path) -> str:
+    """The key of `FORMATS` that a snapshot's weights have.
+
+    Args:
+        path: as of `hub_config`.
+
+    Raises:
+        CheckpointError: as `hub_config` does.
+        UnsupportedError: likewise.
+    """
+    return _read_config(path)[0]
+
+
+def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
+    """The format of a snapshot, its config, and where that lies."""
+    path = as_path(fetched(path, (CONFIG_FILE,)), "the config of a model", CheckpointError)
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
         data = json.loads(
@@ -95,12 +118,9 @@ def hub_config(path: str | Path, **changes: Any) -> TransformerConfig:
             f"cannot read {str(file)!r} as the config of a model: {error!r}; name the folder of a "
             f"snapshot with its {CONFIG_FILE}"
         ) from error
-    for row in FORMATS.values():
+    for name, row in FORMATS.items():
         if row.model_type == kind:
-            check_fields(TransformerConfig, changes)
-            config = dataclasses.replace(_from_hub(row, data, file), **changes)
-            config.validate()
-            return config
+            return name, data, file
     known = ", ".join(row.model_type for row in FORMATS.values())
     raise UnsupportedError(
         f"{str(file)!r} is of the family {kind!r}; those known here are {known}. Make the model "

@@ -19,7 +19,7 @@ from axon_dist.core.told import TEXTS
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.config import check_fields
 
-from .files import Files
+from .files import Files, fetched
 from .formats import CONFIG_FILE, FORMATS, hub_config
 from .rule import WeightRules
 
@@ -35,7 +35,6 @@ _RESOLVED = {
     "num_kv_heads": "kv_heads",
     "head_dim": "key_size",
     "ffn_width": "hidden_size",
-    "attention_scale": "score_scale",
 }
 _OF_EXPERTS = ("count", "per_token", "width", "shared", "normalize")
 
@@ -88,15 +87,16 @@ def check_snapshot(
         if found:
             raise ConfigError(
                 f"the model is not the one of {str(file)!r}: {', '.join(found)}. Its weights would "
-                "be those of another function: take the sizes from there, with "
-                f"hub_config({str(file.parent)!r}); or name in differ=(...) what is to differ"
+                "be those of another function: take the sizes from there, in a config by "
+                f"model: {{hub: {file.parent}}}, in Python by hub_config({str(file.parent)!r})"
+                "; or name in differ=(...) what is to differ"
             )
 
 
 def _beside(files: Files) -> list[Path]:
     """The configs beside files, each of them once."""
     several = [files] if isinstance(files, str | Path) or not isinstance(files, Sequence) else files
-    paths = [as_path(path, "the weights", CheckpointError) for path in several]
+    paths = [as_path(fetched(path), "the weights", CheckpointError) for path in several]
     folders = dict.fromkeys(path if path.is_dir() else path.parent for path in paths)
     return [folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()]
 
@@ -124,6 +124,8 @@ def meaning(config: TransformerConfig) -> Mapping[str, Any]:
     found = {name: getattr(config, _RESOLVED.get(name, name)) for name in names}
     if config.positions == "learned":
         del found["rope_theta"]
+    is_usual = abs(config.score_scale * config.key_size**0.5 - 1) < 1e-9
+    found["attention_scale"] = None if is_usual else config.score_scale
     far = config.max_length if config.local_rope_theta is None else float("inf")
     each = tuple(0 if window >= far else window for window in config.layer_windows)
     found["windows"] = each if any(each) else ()

@@ -9,11 +9,19 @@ import pytest
 from flax import nnx
 
 from axon_dist.core.errors import CheckpointError, ConfigError, UnsupportedError
-from axon_dist.models import Transformer, next_token_loss
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.models import (
+    ExpertConfig,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+    next_token_loss,
+)
 from axon_dist.parallel import fsdp
 from axon_dist.step import build_train_step
 from axon_dist.weights import hub_config, load_weights, save_weights
 from axon_dist.weights.formats import FORMATS
+from axon_dist.weights.snapshot import meaning
 
 from . import hub
 
@@ -49,7 +57,7 @@ def test_every_field_of_the_function_is_compared(field, folder):
 def test_all_that_differs_is_said_and_what_to_do(folder):
     config = hub_config(folder, rope_theta=10_000.0, norm_eps=0.1)
     wanted = (r"norm_eps is 0.1 and 1e-05 there, rope_theta is 10000.0 and 500.0 there\. .*"
-              r"hub_config\('.*'\); or name in differ=")  # fmt: skip
+              r"model: {hub: .*}, in Python by hub_config\('.*'\); or name in differ=")  # fmt: skip
     for files in (folder, folder / "model.safetensors", [str(folder / "model.safetensors")]):
         with pytest.raises(ConfigError, match=wanted):
             load_weights(factory(config), files, "hf-llama")
@@ -98,3 +106,88 @@ def test_native_weights_know_no_config(folder, tmp_path):
     model = factory(hub_config(folder))()
     save_weights(model, tmp_path / "native")
     load_weights(factory(hub_config(folder, rope_theta=7.0)), tmp_path / "native")
+
+
+PARTS = {
+    "hf-llama": {"rope_scaling": RopeScaling("llama3")},
+    "hf-mistral": {"windows": (4,)},
+    "hf-qwen2": {"qkv_bias": True, "windows": (0, 4), "rope_scaling": RopeScaling("yarn")},
+    "hf-qwen3": {"qk_norm": "head"},
+    "hf-gemma2": {"norm": "rms_plus_one", "norms": "both", "windows": (4, 0), "tied_head": True,
+                  "attention_softcap": 50.0, "logit_softcap": 30.0, "embedding_scale": 4.0,
+                  "attention_scale": 0.3, "activation": "gelu"},
+    "hf-gemma3": {"norm": "rms_plus_one", "norms": "both", "qk_norm": "head", "windows": (4, 0),
+                  "local_rope_theta": 100.0, "embedding_scale": 4.0, "activation": "gelu",
+                  "tied_head": True, "rope_scaling": RopeScaling("linear", 8.0)},
+    "hf-phi3": {"rotary_fraction": 0.5},
+    "hf-olmo2": {"norms": "after", "qk_norm": "all"},
+    "hf-mixtral": {"experts": ExpertConfig(4, 2, balance=0.0)},
+    "hf-qwen3-moe": {"qk_norm": "head", "experts": ExpertConfig(4, 2, 24, normalize=False)},
+}  # fmt: skip
+
+
+def of_family(name, **changes):
+    sizes = TransformerConfig(vocab_size=48, width=16, num_layers=2, num_heads=4, num_kv_heads=2,
+                              head_dim=8, ffn_width=24, max_length=32)  # fmt: skip
+    return dataclasses.replace(sizes, **{**PARTS[name], **changes})
+
+
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["listed", "stacked"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_family_is_written_and_read_again(name, scan_layers, tmp_path):
+    config = of_family(name, scan_layers=scan_layers)
+    model = factory(config)()
+    save_weights(model, tmp_path, name)
+    found = hub_config(tmp_path, scan_layers=scan_layers)
+    assert meaning(found) == meaning(config)
+    again = load_weights(lambda: Transformer(found, rngs=nnx.Rngs(1)), tmp_path, name)
+    ours, theirs = (dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(m)))) for m in (model, again))
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
+    assert set(PARTS) | {"hf-gpt2"} == set(FORMATS)
+
+
+def test_a_model_of_one_family_is_not_loaded_nor_written_as_another(tmp_path):
+    plain = of_family("hf-llama", rope_scaling=None)
+    for name in ("hf-mistral", "hf-gemma2", "hf-llama", "hf-qwen3"):
+        folder = tmp_path / name
+        save_weights(factory(of_family(name))(), folder, name)
+        with pytest.raises(ConfigError, match=r"(windows|norms|rope_scaling|qk_norm) is"):
+            load_weights(factory(plain), folder, "hf-llama")
+    for name in PARTS:
+        if name not in ("hf-llama", "hf-mistral", "hf-phi3"):
+            with pytest.raises(UnsupportedError, match=r"is no .*, which has|experts is no"):
+                save_weights(factory(plain)(), tmp_path / "out", name)
+    with pytest.raises(UnsupportedError, match=r"with windows=\(4, 0\) is no Mistral, which has"):
+        save_weights(factory(of_family("hf-mistral", windows=(4, 0)))(), tmp_path / "out",
+                     "hf-mistral")  # fmt: skip
+
+
+def test_a_window_beyond_the_longest_sequence_is_none(tmp_path):
+    save_weights(factory(of_family("hf-mistral", windows=(16,)))(), tmp_path, "hf-mistral")
+    short = of_family("hf-mistral", windows=(), max_length=16)
+    load_weights(factory(short), tmp_path, "hf-llama")
+    with pytest.raises(ConfigError, match=r"windows is \(\) and \(16, 16\) there"):
+        load_weights(factory(dataclasses.replace(short, max_length=17)), tmp_path, "hf-llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("hf-gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("hf-qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("hf-qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("hf-phi3", {"rope_scaling": {"type": "longrope"}}, "of the kind 'longrope'"),
+        ("hf-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("hf-qwen2", {"use_sliding_window": True, "sliding_window": 4,
+                      "layer_types": ["chunked_attention"] * 2}, "kind 'chunked_attention'"),
+    ],
+    ids=range(6),
+)  # fmt: skip
+def test_what_a_transformer_cannot_be(name, data, text, tmp_path):
+    save_weights(factory(of_family(name))(), tmp_path, name)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | data))
+    with pytest.raises(UnsupportedError, match=text):
+        hub_config(tmp_path)

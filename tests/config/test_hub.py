@@ -1,0 +1,87 @@
+"""`model: {hub: ...}`: sizes from the config.json of a snapshot, and its weights."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from axon_dist.app.run import train
+from axon_dist.cli.main import main
+from axon_dist.config import RunConfig, describe
+from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.weights import find_tensors, hub_config
+
+from ..weights import hub
+
+WINDOWED = {**hub.LLAMA, "model_type": "mistral", "sliding_window": 4}
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    return hub.write(tmp_path / "snapshot", WINDOWED, hub.llama_tensors(WINDOWED))
+
+
+def test_sizes_and_weights_are_those_of_the_snapshot(snapshot):
+    config = RunConfig.from_dict({"model": {"hub": str(snapshot), "max_length": 16}, **SHORT})
+    assert config.model == hub_config(snapshot, max_length=16)
+    assert config.model.windows == (4,)
+    assert config.weights.files == (str(snapshot),)
+    assert (config.weights.format, config.weights.cast) == ("hf-mistral", True)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    assert RunConfig.from_dict({**config.to_dict(), "weights": None}).weights is None
+    plain = {"model": {"hub": str(snapshot)}, "weights": None, **SHORT}
+    assert RunConfig.from_dict(plain).weights is None
+
+
+SHORT = {"data": {"sequence_length": 16}}
+
+
+def test_what_is_no_snapshot_is_said_at_its_key(snapshot, tmp_path):
+    for model, text in (
+        ({"hub": str(tmp_path)}, "cannot open|no such|cannot read"),
+        ({"hub": str(snapshot), "preset": "tiny"}, "got preset and hub, which both give sizes"),
+        ({"hub": str(snapshot), "num_head": 3}, "model.num_head: there is no such key"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=text):
+            RunConfig.from_dict({"model": model, "weights": None, **SHORT})
+    assert describe("model.hub")[0].keys[0].meaning.startswith("a folder with config.json")
+
+
+def test_a_run_that_starts_from_a_snapshot_and_its_export(tiny, tmp_path):
+    sizes = {**WINDOWED, "vocab_size": 256}
+    folder = hub.write(tmp_path / "snapshot", sizes, hub.llama_tensors(sizes))
+    plain = {**tiny, "model": {"hub": str(folder)}, "mesh": "fsdp=8", "parallel": "full_shard",
+             "optimizer": {"name": "sgd", "learning_rate": 1e-12}}  # fmt: skip
+    run = train(RunConfig.from_dict(plain), Console(quiet=True)).directory.path
+    assert main(["export", str(run), str(tmp_path / "out"), "--format", "hf-mistral"]) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == hub.llama_tensors(sizes).keys()
+    for name, value in hub.llama_tensors(sizes).items():
+        np.testing.assert_allclose(written[name], value, atol=1e-6)
+    kept = hub_config(tmp_path / "out", scan_layers=False)
+    assert kept.windows == (4,)
+
+
+def test_a_repository_is_fetched_by_the_library_of_the_hub(snapshot, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, **options):
+        asked.append((name, options["revision"], options["allow_patterns"]))
+        if name != "org/name":
+            raise OSError("404")
+        return str(snapshot)
+
+    module = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    assert hub_config("hf://org/name") == hub_config(snapshot)
+    assert asked == [("org/name", None, ["config.json"])]
+    assert find_tensors("hf://org/name@v2").keys() == find_tensors(snapshot).keys()
+    assert asked[-1][1] == "v2"
+    with pytest.raises(CheckpointError, match=r"cannot fetch 'hf://org/other': 404; check the"):
+        find_tensors("hf://org/other")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'axon_dist\[hub\]', or name a local"):
+        find_tensors("hf://org/name")
