@@ -69,7 +69,7 @@ def check_snapshot(
         >>> check_snapshot(path, Transformer(config, rngs=nnx.Rngs(0)), "hf-gpt2")
         Traceback (most recent call last):
         axon_dist.core.errors.ConfigError: the model is not the one of '...config.json': num_heads
-        is 8 and 4 there, num_kv_heads is 8 and 4 there, head_dim is 8 and 16 there, ...
+        is 8 and 4 there, num_kv_heads is 8 and 4 there, head_dim is 8 and 16 there. Its weights ...
     """
     differ = (differ,) if isinstance(differ, str) else differ
     TEXTS.check("load_weights", "differ", differ)
