@@ -1,4 +1,4 @@
-"""What a page of the documentation has printed by commands: `<!-- run: axon ... -->`."""
+"""What a page shows is printed by commands: `<!-- run: axon ... -->`, `<!-- svg: axon ... -->`."""
 
 import contextlib
 import io
@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+import tempfile
 import textwrap
 from unittest import mock
 
@@ -16,12 +17,26 @@ from axon_dist.cli.main import main
 ROOT = pathlib.Path(__file__).parents[1]
 WIDTH = 80
 """Letters that a page has room for."""
-RUN = re.compile(r"^<!-- run: (.*) -->$", re.MULTILINE)
+COMMAND = re.compile(r"^<!-- (run|svg): (.*) -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown, **_):
-    """Puts behind every such line what the command prints."""
-    return RUN.sub(lambda found: shown(found[1]), markdown)
+    """Puts what the command prints, or the picture that it draws, in place of every such line."""
+    return COMMAND.sub(lambda line: {"run": shown, "svg": drawn}[line[1]](line[2]), markdown)
+
+
+def drawn(command):
+    """The picture that a command draws: with `--svg FILE` for `axon`, as its output otherwise."""
+    if not command.startswith("axon "):
+        picture = run(command)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "picture.svg")
+            run(f"{command} --svg {path}")
+            picture = path.read_text()
+    # Markdown takes an empty line for the end of HTML.
+    lines = [line for line in picture.splitlines() if line.strip()]
+    return "\n".join(['<div class="wide">', *lines, "</div>"])
 
 
 def shown(command):

@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -34,6 +34,7 @@ from .layout import (
     spec_of,
     staging_of,
     stored_target,
+    target_of,
     to_stored,
 )
 from .seal import (
@@ -219,8 +220,23 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
+@runtime_checkable
+class HasState(Protocol):
+    """What knows the state that it trains, as a `TrainStep` does."""
+
+    @property
+    def abstract_state(self) -> PyTree:
+        """Shapes and dtypes of the state."""
+        ...
+
+    @property
+    def state_shardings(self) -> PyTree:
+        """Where it lies."""
+        ...
+
+
 def load_checkpoint(
-    path: str | Path, target: PyTree, *, parts: str | Collection[str] | None = None
+    path: str | Path, target: PyTree | HasState, *, parts: str | Collection[str] | None = None
 ) -> PyTree:
     """Restores a state, bit for bit, onto the mesh and the layout that the target names.
 
@@ -232,8 +248,7 @@ def load_checkpoint(
     Args:
         path: the folder of the checkpoint.
         target: a tree like the state, of `ShapeDtypeStruct`s with shardings or of arrays, whose
-            values are not looked at. `target_of(step.abstract_state, step.state_shardings)`
-            makes that of a training step.
+            values are not looked at; or a `TrainStep`, for the state that it trains.
         parts: the fields of the state to restore, the others not being read. A name, such as
             `"params"`: the target is that field alone, such as `target.params`. Several: it is a
             dict of them.
@@ -260,6 +275,8 @@ def load_checkpoint(
         >>> load_checkpoint(path, jnp.zeros(3), parts="w").tolist()
         [1.0, 1.0, 1.0]
     """
+    if isinstance(target, HasState):
+        target = _state_of(target, parts)
     if isinstance(parts, str):
         return load_checkpoint(path, {parts: target}, parts=(parts,))[parts]
     if parts is not None:
@@ -273,6 +290,16 @@ def load_checkpoint(
     _check_values(folder, manifest, stored)
     leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _state_of(step: HasState, parts: str | Collection[str] | None) -> PyTree:
+    """The state of a step, or some of its fields, as targets."""
+    whole = target_of(step.abstract_state, step.state_shardings)
+    if parts is None:
+        return whole
+    if isinstance(parts, str):
+        return getattr(whole, parts)
+    return {name: getattr(whole, name) for name in parts}
 
 
 def _check_leaves(

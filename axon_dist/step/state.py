@@ -94,7 +94,7 @@ def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> Non
             raise ConfigError(
                 f"this state is not one of this step: {path} {problem}; give the state that this "
                 "step's init() or call returned, or restore one of another model or strategy onto "
-                "it: load_checkpoint(path, target_of(step.abstract_state, step.state_shardings))"
+                "it: load_checkpoint(path, step)"
             )
 
 

@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import re
 import shlex
+import tomllib
 
 import pytest
 
@@ -13,6 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
+EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
 
 
 def blocks(language, text):
@@ -20,14 +22,14 @@ def blocks(language, text):
 
 
 CODE = [
-    pytest.param(code, id=f"{page.relative_to(DOCS)}-{number}")
+    pytest.param("\n".join(found), id=str(page.relative_to(DOCS)))
     for page in PAGES
-    for number, code in enumerate(blocks("python", page.read_text()))
+    if (found := blocks("python", page.read_text()))
 ]
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_code_runs(code):
+def test_code_of_a_page_runs_from_top_to_bottom(code):
     exec(compile(code, "page", "exec"), {"__name__": "page"})
 
 
@@ -35,12 +37,15 @@ def test_code_runs(code):
 def test_commands_can_be_typed_and_files_are_there(page):
     text = page.read_text()
     lines = "".join(blocks("bash", text)).splitlines()
-    lines += re.findall(r"^<!-- run: (.*) -->$", text, re.MULTILINE)
+    lines += re.findall(r"^<!-- (?:run|svg): (.*) -->$", text, re.MULTILINE)
     for line in lines:
         program, *arguments = shlex.split(line)
+        program = pathlib.Path(program).name
         if program == "axon":
             assert _parse(arguments).verb in VERBS, line
-        else:
+        elif program == "pip":
+            assert set(re.findall(r"\w+", arguments[-1])) <= EXTRAS, line
+        elif line != "python3 -m venv .venv":
             assert (program, (ROOT / arguments[0]).is_file()) == ("python", True), line
         for name in re.findall(r"configs/[\w/]+\.yaml", line):
             assert (ROOT / name).is_file(), line
