@@ -63,6 +63,13 @@ def test_every_page_is_in_the_menu():
         assert (DOCS / name).is_file()
 
 
+def test_every_name_of_the_package_is_on_the_reference_page():
+    api = (DOCS / "api.md").read_text()
+    names = (ROOT / "tests" / "repo" / "public_names.txt").read_text().splitlines()
+    top = [name for room, name in map(str.split, names) if room == "axon_dist"]
+    assert not [name for name in top if not re.search(rf"[.`]{name}(`|$)", api, re.MULTILINE)]
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
 
