@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -27,7 +26,7 @@ from axon_dist.data import (
     load_tokenizer,
     standard_library_files,
 )
-from axon_dist.loop.trainer import delayed
+from axon_dist.loop.sums import LAG, Sums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
 from axon_dist.ops.precision import autocast
@@ -40,8 +39,6 @@ from .load import find_checkpoint, load_arrays, load_state, run_config, world_of
 
 SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
 """Losses that have metrics which are too dear for training, and what measures both."""
-
-_LAG = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,21 +141,15 @@ def _measure(
     step: TrainStep, state: TrainState, loader: Loader, num_batches: int | None
 ) -> tuple[dict[str, float], int]:
     """The mean of every metric, and over how many samples."""
-    sums: dict[str, np.ndarray] = {}
-    num_samples = 0
+    sums, num_samples = Sums(), 0
     found = (
         (copies, count, step.evaluate_sums(state, batch))
         for copies, count, batch in _batches(loader, step, num_batches)
     )
-    for copies, count, metrics in delayed(found, _LAG):
+    for copies, count, metrics in delayed(found, LAG):
         num_samples += count
-        for name, part in jax.device_get(metrics).items():
-            both = np.array([part.total, part.weight], np.float64) / copies
-            sums[name] = sums.get(name, np.zeros(2)) + both
-    means = {
-        name: float(total / weight) if weight else 0.0 for name, (total, weight) in sums.items()
-    }
-    return means, num_samples
+        sums.add(metrics, copies)
+    return sums.means, num_samples
 
 
 def _batches(
