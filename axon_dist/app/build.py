@@ -18,16 +18,20 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn, OptionValue
-from axon_dist.data import Loader
+from axon_dist.data import Loader, standard_library_files
 from axon_dist.launch import PLANNED, Timeouts
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer, require
 from axon_dist.mesh import World, agree, self_test
 from axon_dist.mesh.chips import machine_of
+from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.step import TrainState, TrainStep, build_train_step
+from axon_dist.step.parts import trainable_filter
 from axon_dist.weights.formats import NATIVE_NAME, format_of
 
+from ..config.data import TextData
 from ..config.models import make_model
+from ..config.optimizers import Optimizer
 from ..config.schema import RunConfig, build_strategy
 
 PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
@@ -78,7 +82,7 @@ def build_step(
     config: RunConfig,
     world: World,
     optimizer: optax.GradientTransformation | None = None,
-    metrics: tuple[str, ...] = ("loss",),
+    metrics: tuple[str, ...] = ("loss", "grad_norm"),
     loss_fn: LossFn | None = None,
     compiler_options: Mapping[str, OptionValue | None] | None = None,
     meeting: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
@@ -110,14 +114,15 @@ def build_step(
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
+    own, clip_norm = _optimizer(config, factory)
     step = build_train_step(
         factory,
-        optimizer or config.optimizer.build(config.train.steps, factory),
+        optimizer or own,
         loss_fn or config.kind.task.loss_fn,
         strategy,
         world,
         accumulate=config.train.accumulate,
-        clip_norm=config.train.clip_norm,
+        clip_norm=clip_norm,
         metrics=metrics,
         precision=config.precision,
         remat=config.remat,
@@ -134,6 +139,19 @@ def build_step(
     if trains:
         step.separation(abstract_batch(config))
     return step
+
+
+def _optimizer(
+    config: RunConfig, factory: Callable[[], nnx.Module]
+) -> tuple[optax.GradientTransformation, float | None]:
+    """The optimizer of a config, and what the step clips before it: nothing, where it watches."""
+    train, optimizer = config.train, config.optimizer.build(config.train.steps, factory)
+    if train.spikes is None and not train.layer_norms:
+        return optimizer, train.clip_norm
+    watch = watched(
+        optimizer, clip_norm=train.clip_norm, spikes=train.spikes, layer_norms=train.layer_norms
+    )
+    return watch, None
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:
@@ -158,8 +176,17 @@ def model_of(config: RunConfig) -> nnx.Module:
 def what_is_trained(config: RunConfig) -> dict[str, Any]:
     """What a config says to `build_train_step` about trained and frozen parameters."""
     adapters = () if config.lora is None else (nnx.LoRAParam,)
-    chosen = (*adapters, *config.trainable)
-    return {"trainable": chosen or nnx.Param, "frozen_dtype": config.frozen_dtype}
+    chosen = (*adapters, *config.trainable) or nnx.Param
+    optimizer = config.optimizer
+    if isinstance(optimizer, Optimizer) and any(group.frozen for group in optimizer.groups):
+        is_chosen = trainable_filter(chosen)
+
+        def is_trained(keys: Any, variable: Any) -> bool:
+            path = "/".join(map(str, keys))
+            return is_chosen(keys, variable) and not optimizer.is_frozen(path)
+
+        return {"trainable": is_trained, "frozen_dtype": config.frozen_dtype}
+    return {"trainable": chosen, "frozen_dtype": config.frozen_dtype}
 
 
 def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -207,6 +234,7 @@ class Run:
         step: what the config's model, strategy and optimizer come to.
         loader: the batches of this process, and those of the validation.
         note: what is done otherwise because processes were lost; empty where none is.
+        validation: the further sets that it is validated on, by name.
     """
 
     config: RunConfig
@@ -214,6 +242,7 @@ class Run:
     step: TrainStep
     loader: Loader
     note: str = ""
+    validation: Mapping[str, Loader] = dataclasses.field(default_factory=dict)
 
     @property
     def item(self) -> str:
@@ -258,6 +287,7 @@ class Run:
         profile = {}
         if train.profile is not None:
             profile = {"profile_at": train.profile.at, "profile_steps": train.profile.steps}
+        sets = {"": self.loader, **self.validation}
         return Trainer(
             step=self.step,
             batches=self.loader,
@@ -272,9 +302,16 @@ class Run:
                 peak_flops=self.peak_flops,
                 sequence_length=config.kind.task.items_per_sample(config.data),
                 max_rollbacks=train.max_rollbacks,
+                best_metric=train.best.metric,
+                best_mode=train.best.mode,
+                patience=train.best.patience,
+                min_delta=train.best.min_delta,
                 **profile,
             ),
-            validation=lambda: self.loader.validation_batches(train.eval_batches),
+            validation={
+                name: functools.partial(one.validation_batches, train.eval_batches)
+                for name, one in sets.items()
+            },
             writers=writers,
             progress=progress,
             save=save,
@@ -339,9 +376,40 @@ def build_run(config: RunConfig) -> Run:
     step, note = step_for(config, world)
     check_memory(config, step)
     loader = build_loader(config, world, step.strategy.batch_axes)
-    agree(world, "data", {f"data.{name}": value for name, value in loader.state().items()})
     step.check(abstract_batch(config))
-    return Run(config, world, step, loader, note)
+    sets = {}
+    for name, files in config.validation.items():
+        other = measured_on(config, files, f"validation.{name}")
+        sets[name] = build_loader(other, world, step.strategy.batch_axes)
+    for name, one in {"": loader, **sets}.items():
+        prefix = f"validation.{name}" if name else "data"
+        agree(world, prefix, {f"{prefix}.{key}": value for key, value in one.state().items()})
+    return Run(config, world, step, loader, note, sets)
+
+
+def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> RunConfig:
+    """The config with other files to validate on.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        files: paths or globs; none leaves the config as it is.
+        key: what names them, to open the message.
+
+    Raises:
+        ConfigError: when the data of the run are no files.
+    """
+    if not files:
+        return config
+    data, named = config.data, ", ".join(files)
+    if not hasattr(data, "validation_files"):
+        raise ConfigError(
+            f"{key}: got {named} for a run whose data name no files; leave them out, or change its "
+            "data, as in data={kind: text, files: [...], validation_files: [...]}"
+        )
+    changes = {"validation_files": tuple(files), "validation_fraction": None}
+    if isinstance(data, TextData) and not data.files:
+        changes["files"] = tuple(str(file.path) for file in standard_library_files())
+    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))
 
 
 def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:

@@ -206,7 +206,7 @@ class StepProfile:
     def __init__(self, at: int, steps: int, directory: str | Path | None):
         self._steps = range(at, at + steps) if at and directory is not None else range(0)
         self._count, self._is_asked = steps, False
-        self._tell: Callable[[str], None] = lambda text: None
+        self._told: list[Callable[[str], None]] = []
         self._directory = None if directory is None else str(directory)
         self._is_on = False
 
@@ -217,7 +217,7 @@ class StepProfile:
         Args:
             tell: takes a sentence when a trace begins or has ended.
         """
-        self._tell = tell
+        self._told = [tell]
         if threading.current_thread() is not threading.main_thread() or self._directory is None:
             yield
             return
@@ -261,4 +261,5 @@ class StepProfile:
             told = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
             self._is_on, self._steps = False, range(0)
             jax.profiler.stop_trace()
-            self._tell(told)
+            for tell in self._told:
+                tell(told)

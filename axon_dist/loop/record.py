@@ -17,8 +17,7 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ..optim.watch import SPIKE
-from ..step.state import FLAG, NonfiniteLoss, TrainState, is_lost
+from ..step.state import FLAG, SPIKE, NonfiniteLoss, TrainState, is_lost
 from .metrics import MetricWriter
 from .progress import Progress, Status
 from .stop import INTERRUPTIONS

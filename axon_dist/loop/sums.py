@@ -17,11 +17,11 @@ LAG = 2
 _T = TypeVar("_T")
 
 
-class Sums:
+class MetricSums:
     """Totals and weights of metrics, in float64.
 
     Example:
-        >>> sums = Sums()
+        >>> sums = MetricSums()
         >>> sums.add({"loss": Weighted(6.0, 2.0)})
         >>> sums.add({"loss": Weighted(2.0, 2.0)}, copies=2)
         >>> sums.means

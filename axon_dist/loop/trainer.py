@@ -32,7 +32,7 @@ from .record import (
     TrainResult,
 )
 from .stop import StopConsensus, Stops, stop_on_signals
-from .sums import LAG, Sums, delayed
+from .sums import LAG, MetricSums, delayed
 
 ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
@@ -440,7 +440,7 @@ class Trainer:
         self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
         """The mean of every metric over one set; None where somebody wanted to stop meanwhile."""
-        sums = Sums()
+        sums = MetricSums()
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
             given = make()
             BATCHES.check("a Trainer", "validation()", given)
