@@ -22,7 +22,7 @@ import yaml
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
 
-from ..config.load import read_yaml
+from ..config.parse import read_yaml
 from ..config.schema import RunConfig
 
 AUTO = "auto"
