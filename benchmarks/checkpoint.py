@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from axon_dist.app.build import build_run
+from axon_dist.app.runs import build_run
 from axon_dist.checkpoint import CheckpointManager, Retention, StateDictType
 from axon_dist.config import load_config
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from axon_dist.app.build import build_loader, build_step, build_world
+from axon_dist.app.runs import build_loader
+from axon_dist.app.steps import build_step, build_world
 from axon_dist.config import RunConfig, load_config
 
 QUICKSTART = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yaml"

@@ -2,8 +2,8 @@
 
 import sys
 
-from axon_dist.app.build import build_run
 from axon_dist.app.examine import read_program
+from axon_dist.app.runs import build_run
 from axon_dist.config import RunConfig
 from axon_dist.core.words import byte_size
 

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..config.load import CONFIG
+from ..config.parse import CONFIG
 from ..config.schema import RunConfig
 from ..core.errors import ConfigError
 from ..core.told import told
 from ..data import Loader, LocalBatch
 from ..step import TrainStep
-from .build import build_loader, build_run
+from .runs import build_loader, build_run
 
 TIMED_STEPS = 3
 """Steps that are timed, after one that compiles."""

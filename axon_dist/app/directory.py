@@ -22,7 +22,7 @@ import yaml
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
 
-from ..config.load import read_yaml
+from ..config.parse import read_yaml
 from ..config.schema import RunConfig
 
 AUTO = "auto"
@@ -105,10 +105,10 @@ class RunDirectory:
         try:
             if kind_at(self.config) is None:
                 return []
-            before = dict(_flat(read_yaml(self.config)))
+            before = dict(flat(read_yaml(self.config)))
         except ConfigError as error:
             return [f"{self.config.name} cannot be read ({str(error).splitlines()[0]}): replaced"]
-        after = dict(_flat(config.to_dict()))
+        after = dict(flat(config.to_dict()))
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         return [f"{name}: {before.get(name)!r} -> {after.get(name)!r}" for name in names]
 
@@ -276,13 +276,22 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if is_row else None
 
 
-def _flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """The values of nested dicts by dotted path."""
-    if not isinstance(config, dict):
+_WHOLE = ("mesh", "parallel")
+"""Sections that are told as one value: their keys are names of axes and strategies."""
+
+
+def flat(config: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """The values of nested dicts by dotted path.
+
+    Example:
+        >>> dict(flat({"train": {"steps": 1}, "parallel": {"ddp": {}}}))
+        {'train.steps': 1, 'parallel': {'ddp': {}}}
+    """
+    if not isinstance(config, dict) or not config or path in _WHOLE:
         yield path, config
         return
     for key, value in config.items():
-        yield from _flat(value, f"{path}.{key}" if path else str(key))
+        yield from flat(value, f"{path}.{key}" if path else str(key))
 
 
 LOCK = "run.lock"

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
@@ -25,23 +24,20 @@ from axon_dist.data import (
     Tokenizer,
     byte_tokenizer,
     load_tokenizer,
-    standard_library_files,
 )
-from axon_dist.loop.trainer import delayed
+from axon_dist.loop.sums import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
 from axon_dist.ops.precision import autocast
 from axon_dist.step import TrainState, TrainStep
 
-from ..config.data import SyntheticImageData, TextData
 from ..config.schema import RunConfig
-from .build import build_loader, build_step
-from .load import find_checkpoint, load_arrays, load_state, run_config, world_of
+from .runs import build_loader, measured_on
+from .steps import build_step
+from .trained import find_checkpoint, load_arrays, load_state, run_config, world_of
 
 SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
 """Losses that have metrics which are too dear for training, and what measures both."""
-
-_LAG = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +107,7 @@ def evaluate(
         CheckpointError: when the run has no such checkpoint, or that is damaged.
     """
     config = run_config(run, overrides, trust=trust)
-    config, world = world_of(_measured_on(config, files), one_device)
+    config, world = world_of(measured_on(config, files), one_device)
     notes = tell if world.process_index == 0 else _nothing
     checkpoint = find_checkpoint(run, config, step, notes)
     task = config.kind.task
@@ -144,21 +140,15 @@ def _measure(
     step: TrainStep, state: TrainState, loader: Loader, num_batches: int | None
 ) -> tuple[dict[str, float], int]:
     """The mean of every metric, and over how many samples."""
-    sums: dict[str, np.ndarray] = {}
-    num_samples = 0
+    sums, num_samples = MetricSums(), 0
     found = (
         (copies, count, step.evaluate_sums(state, batch))
         for copies, count, batch in _batches(loader, step, num_batches)
     )
-    for copies, count, metrics in delayed(found, _LAG):
+    for copies, count, metrics in delayed(found, LAG):
         num_samples += count
-        for name, part in jax.device_get(metrics).items():
-            both = np.array([part.total, part.weight], np.float64) / copies
-            sums[name] = sums.get(name, np.zeros(2)) + both
-    means = {
-        name: float(total / weight) if weight else 0.0 for name, (total, weight) in sums.items()
-    }
-    return means, num_samples
+        sums.add(metrics, copies)
+    return sums.means, num_samples
 
 
 def _batches(
@@ -203,27 +193,6 @@ def of_text(loss: float, loader: Loader) -> dict[str, float]:
         tokens_per_byte = len(text.validation) / text.validation_bytes
         found["bits_per_byte"] = loss / math.log(2) * tokens_per_byte
     return found
-
-
-def _measured_on(config: RunConfig, files: Sequence[str]) -> RunConfig:
-    """The config with other files to validate on."""
-    if not files:
-        return config
-    data = config.data
-    if isinstance(data, SyntheticImageData):
-        raise ConfigError(
-            f"got files {', '.join(files)} for a run whose images are made up; leave them out, or "
-            "change its data: data={kind: images, files: [...]}"
-        )
-    if not hasattr(data, "validation_files"):
-        raise ConfigError(
-            f"got files {', '.join(files)} for a run whose data name none; leave them out, or "
-            "change its data: data={kind: text, files: [...], validation_files: [...]}"
-        )
-    changes = {"validation_files": tuple(files), "validation_fraction": None}
-    if isinstance(data, TextData) and not data.files:
-        changes["files"] = tuple(str(file.path) for file in standard_library_files())
-    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))
 
 
 @dataclasses.dataclass(frozen=True)

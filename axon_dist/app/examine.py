@@ -19,10 +19,11 @@ from axon_dist.mesh import MeshSpec, World
 from axon_dist.mesh.targets import Target, parse_target, prepare_environment
 from axon_dist.sharding import Explanation
 
-from ..config.load import CONFIG
+from ..config.parse import CONFIG
 from ..config.schema import RunConfig
-from .build import Run, abstract_batch, build_step, build_world
-from .report import attention_line, parameters_of
+from .runs import Run
+from .steps import abstract_batch, build_step, build_world
+from .summary import attention_line, parameters_of
 
 
 @dataclasses.dataclass(frozen=True)

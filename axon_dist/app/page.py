@@ -1,18 +1,28 @@
-"""`report_page`: a run as one page that needs nothing but a browser."""
+"""`report_page`: runs as one page that needs nothing but a browser."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from axon_dist.core.words import byte_size, clock_time, duration, plural
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
-from .recorded import Recorded, bars, lines, read_recorded
+from .recorded import (
+    Curve,
+    Recorded,
+    Runs,
+    bars,
+    compared,
+    lines,
+    read_recorded,
+)
+
+TEMPLATE = Path(__file__).with_name("page.html")
+"""Everything of a page that is the same for all runs."""
 
 MOST_DEVICES = 256
 """The largest mesh that is drawn device by device."""
@@ -25,25 +35,25 @@ class Part:
     Args:
         key: its anchor.
         title: its heading.
-        draw: from the run, and the one it is compared with if any, to HTML; None where there is
-            nothing to show.
+        draw: from the runs to HTML; None where there is nothing to show.
         missing: what is said then.
     """
 
     key: str
     title: str
-    draw: Callable[[Recorded, Recorded | None], str | None]
+    draw: Callable[[Runs], str | None]
     missing: str
 
 
-def report_page(run: str | Path, compare: str | Path | None = None) -> str:
+def report_page(run: str | Path, compare: str | Path | Sequence[str | Path] = ()) -> str:
     """Draws what a run recorded as one HTML page; no device and no network is needed.
 
     Everything that comes from the run is escaped; what is missing or broken is said in the page.
 
     Args:
         run: the folder of a run, ended or not.
-        compare: the folder of another one, whose curves are drawn beside it.
+        compare: the folders of others, whose curves are drawn beside it, and a table of whose
+            figures and configs says how they differ.
 
     Returns:
         The page: it asks for nothing outside itself.
@@ -51,24 +61,28 @@ def report_page(run: str | Path, compare: str | Path | None = None) -> str:
     Raises:
         ConfigError: when a folder is not there, or holds nothing of a run.
     """
-    found = read_recorded(run)
-    other = None if compare is None else read_recorded(compare)
-    if other is not None and other.name == found.name:
-        found, other = _told_apart(found, other)
-    sections = [_section(part, found, other) for part in PARTS]
-    links = "".join(f'<a href="#{part.key}">{part.title}</a>' for part in PARTS)
-    runs = [found, *([] if other is None else [other])]
-    notes = [f"{one.name}: {note}" for one in runs for note in _notes(one)]
-    told = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return _PAGE.format(
-        title=escape(" and ".join(one.name for one in runs)),
-        style=_STYLE,
-        script=_SCRIPT,
-        head=_head(found),
-        notes=f'<ul class="notes">{told}</ul>' if told else "",
-        links=links,
-        body="\n".join(sections),
+    others = (compare,) if isinstance(compare, (str, Path)) else compare
+    runs = _told_apart([read_recorded(one) for one in (run, *others)])
+    drawn = {part: _drawn(part, runs) for part in PARTS}
+    sections = [_section(part, html) for part, html in drawn.items() if html is not None]
+    absent = [part for part, html in drawn.items() if html is None]
+    sections += [_section(_ABSENT, _list(f"{p.title}: {p.missing}" for p in absent))]
+    links = "".join(
+        f'<a href="#{part.key}">{part.title}</a>' for part in PARTS if part not in absent
     )
+    notes = [f"{one.name}: {note}" for one in runs for note in _notes(one)]
+    return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(" and ".join(one.name for one in runs)),
+        head=_head(runs),
+        notes=_list(notes, "notes"),
+        links=links,
+        body="\n".join(sections if absent else sections[:-1]),
+    )
+
+
+def _list(lines: Iterable[str], kind: str = "missing") -> str:
+    told = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<ul class="{kind}">{told}</ul>' if told else ""
 
 
 def _notes(run: Recorded) -> list[str]:
@@ -79,115 +93,160 @@ def _notes(run: Recorded) -> list[str]:
     return [*run.notes, *finite]
 
 
-def _section(part: Part, run: Recorded, other: Recorded | None) -> str:
+def _drawn(part: Part, runs: Runs) -> str | None:
     try:
-        drawn = part.draw(run, other)
+        return part.draw(runs)
     except Exception as error:  # a damaged record may hold anything
-        drawn = _say(f"this cannot be drawn: {type(error).__name__}: {error}")
-    return (
-        f'<section id="{part.key}"><h2>{escape(part.title)}</h2>'
-        f"{_say(part.missing) if drawn is None else drawn}</section>"
-    )
+        return _say(f"this cannot be drawn: {type(error).__name__}: {error}")
+
+
+def _section(part: Part, html: str) -> str:
+    return f'<section id="{part.key}"><h2>{escape(part.title)}</h2>{html}</section>'
 
 
 def _say(text: str) -> str:
     return f'<p class="missing">{escape(text)}</p>'
 
 
-def _head(run: Recorded) -> str:
-    known = run.summary
-    facts = [
-        f"{known.get('ended', 'not ended')} after {known.get('steps', '?')} steps",
-        f"{known.get('strategy') or run.program.get('strategy', '?')} on {known.get('mesh', '?')}",
-        f"{known.get('devices', '?')} x {known.get('device_kind', '?')}",
-        str(run.folder),
-    ]
-    return f"<h1>{escape(run.name)}</h1><p>{escape('  ·  '.join(facts))}</p>"
+def _head(runs: Runs) -> str:
+    """The name of a run and its figures, or the names of several."""
+    folders = "<br>".join(escape(str(one.folder)) for one in runs)
+    title = escape(" and ".join(one.name for one in runs))
+    figures = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
+        for label, value in _figures(runs[0]).items()
+    )
+    shown = f'<dl class="figures">{figures}</dl>' if len(runs) == 1 else ""
+    return f"<h1>{title}</h1><p>{folders}</p>{shown}"
 
 
-def _told_apart(run: Recorded, other: Recorded) -> tuple[Recorded, Recorded]:
-    """Two runs of one name, called by their folders, or by which is compared where those agree."""
-    marks = (run.folder.resolve().name, other.folder.resolve().name)
-    if marks[0] == marks[1]:
-        return run, dataclasses.replace(other, called=f"{other.name} (compared)")
-    pairs = zip((run, other), marks, strict=True)
-    run, other = (dataclasses.replace(one, called=f"{one.name} ({mark})") for one, mark in pairs)
-    return run, other
+def _figures(run: Recorded) -> Mapping[str, str]:
+    try:
+        return run.figures()
+    except Exception as error:  # a damaged record may hold anything
+        return {"figures": f"unknown ({type(error).__name__})"}
 
 
-def _curves(run: Recorded, other: Recorded | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """The curves of some metrics, by what they are called; those of the other run beside them."""
-    found = {label: run.curve(metric) for metric, label in names.items()}
-    if other is not None:
-        mine = {f"{label}, {run.name}": curve for label, curve in found.items()}
-        theirs = {f"{label}, {other.name}": other.curve(metric) for metric, label in names.items()}
-        found = {**mine, **theirs}
-    return {label: curve for label, curve in found.items() if curve}
+def _side_by_side(runs: Runs) -> str | None:
+    """The figures of several runs, and the keys of their configs that differ."""
+    if len(runs) == 1:
+        return None
+    names = [one.name for one in runs]
+    figures = compared([_figures(one) for one in runs])
+    settings = compared([one.settings() for one in runs], differing=True)
+    return (
+        _table([[label, *row] for label, row in figures.items()], ["", *names])
+        + "<h3>Configs: the keys that differ</h3>"
+        + (
+            _table([[label, *row] for label, row in settings.items()], ["", *names])
+            or _say("None.")
+        )
+    )
 
 
-def _of(names: Mapping[str, str], unit: str = "") -> Callable[..., str | None]:
-    def draw(run: Recorded, other: Recorded | None) -> str | None:
-        curves = _curves(run, other, names)
-        return lines(curves, unit) if curves else None
+def _told_apart(runs: list[Recorded]) -> Runs:
+    """Runs of one name are called by their folders too, or by which is compared."""
+    found: list[Recorded] = []
+    for number, run in enumerate(runs):
+        others = [one for n, one in enumerate(runs) if n != number and one.name == run.name]
+        mark = run.folder.resolve().name
+        if others and any(one.folder.resolve().name != mark for one in others):
+            run = dataclasses.replace(run, called=f"{run.name} ({mark})")
+        elif others and number:
+            run = dataclasses.replace(run, called=f"{run.name} (compared{number * (number > 1)})")
+        found.append(run)
+    return tuple(found)
 
-    return draw
+
+def _plot(runs: Runs, names: Mapping[str, str], unit: str = "") -> str | None:
+    """The curves of some metrics, by what they are called; those of every run."""
+    curves: dict[str, Curve] = {
+        f"{label}, {one.name}" if len(runs) > 1 else label: one.curve(metric)
+        for one in runs
+        for metric, label in names.items()
+    }
+    marks = runs[0].resumes if len(runs) == 1 else ()
+    curves = {label: curve for label, curve in curves.items() if curve}
+    return lines(curves, unit, marks) if curves else None
 
 
-def _loss(run: Recorded, other: Recorded | None) -> str | None:
-    unit = str(run.summary.get("unit", ""))
-    curves = _curves(run, other, {"train/loss": "training", "validation/loss": "validation"})
-    return lines(curves, unit) if curves else None
+def _of(names: Mapping[str, str], unit: str = "") -> Callable[[Runs], str | None]:
+    return lambda runs: _plot(runs, names, unit)
 
 
-def _validation(run: Recorded, other: Recorded | None) -> str | None:
-    metrics = [name for name in run.metrics("validation/") if name != "validation/loss"]
+def _loss(runs: Runs) -> str | None:
+    names = {"train/loss": "training", "validation/loss": "validation"}
+    names |= {
+        metric: metric.removeprefix("validation/").removesuffix("/loss")
+        for metric in runs[0].metrics("validation/")
+        if metric.endswith("/loss") and metric not in names
+    }
+    return _plot(runs, names, str(runs[0].summary.get("unit") or "loss"))
+
+
+def _validation(runs: Runs) -> str | None:
+    metrics = [n for n in runs[0].metrics("validation/") if not n.endswith("/loss")]
     drawn = []
     for metric in metrics:
         short = metric.removeprefix("validation/")
         names = {f"train/{short}": f"training {short}", metric: f"validation {short}"}
-        if curves := _curves(run, other, names):
-            drawn.append(f"<h3>{escape(short)}</h3>{lines(curves)}")
+        if plot := _plot(runs, names, short):
+            drawn.append(f"<h3>{escape(short)}</h3>{plot}")
     return "".join(drawn) or None
 
 
-def _throughput(run: Recorded, other: Recorded | None) -> str | None:
-    names = [n for n in run.metrics("time/") if n.endswith("_per_second")]
+def _norms(runs: Runs) -> str | None:
+    """The norm of the gradient, and those of the layers where a run has recorded them."""
+    drawn = [_plot(runs, {"train/grad_norm": "gradient norm"}, "norm before clipping")]
+    for kind in ("grad", "param", "update"):
+        begin = f"train/{kind}_norm/"
+        names = {n: n.removeprefix(begin) for n in runs[0].metrics(begin)}
+        if plot := _plot(runs, names, "norm"):
+            drawn.append(f"<h3>{_NORMS[kind]} by layer</h3>{plot}")
+    return "".join(filter(None, drawn)) or None
+
+
+_NORMS = {"grad": "gradients", "param": "weights", "update": "updates"}
+
+
+def _throughput(runs: Runs) -> str | None:
     drawn = []
-    for metric in names:
+    for metric in [n for n in runs[0].metrics("time/") if n.endswith("_per_second")]:
         item = metric.removeprefix("time/").removesuffix("_per_second")
-        drawn.append(lines(_curves(run, other, {metric: f"{item}/s"})))
+        drawn.append(_plot(runs, {metric: f"{item}/s"}, f"{item}/s"))
     shares = {
         "time/model_flops_utilization": "model FLOP utilization",
         "time/goodput": "goodput",
         "time/data_share": "waiting for data",
         "time/host_share": "host",
     }
-    if curves := _curves(run, other, shares):
-        drawn.append(f"<h3>shares of the time</h3>{lines(curves)}")
-    return "".join(drawn) or None
+    if plot := _plot(runs, shares, "share"):
+        drawn.append(f"<h3>shares of the time</h3>{plot}")
+    return "".join(filter(None, drawn)) or None
 
 
-def _step_time(run: Recorded, other: Recorded | None) -> str | None:
+def _step_time(runs: Runs) -> str | None:
     names = {"time/step_seconds": "mean", "time/slowest_step_seconds": "slowest"}
-    curves = _curves(run, other, names)
-    rows = []
-    for one in (run, *(() if other is None else (other,))):
+    plot, rows = _plot(runs, names, "seconds"), []
+    for one in runs:
         found = one.summary.get("step_percentiles") or {}
-        said = {"50": "half of the steps", "90": "90 %", "99": "99 %", "100": "all"}
-        cells = [f"{said[p]} within {duration(float(found[p]))}" for p in said if p in found]
-        rows += [[one.name, *cells]] if cells else []
-    if not curves and not rows:
+        cells = [duration(float(found[p])) if p in found else "" for p in _PERCENTILES]
+        rows += [[one.name, *cells]] if any(cells) else []
+    if plot is None and not rows:
         return None
-    return (lines(curves, "s") if curves else "") + _table(rows)
+    return (plot or "") + _table(rows, ["", *_PERCENTILES.values()])
 
 
-def _time(run: Recorded, other: Recorded | None) -> str | None:
+_PERCENTILES = {"50": "half within", "90": "90 %", "99": "99 %", "100": "all"}
+
+
+def _time(runs: Runs) -> str | None:
     drawn = []
-    for one in (run, *(() if other is None else (other,))):
+    for one in runs:
         seconds = {str(k): float(v) for k, v in (one.summary.get("seconds") or {}).items()}
         if not seconds:
             continue
-        if restart := _restart_seconds(one):
+        if restart := one.restart_seconds:
             seconds["restart"] = restart
         seconds = {_KINDS.get(kind, kind): x for kind, x in seconds.items() if x > 0}
         words = {kind: clock_time(x) if x >= 60 else duration(x) for kind, x in seconds.items()}
@@ -206,20 +265,9 @@ _KINDS = {
 }
 
 
-def _restart_seconds(run: Recorded) -> float:
-    """From the last record that a leg of the run kept to the beginning of the next leg."""
-    total = 0.0
-    rows = [row for row in run.rows if "time/unix" in row and "time/elapsed_seconds" in row]
-    for before, after in itertools.pairwise(rows):
-        if float(after["time/elapsed_seconds"]) < float(before["time/elapsed_seconds"]):
-            began = float(after["time/unix"]) - float(after["time/elapsed_seconds"])
-            total += max(began - float(before["time/unix"]), 0.0)
-    return total
-
-
-def _memory(run: Recorded, other: Recorded | None) -> str | None:
+def _memory(runs: Runs) -> str | None:
     drawn = []
-    for one in (run, *(() if other is None else (other,))):
+    for one in runs:
         sizes = {str(k): float(v) for k, v in (one.program.get("memory") or {}).items()}
         if not sizes:
             continue
@@ -231,9 +279,9 @@ def _memory(run: Recorded, other: Recorded | None) -> str | None:
     return "".join(drawn) or None
 
 
-def _collectives(run: Recorded, other: Recorded | None) -> str | None:
+def _collectives(runs: Runs) -> str | None:
     drawn = []
-    for one in (run, *(() if other is None else (other,))):
+    for one in runs:
         if "collectives" not in one.program:
             continue
         by_axis = {str(k): float(v) for k, v in one.program["wire_bytes_by_axis"].items()}
@@ -256,9 +304,9 @@ def _collectives(run: Recorded, other: Recorded | None) -> str | None:
     return "".join(drawn) or None
 
 
-def _timeline(run: Recorded, other: Recorded | None) -> str | None:
+def _timeline(runs: Runs) -> str | None:
     drawn = []
-    for one in (run, *(() if other is None else (other,))):
+    for one in runs:
         if found := one.program.get("schedule"):
             table = Schedule.from_csv(found["csv"], str(found["name"]))
             validate(table)
@@ -268,8 +316,8 @@ def _timeline(run: Recorded, other: Recorded | None) -> str | None:
     return "".join(drawn) or None
 
 
-def _parameters(run: Recorded, other: Recorded | None) -> str | None:
-    leaves = run.program.get("leaves")
+def _parameters(runs: Runs) -> str | None:
+    leaves = runs[0].program.get("leaves")
     if not leaves:
         return None
     head = ["parameter", "shape", "dtype", "bytes per device", "split", "why"]
@@ -285,8 +333,8 @@ def _parameters(run: Recorded, other: Recorded | None) -> str | None:
     return f'{search}<div id="leaves">{_table(rows, head)}</div>'
 
 
-def _mesh(run: Recorded, other: Recorded | None) -> str | None:
-    shape, devices = run.program.get("mesh"), run.program.get("devices")
+def _mesh(runs: Runs) -> str | None:
+    shape, devices = runs[0].program.get("mesh"), runs[0].program.get("devices")
     if not shape or not devices:
         return None
     axes = ", ".join(f"{axis}={size}" for axis, size in shape.items())
@@ -306,9 +354,8 @@ def _mesh(run: Recorded, other: Recorded | None) -> str | None:
     return f"{said}{grid}<p>ranks, {owners}</p>"
 
 
-def _versions(run: Recorded, other: Recorded | None) -> str | None:
+def _versions(runs: Runs) -> str | None:
     names = ("jax", "jaxlib", "flax", "backend", "platform_version", "device_kind", "processes")
-    runs = (run, *(() if other is None else (other,)))
     rows = [
         [name, *(str(one.summary.get(name, "?")) for one in runs)]
         for name in names
@@ -317,8 +364,7 @@ def _versions(run: Recorded, other: Recorded | None) -> str | None:
     return _table(rows, ["", *(one.name for one in runs)]) if rows else None
 
 
-def _config(run: Recorded, other: Recorded | None) -> str | None:
-    runs = (run, *(() if other is None else (other,)))
+def _config(runs: Runs) -> str | None:
     shown = [
         f"<details open><summary>{escape(one.name)}</summary><pre>{escape(one.config)}</pre>"
         "</details>"
@@ -340,13 +386,16 @@ def _table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:
 
 _NOT_MEASURED = "Nothing was measured: metrics.jsonl has no record of it."
 _NO_PROGRAM = "Unknown: program.json, which axon train writes after the first step, does not say."
+_ABSENT = Part("absent", "Not recorded", lambda runs: None, "")
 PARTS: tuple[Part, ...] = (
+    Part("runs", "Side by side", _side_by_side, "One run; name others by --compare."),
     Part("loss", "Loss", _loss, _NOT_MEASURED),
     Part("validation", "Validation metrics", _validation, "No metric but the loss was validated."),
+    Part("norms", "Gradient norm", _norms, _NOT_MEASURED),
     Part(
         "rate",
         "Learning rate",
-        _of({"optimizer/learning_rate": "learning rate"}),
+        _of({"optimizer/learning_rate": "learning rate"}, "learning rate"),
         "Unknown: the optimizer does not say, or nothing was recorded.",
     ),
     Part("throughput", "Throughput", _throughput, _NOT_MEASURED),
@@ -361,72 +410,3 @@ PARTS: tuple[Part, ...] = (
     Part("config", "Config", _config, "Unknown: config.yaml is missing."),
 )
 """Everything that a page shows, in its order."""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header>{head}</header>
-{notes}
-<nav>{links}</nav>
-<main>
-{body}
-</main>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-_STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1d2530;--soft:#5a6675;--line:#d9dee5;
---0:#2f6fbb;--1:#c1440e;--2:#3c8d40;--3:#8a5fc0;--4:#a97a00;--5:#00838f;--6:#b0417f;--7:#6b7280}
-@media(prefers-color-scheme:dark){:root{--paper:#14181e;--ink:#e4e9ef;--soft:#9aa7b5;--line:#323b46;
---0:#79b0f2;--1:#ff8f5e;--2:#7fce83;--3:#c3a3f0;--4:#e3b94d;--5:#4fc3cf;--6:#ee8fc0;--7:#a3abb8}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1rem;max-width:60rem;background:var(--paper);color:var(--ink);
-font:16px/1.5 system-ui,sans-serif}
-h1,h2,h3{line-height:1.2;margin:1.2em 0 .4em}h1{margin-top:0}h3{font-size:1em}
-header p,.legend,.missing,th{color:var(--soft)}header p{overflow-wrap:anywhere}
-nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem}nav a{color:var(--0)}
-section{border-top:1px solid var(--line);margin-top:1.5rem}
-svg{display:block;width:100%;height:auto}
-svg text{fill:var(--soft);font-size:12px}.end{text-anchor:end}.mid{text-anchor:middle}
-.grid{stroke:var(--line);fill:none}polyline{fill:none;stroke-width:2}
-.c0{stroke:var(--0)}.c1{stroke:var(--1)}.c2{stroke:var(--2)}.c3{stroke:var(--3)}
-.c4{stroke:var(--4)}.c5{stroke:var(--5)}.c6{stroke:var(--6)}.c7{stroke:var(--7)}
-.b0{background:var(--0)}.b1{background:var(--1)}.b2{background:var(--2)}.b3{background:var(--3)}
-.b4{background:var(--4)}.b5{background:var(--5)}.b6{background:var(--6)}.b7{background:var(--7)}
-circle{opacity:0}circle:hover,.alone{opacity:1}
-@media(max-width:40rem){.plot text{font-size:21px}}
-.d0{fill:var(--0)}.d1{fill:var(--1)}.d2{fill:var(--2)}.d3{fill:var(--3)}.d4{fill:var(--4)}
-.d5{fill:var(--5)}.d6{fill:var(--6)}.d7{fill:var(--7)}
-.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;margin:.2rem 0;font-size:.9em}
-.legend b,td b{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}
-.bar{display:flex;height:1.6rem;border-radius:4px;overflow:hidden;margin:.5rem 0}
-.wide,.paper{overflow-x:auto}.paper{background:#fff;border-radius:4px}
-.paper svg{width:auto;max-width:none}.paper svg text{fill:#333}
-table{border-collapse:collapse;font-size:.9em}
-td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
-td+td,th{white-space:nowrap}
-pre{overflow-x:auto;font-size:.85em}.notes{color:var(--1)}
-.mesh{display:grid;gap:4px;overflow-x:auto}
-.mesh div{height:2.2em;border-radius:4px;color:var(--paper);display:grid;place-items:center}
-input{font:inherit;width:100%;max-width:24rem;padding:.3rem .6rem;background:var(--paper);
-color:var(--ink);border:1px solid var(--line);border-radius:4px}
-"""
-
-_SCRIPT = """
-const find = document.getElementById("find");
-if (find) find.addEventListener("input", () => {
-  for (const row of document.querySelectorAll("#leaves tr"))
-    row.hidden = !row.querySelector("th") && !row.textContent.includes(find.value);
-});
-"""

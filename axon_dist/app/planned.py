@@ -32,10 +32,10 @@ from axon_dist.planner import (
 )
 from axon_dist.step import TrainStep
 
-from ..config.load import CONFIG
+from ..config.parse import CONFIG
 from ..config.schema import RunConfig
-from .build import abstract_batch, build_step, model_of
 from .examine import examine
+from .steps import abstract_batch, build_step, model_of
 
 MOST = 10
 """How many kinds of plans are traced, the simplest first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,13 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import yaml
+
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, read_bytes
+from axon_dist.core.words import clock_time, plural, si
 
-from .directory import RunDirectory
+from .directory import RunDirectory, flat
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
 """Pairs of step and value, finite ones alone."""
@@ -56,11 +60,100 @@ class Recorded:
         """The names of all metrics that begin so, in the order in which they came."""
         return list(dict.fromkeys(n for row in self.rows for n in row if n.startswith(prefix)))
 
+    def last(self, metric: str) -> float | None:
+        """The last value of a metric."""
+        curve = self.curve(metric)
+        return curve[-1][1] if curve else None
+
+    @property
+    def resumes(self) -> tuple[float, ...]:
+        """The steps after which a further leg of the run began."""
+        return tuple(float(before["step"]) for before, _ in self._legs())
+
+    @property
+    def restart_seconds(self) -> float:
+        """From the last record that a leg of the run kept to the beginning of the next leg."""
+        return sum(
+            max(float(after["time/unix"]) - after["time/elapsed_seconds"] - before["time/unix"], 0)
+            for before, after in self._legs()
+        )
+
+    def _legs(self) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """The last record of each leg but the last, and the first of the next."""
+        clock = ("time/unix", "time/elapsed_seconds")
+        rows = [row for row in self.rows if all(_is_finite(row.get(name)) for name in clock)]
+        pairs = itertools.pairwise(rows)
+        return [(a, b) for a, b in pairs if b[clock[1]] < a[clock[1]]]
+
+    def figures(self) -> dict[str, str]:
+        """What a reader asks first, each in words; what is not known is left out."""
+        known, unit = self.summary, str(self.summary.get("unit") or "")
+        losses = self.curve("validation/loss") or self.curve("train/loss")
+        what = "validation loss" if self.curve("validation/loss") else "training loss"
+        best = min(losses, key=lambda point: point[1], default=None)
+        rates = [n for n in self.metrics("time/") if n.endswith("_per_second")]
+        item = rates[0].removeprefix("time/").removesuffix("_per_second") if rates else "items"
+        speed = known.get("items_per_second") or (self.last(rates[0]) if rates else None)
+        mfu, norm = self.last("time/model_flops_utilization"), self.last("train/grad_norm")
+        seconds = sum(float(before["time/elapsed_seconds"]) for before, _ in self._legs())
+        seconds += self.last("time/elapsed_seconds") or 0.0
+        leaves = self.program.get("leaves") or []
+        count = known.get("parameters") or sum(math.prod(leaf["shape"]) for leaf in leaves)
+        mesh = known.get("mesh") or ",".join(
+            f"{axis}={size}" for axis, size in (self.program.get("mesh") or {}).items()
+        )
+        devices = known.get("devices") or len(self.program.get("devices") or [])
+        step = self.rows[-1]["step"] if self.rows else 0
+        found = {
+            f"best {what}": best and f"{best[1]:.4f} {unit}, step {best[0]:g}",
+            f"final {what}": losses and f"{losses[-1][1]:.4f} {unit}",
+            "gradient norm": norm is not None and f"{norm:.3g}",
+            "speed": speed and f"{si(float(speed))} {item}/s",
+            "model FLOP utilization": mfu is not None and f"{mfu:.1%}",
+            "time": seconds > 0 and clock_time(seconds),
+            "parameters": count and si(float(count)),
+            "devices": devices and f"{devices} {known.get('device_kind', '')}".strip(),
+            "strategy": str(known.get("strategy") or self.program.get("strategy") or ""),
+            "mesh": str(mesh),
+            "ended": f"{known.get('ended', 'not ended')}, step {known.get('steps', step)}",
+            "resumed": self.resumes and plural(len(self.resumes), "time"),
+        }
+        return {label: value for label, value in found.items() if isinstance(value, str) and value}
+
+    def settings(self) -> dict[str, str]:
+        """The values of the config by dotted key; none where it cannot be read."""
+        try:
+            return {key: str(value) for key, value in flat(yaml.safe_load(self.config))}
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return {}
+
     @property
     def num_not_finite(self) -> int:
         """How many numbers of the metrics are infinite or none."""
         words = {"nan", "inf", "-inf"}
         return sum(isinstance(x, str) and x in words for row in self.rows for x in row.values())
+
+
+Runs: TypeAlias = tuple[Recorded, ...]
+"""Runs that are shown beside each other, at least one."""
+
+
+def compared(
+    runs: Sequence[Mapping[str, str]], differing: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """Values of several runs by label, a column for each run.
+
+    Args:
+        runs: values by label.
+        differing: leave out labels of which all runs have one value.
+
+    Example:
+        >>> compared([{"a": "1", "b": "2"}, {"a": "1"}], differing=True)
+        {'b': ('2', '')}
+    """
+    labels = dict.fromkeys(label for run in runs for label in run)
+    rows = {label: tuple(run.get(label, "") for run in runs) for label in labels}
+    return {label: row for label, row in rows.items() if not differing or len(set(row)) > 1}
 
 
 def read_recorded(folder: str | Path) -> Recorded:
@@ -139,16 +232,17 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 240, 88, 34, 16
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 260, 88, 50, 24
 _MOST_POINTS = 400
 
 
-def lines(curves: Mapping[str, Curve], unit: str = "") -> str:
+def lines(curves: Mapping[str, Curve], unit: str = "", marks: Sequence[float] = ()) -> str:
     """Draws curves over the steps.
 
     Args:
         curves: by name; one without a point is left out.
-        unit: of the values.
+        unit: of the values, which names the upright axis.
+        marks: steps at which a run was resumed.
 
     Returns:
         An SVG picture; every point tells its numbers when it is pointed at.
@@ -171,7 +265,14 @@ def lines(curves: Mapping[str, Curve], unit: str = "") -> str:
         parts.append(f'<path class="grid" d="M{_LEFT} {up(y):.1f}H{_WIDTH - 16}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{up(y) + 4:.1f}" class="end">{y:,.10g}</text>')
     for x in _ticks(left, right, least=1):
-        parts.append(f'<text x="{across(x):.1f}" y="{_HEIGHT - 8}" class="mid">{x:.6g}</text>')
+        parts.append(f'<text x="{across(x):.1f}" y="{_HEIGHT - 26}" class="mid">{x:.6g}</text>')
+    parts.append(f'<text x="{_WIDTH - 16}" y="{_HEIGHT - 2}" class="end">step</text>')
+    parts.append(f'<text x="4" y="12">{escape(unit)}</text>')
+    for x in (mark for mark in marks if left <= mark <= right):
+        parts.append(
+            f'<path class="mark" d="M{across(x):.1f} {_TOP}V{_HEIGHT - _BOTTOM}">'
+            f"<title>resumed after step {x:g}</title></path>"
+        )
     for number, (name, curve) in enumerate(drawn.items()):
         # A single point makes no line.
         alone = " alone" if len(curve) == 1 else ""
@@ -183,7 +284,8 @@ def lines(curves: Mapping[str, Curve], unit: str = "") -> str:
                 f'<circle class="d{number % 8}{alone}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="5">'
                 f"<title>{told}</title></circle>"
             )
-    return "".join([*parts, "</svg>", _legend(list(drawn), unit)])
+    told = [*drawn, *(["dashed: resumed"] if marks else [])]
+    return "".join([*parts, "</svg>", _legend(told)])
 
 
 def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
@@ -206,14 +308,12 @@ def bars(parts: Mapping[str, float], words: Mapping[str, str]) -> str:
     return f'<div class="bar">{"".join(cells)}</div><table>{"".join(rows)}</table>'
 
 
-def _legend(names: Sequence[str], unit: str) -> str:
+def _legend(names: Sequence[str]) -> str:
     items = [
         f'<span><b class="b{number % 8}"></b>{escape(name)}</span>'
         for number, name in enumerate(names)
     ]
-    return (
-        f'<p class="legend">{"".join(items)}{f"<span>in {escape(unit)}</span>" if unit else ""}</p>'
-    )
+    return f'<p class="legend">{"".join(items)}</p>'
 
 
 def _thinned(curve: Curve) -> Curve:

@@ -24,8 +24,8 @@ from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
 
 from ..config.schema import RunConfig
-from .build import Run
 from .directory import AUTO, RunDirectory
+from .runs import Run
 
 
 def open_checkpoints(

@@ -20,10 +20,10 @@ from axon_dist.inspect import memory
 from axon_dist.mesh.chips import IN_PARALLEL, UNCOPIED
 from axon_dist.nn import ActivationCheckpointing
 
-from ..config.load import CONFIG
+from ..config.parse import CONFIG
 from ..config.schema import RunConfig
 from ..core.typing import PyTree
-from .build import abstract_batch, build_step, build_world
+from .steps import abstract_batch, build_step, build_world
 
 Options = Mapping[str, OptionValue | None]
 

@@ -227,7 +227,14 @@ VERBS: tuple[Verb, ...] = (
         "runs:report",
         (
             _argument("folder", metavar="RUN", help="the folder of a run, ended or not"),
-            _argument("--compare", metavar="RUN2", help="draws the curves of this run beside it"),
+            _argument(
+                "--compare",
+                action="append",
+                default=[],
+                metavar="RUN2",
+                help="shows this run beside it: figures, differences of config, curves; may be "
+                "repeated",
+            ),
             _file("--out", "the page; report.html in the run by default"),
         ),
         ("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),
@@ -268,7 +275,7 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "plan",
         "Rank meshes and strategies for machines that are not here.",
-        "plan:run",
+        "plans:run",
         (
             _argument("config", nargs="?", metavar="CONFIG", help="a YAML file, see configs/"),
             _CONFIG[1],

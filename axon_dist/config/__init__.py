@@ -21,9 +21,6 @@ from .describe import completion_words as completion_words
 from .describe import describe as describe
 from .describe import to_markdown as to_markdown
 from .describe import to_text as to_text
-from .load import CONFIG as CONFIG
-from .load import load_config as load_config
-from .load import load_untrusted as load_untrusted
 from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
@@ -31,6 +28,9 @@ from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .own import Own as Own
+from .parse import CONFIG as CONFIG
+from .parse import load_config as load_config
+from .parse import load_untrusted as load_untrusted
 from .schema import RunConfig as RunConfig
 from .schema import build_strategy as build_strategy
 from .sections import LOGGERS as LOGGERS

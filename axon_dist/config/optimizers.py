@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,9 @@ import optax
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.optim import hidden_matrices, muon
+from axon_dist.core.tree import leaves_with_paths
+from axon_dist.core.typing import PyTree
+from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
 from .own import Own
 from .read import Fraction, Natural, NonNegative, OneOf, Positive
@@ -53,21 +57,21 @@ class RateSchedule(abc.ABC):
                 f"{key}={getattr(self, key)} leaves nothing of a run of {num_steps} steps; "
                 f"it must be smaller: lower optimizer.schedule.{key} or raise train.steps"
             )
-        after = self.after_warmup(peak, num_steps - steps)
+        after = self.after_warmup(peak, num_steps - steps, steps)
         if not steps:
             return after
         return optax.join_schedules([optax.linear_schedule(0.0, peak, steps), after], [steps])
 
     @abc.abstractmethod
-    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
-        """Returns the schedule of the steps that follow the warmup."""
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the schedule of the steps that follow those of the warmup."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConstantRate(RateSchedule):
     """Stays at the peak."""
 
-    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
         """Returns the peak, whatever the step."""
         return optax.constant_schedule(peak)
 
@@ -82,7 +86,7 @@ class Cosine(RateSchedule):
 
     final_fraction: Fraction = 0.1
 
-    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
         """Returns the half cosine from the peak to its final fraction."""
         return optax.cosine_decay_schedule(peak, num_steps, self.final_fraction)
 
@@ -97,14 +101,113 @@ class Linear(RateSchedule):
 
     final_fraction: Fraction = 0.0
 
-    def after_warmup(self, peak: float, num_steps: int) -> optax.Schedule:
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
         """Returns the line from the peak to its final fraction."""
         return optax.linear_schedule(peak, peak * self.final_fraction, num_steps)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay(RateSchedule):
+    """Stays at the peak, and falls along a straight line at the end (arXiv:2404.06395).
+
+    Args:
+        decay_fraction: the share of the steps of the run over which it falls.
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    decay_fraction: Fraction = 0.2
+    final_fraction: Fraction = 0.0
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the peak, and the line from there to its final fraction.
+
+        Raises:
+            ConfigError: when warmup and decay are longer than the run.
+        """
+        decay = round(self.decay_fraction * (num_steps + warmup))
+        if decay > num_steps:
+            raise ConfigError(
+                f"decay_fraction={self.decay_fraction} is {decay} steps, and after the warmup a "
+                f"run has {num_steps}; lower optimizer.schedule.decay_fraction or the warmup"
+            )
+        return optax.linear_schedule(
+            peak, peak * self.final_fraction, decay, transition_begin=num_steps - decay
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InverseSquareRoot(RateSchedule):
+    """Falls as one over the root of the step (arXiv:1706.03762).
+
+    Args:
+        timescale: steps after the warmup in which it falls to 0.71 of the peak; 0 takes those of
+            the warmup.
+    """
+
+    timescale: Natural = 0
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns `peak sqrt(timescale / (timescale + step))`.
+
+        Raises:
+            ConfigError: when neither a timescale nor a warmup is given.
+        """
+        scale = self.timescale or warmup
+        if not scale:
+            raise ConfigError(
+                "inverse_sqrt got neither a warmup nor a timescale, one of which says how fast it "
+                "falls; set optimizer.schedule.warmup_steps or optimizer.schedule.timescale"
+            )
+        return lambda step: peak * jnp.sqrt(scale / (scale + jnp.maximum(step, 0)))
+
+
 SCHEDULES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
-    {"cosine": Cosine, "linear": Linear, "constant": ConstantRate}
+    {
+        "cosine": Cosine,
+        "linear": Linear,
+        "constant": ConstantRate,
+        "wsd": WarmupStableDecay,
+        "inverse_sqrt": InverseSquareRoot,
+    }
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters that are trained otherwise than the rest; the first group that has one counts.
+
+    Args:
+        paths: regular expressions, searched for in paths such as `blocks/0/mlp/up/kernel`.
+        rate: what the learning rate is multiplied by.
+        weight_decay: of every parameter of the group, in place of the optimizer's; null leaves it.
+        frozen: leaves them as they are: they have no gradient and no moments.
+    """
+
+    paths: tuple[str, ...]
+    rate: Positive = 1.0
+    weight_decay: NonNegative | None = None
+    frozen: bool = False
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a pattern that is none, and for what is frozen and trained."""
+        for path in self.paths:
+            try:
+                re.compile(path)
+            except re.error as error:
+                raise ConfigError(f"paths: {path!r} is no regular expression: {error}") from error
+        if not self.paths:
+            raise ConfigError("paths names nothing; write a regular expression, such as head")
+        if self.frozen and (self.rate != 1 or self.weight_decay is not None):
+            raise ConfigError(
+                "got frozen=true beside rate or weight_decay, which train; leave one of them out"
+            )
+
+    def has(self, path: str) -> bool:
+        """Whether a parameter is meant."""
+        return any(re.search(pattern, path) for pattern in self.paths)
+
+
+Dtype: TypeAlias = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,10 +217,25 @@ class Optimizer(abc.ABC):
     Args:
         learning_rate: the peak of the schedule.
         schedule: how the rate moves over the run.
+        groups: parameters that are trained otherwise, or not at all.
+        momentum_dtype: what the mean of the gradients is kept in, `float32` or `bfloat16`; null
+            takes the dtype of the parameters. The mean of their squares stays in theirs: it moves
+            by less than bfloat16 can tell apart.
     """
 
     learning_rate: Positive = 3e-4
     schedule: Annotated[RateSchedule, OneOf(SCHEDULES)] = Cosine()
+    groups: tuple[Group, ...] = ()
+    momentum_dtype: Dtype | None = None
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a group that decays where the optimizer does not."""
+        for number, group in enumerate(self.groups):
+            if group.weight_decay is not None and not isinstance(self, Decaying):
+                raise ConfigError(
+                    f"groups[{number}].weight_decay: got {group.weight_decay}, and this optimizer "
+                    "has no weight decay; leave it out, or take adamw, lion or muon"
+                )
 
     def build(
         self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
@@ -129,13 +247,45 @@ class Optimizer(abc.ABC):
             make_model: makes the model, for an optimizer that tells its layers apart.
 
         Raises:
-            ConfigError: when the schedule does not fit the run.
+            ConfigError: when the schedule does not fit the run, or a group has no parameter.
 
         Example:
             >>> AdamW(learning_rate=1e-3).build(num_steps=100).init({"w": 1.0})[0].count.shape
             ()
         """
-        return self.transform(self.schedule.build(self.learning_rate, num_steps))
+        if self.groups and make_model is not None:
+            self._check_groups(make_model)
+        members = {
+            "|".join(f"(?:{path})" for path in group.paths): self._member(group, num_steps)
+            for group in self.groups
+            if not group.frozen
+        }
+        rate = self.schedule.build(self.learning_rate, num_steps)
+        own = self.transform(rate, make_model)
+        return by_path({p: one(make_model) for p, one in members.items()}, own) if members else own
+
+    def _member(self, group: Group, num_steps: int) -> Callable[..., optax.GradientTransformation]:
+        """The optimizer of a group, from the function that makes the model."""
+        peak = group.rate * self.learning_rate
+        decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+        own = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
+        return functools.partial(own.transform, self.schedule.build(peak, num_steps))
+
+    def _check_groups(self, make_model: Callable[[], nnx.Module]) -> None:
+        with nnx.use_eager_sharding(False):
+            model = nnx.eval_shape(make_model)
+        paths = [p for p, _ in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))]
+        for number, group in enumerate(self.groups):
+            if not any(group.has(path) for path in paths):
+                raise ConfigError(
+                    f"optimizer.groups[{number}].paths: no parameter of the model has "
+                    f"{' or '.join(group.paths)} in its path; there are such as "
+                    f"{', '.join(paths[:: max(1, len(paths) // 4)][:5])}"
+                )
+
+    def is_frozen(self, path: str) -> bool:
+        """Whether the group of a parameter is frozen."""
+        return next((group.frozen for group in self.groups if group.has(path)), False)
 
     def rates(self, num_steps: int) -> np.ndarray:
         """The learning rate of every step of a run, `[num_steps]`.
@@ -148,8 +298,29 @@ class Optimizer(abc.ABC):
         return np.asarray(jnp.broadcast_to(rate(jnp.arange(num_steps)), (num_steps,)))
 
     @abc.abstractmethod
-    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transform(
+        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Returns the optax transformation that follows a learning rate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decaying(Optimizer):
+    """An optimizer with decoupled weight decay.
+
+    Args:
+        weight_decay: the part of a parameter that a step at rate 1 takes away.
+        decay: which parameters decay: `matrices`, which leaves out norms, biases, embeddings and
+            positions; or `all`.
+    """
+
+    weight_decay: NonNegative = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+
+    @property
+    def mask(self) -> Callable[[PyTree], PyTree] | None:
+        """Which parameters decay, as optax is told it; None for all."""
+        return None if self.decay == "all" else matrices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,51 +337,61 @@ class Adam(Optimizer):
     b2: Fraction = 0.999
     eps: Positive = 1e-8
 
-    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transform(
+        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Returns `optax.adam`."""
-        return optax.adam(rate, b1=self.b1, b2=self.b2, eps=self.eps)
+        return optax.adam(rate, self.b1, self.b2, self.eps, mu_dtype=self.momentum_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW(Optimizer):
+class AdamW(Decaying):
     """Adam with decoupled weight decay (arXiv:1711.05101), its second decay as for transformers.
 
     Args:
         b1: decay of the mean of the gradients.
         b2: decay of the mean of their squares.
         eps: added to the root of the latter.
-        weight_decay: the part of every parameter that a step at rate 1 takes away.
     """
 
     b1: Fraction = 0.9
     b2: Fraction = 0.95
     eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1
 
-    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transform(
+        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Returns `optax.adamw`."""
         return optax.adamw(
-            rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay
+            rate,
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            mu_dtype=self.momentum_dtype,
+            weight_decay=self.weight_decay,
+            mask=self.mask,
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lion(Optimizer):
+class Lion(Decaying):
     """Lion, the sign of a momentum (arXiv:2302.06675); its rate is 3 to 10 times below Adam's.
 
     Args:
         b1: how much of the step comes from the momentum.
         b2: decay of the momentum.
-        weight_decay: the part of every parameter that a step at rate 1 takes away.
     """
 
     b1: Fraction = 0.9
     b2: Fraction = 0.99
-    weight_decay: NonNegative = 0.1
 
-    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transform(
+        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Returns `optax.lion`."""
-        return optax.lion(rate, b1=self.b1, b2=self.b2, weight_decay=self.weight_decay)
+        return optax.lion(
+            rate, self.b1, self.b2, self.momentum_dtype, self.weight_decay, mask=self.mask
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,17 +407,25 @@ class SGD(Optimizer):
     nesterov: bool = False
 
     def validate(self) -> None:
-        """Raises `ConfigError` for Nesterov's look ahead without a velocity to look along."""
+        """Raises `ConfigError` for what is said of a velocity that there is not."""
+        super().validate()
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=true needs a momentum above 0 and got 0; set momentum")
+        if self.momentum_dtype is not None and not self.momentum:
+            raise ConfigError(
+                f"momentum_dtype={self.momentum_dtype} needs a momentum above 0 and got 0; set "
+                "momentum"
+            )
 
-    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
+    def transform(
+        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
+    ) -> optax.GradientTransformation:
         """Returns `optax.sgd`."""
-        return optax.sgd(rate, momentum=self.momentum or None, nesterov=self.nesterov)
+        return optax.sgd(rate, self.momentum or None, self.nesterov, self.momentum_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Muon(Optimizer):
+class Muon(Decaying):
     """Muon for the matrices in the blocks of a model, AdamW for all else (arXiv:2502.16982).
 
     Args:
@@ -245,7 +434,6 @@ class Muon(Optimizer):
         ns_steps: iterations of Newton–Schulz.
         rms: updates of matrices have this root mean square, as those of AdamW have about 0.2, so
             that one learning rate fits both.
-        weight_decay: the part of every parameter that a step at rate 1 takes away.
         b1: of AdamW: decay of the mean of the gradients.
         b2: of AdamW: decay of the mean of their squares.
     """
@@ -254,22 +442,13 @@ class Muon(Optimizer):
     nesterov: bool = True
     ns_steps: Natural = 5
     rms: Positive = 0.2
-    weight_decay: NonNegative = 0.1
     b1: Fraction = 0.9
     b2: Fraction = 0.95
 
-    def build(
-        self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
+    def transform(
+        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
     ) -> optax.GradientTransformation:
-        """Returns `muon` for the hidden matrices of the model."""
-        rate = self.schedule.build(self.learning_rate, num_steps)
-        return self._muon(rate, None if make_model is None else hidden_matrices(make_model))
-
-    def transform(self, rate: optax.Schedule) -> optax.GradientTransformation:
-        """Returns `muon` for every matrix."""
-        return self._muon(rate, None)
-
-    def _muon(self, rate: optax.Schedule, matrices: object) -> optax.GradientTransformation:
+        """Returns `muon` for the hidden matrices of the model; without it, for every matrix."""
         return muon(
             rate,
             beta=self.momentum,
@@ -277,10 +456,15 @@ class Muon(Optimizer):
             ns_steps=self.ns_steps,
             consistent_rms=self.rms,
             weight_decay=self.weight_decay,
+            weight_decay_mask=self.mask,
+            mu_dtype=self.momentum_dtype,
             adam_weight_decay=self.weight_decay,
+            adam_weight_decay_mask=self.mask,
             adam_b1=self.b1,
             adam_b2=self.b2,
-            muon_weight_dimension_numbers=matrices,
+            muon_weight_dimension_numbers=None
+            if make_model is None
+            else hidden_matrices(make_model),
         )
 
 

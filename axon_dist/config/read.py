@@ -120,6 +120,11 @@ Ahead: TypeAlias = Annotated[
 ]
 """Batches that wait in memory."""
 
+Port: TypeAlias = Annotated[
+    int, Bound("at least 1 and at most 65535", lambda value: 1 <= value <= 65535)
+]
+"""Of TCP, on this host."""
+
 Devices: TypeAlias = Annotated[
     int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -192,6 +193,8 @@ class RunConfig:
         model: the sizes of the model, under the `kind` it is of; or `{factory: module:name, ...}`.
         data: what the model is trained on, under the `kind` it is of; or a factory.
         loss: in place of that of the model's kind, `{function: module:name, ...}` or a factory.
+        validation: further sets to validate on, files by name as in `{code: data/code/*.py}`; their
+            metrics are `validation/code/loss` and so on.
         optimizer: the optimizer under its `name`, with its options and learning rate; or a factory.
         parallel: the strategies to compose, each with its options.
         precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
@@ -244,6 +247,7 @@ class RunConfig:
     ] = MODELS["transformer"].sizes()
     data: Annotated[Any, OneOf(DATA, tag="kind", own={"factory": OwnData})] = TextData()
     loss: Annotated[OwnLoss, OneOf({}, own=LOSSES)] | None = None
+    validation: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     optimizer: Annotated[
         Optimizer | OwnOptimizer, OneOf(OPTIMIZERS, own={"factory": OwnOptimizer})
     ] = AdamW()
@@ -311,6 +315,7 @@ class RunConfig:
             )
         self._check_validation()
         self._check_best()
+        self._check_sets()
         self._check_watchers()
         self.optimizer.build(self.train.steps)
         MixedPrecision.of(self.precision)
@@ -352,6 +357,31 @@ class RunConfig:
         names = [next(n for n, row in LOGGERS.items() if row is type(x)) for x in self.loggers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"loggers: got {twice[0]} twice, into one place; name it once")
+
+    def _check_sets(self) -> None:
+        for name, files in self.validation.items():
+            if re.fullmatch(r"[\w.-]+", name) is None or not files:
+                raise ConfigError(
+                    f"validation.{name}: got {list(files)}; give each set files, and a name of "
+                    "letters, digits, dots, - and _"
+                )
+        best = self.train.best
+        if not best.metric.startswith("validation/"):
+            raise ConfigError(
+                f"train.best.metric: got {best.metric!r}, which must be one of validations, such "
+                "as validation/loss"
+            )
+        name, slash, _ = best.metric.removeprefix("validation/").partition("/")
+        if slash and name not in self.validation:
+            raise ConfigError(
+                f"train.best.metric: got {best.metric!r}, and there is no set {name!r} in "
+                f"validation.{did_you_mean(name, self.validation)}"
+            )
+        if best.patience and not self.train.eval_every:
+            raise ConfigError(
+                f"train.best.patience: got {best.patience}, and train.eval_every=0 validates only "
+                "at the end; set train.eval_every"
+            )
 
     def _check_best(self) -> None:
         eval_every, save_every = self.train.eval_every, self.checkpoint.every

@@ -13,9 +13,10 @@ from flax import nnx
 from axon_dist.checkpoint import Retention, StateDictType
 from axon_dist.core.errors import ConfigError
 from axon_dist.nn import lora
+from axon_dist.optim import Spikes
 from axon_dist.step import Nonfinite
 
-from .read import Count, Devices, Fraction, Natural, Positive
+from .read import Count, Devices, Fraction, Natural, NonNegative, Port, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,37 @@ class DevicesConfig:
 class ProfileConfig:
     """Which steps of a run are traced, into `profile` in its folder, for Perfetto or XProf.
 
+    SIGUSR1 sent to a process traces its next steps, whether or not the config has this section.
+
     Args:
-        at: the first of them, counted from 1; the first step of a process compiles and is left out.
+        at: the first of them, counted from 1; the first step of a process compiles and is left out;
+            0 waits for the signal.
         steps: how many.
+        port: where process 0 lets XProf or TensorBoard trace it at any time, and each further
+            process one above it; null opens none.
     """
 
-    at: Count = 20
+    at: Natural = 20
     steps: Count = 3
+    port: Port | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BestConfig:
+    """By which number a state is the best, and when a run that gets no better ends.
+
+    Args:
+        metric: of the validation, as `metrics.jsonl` names it: `validation/loss`, or that of a set,
+            such as `validation/code/loss`, or another metric of the loss function.
+        mode: `min` where less is better, `max` where more is.
+        patience: so many validations without a better number end the run; 0 lets it go on.
+        min_delta: by so much a number has to be better to count.
+    """
+
+    metric: str = "validation/loss"
+    mode: Literal["min", "max"] = "min"
+    patience: Natural = 0
+    min_delta: NonNegative = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +77,9 @@ class TrainConfig:
         accumulate: microbatches that one step adds up.
         clip_norm: largest global norm of the gradients; None leaves them as they are.
         eval_every: steps between validations; 0 validates only at the end.
-        eval_batches: global batches in one validation, spread over the validation data.
+        eval_batches: global batches in one validation, spread over the validation data; `axon eval`
+            takes all of it.
+        best: by which number a checkpoint is the best, and when a run ends early.
         log_every: steps between written metrics, each their mean over those steps.
         peak_flops: what one device computes at best, in FLOP/s, which the utilization in the
             metrics is measured against; None takes that of the chip, and on one that is not known
@@ -62,6 +89,8 @@ class TrainConfig:
         nonfinite: what to do when a loss or gradient is not finite: `stop` with an error, `skip`
             that batch, or `rollback` to the newest checkpoint and go on with new batches.
         max_rollbacks: how often a run goes back before it stops.
+        spikes: which steps change nothing, because loss or gradient stand out; None takes all.
+        layer_norms: write the norms of weights, gradients and updates of every layer.
         profile: which steps are traced; None traces none.
     """
 
@@ -71,11 +100,14 @@ class TrainConfig:
     clip_norm: Positive | None = 1.0
     eval_every: Natural = 100
     eval_batches: Count = 16
+    best: BestConfig = BestConfig()
     log_every: Count = 10
     peak_flops: Positive | None = None
     ema: Fraction | None = None
     nonfinite: Nonfinite = Nonfinite.STOP
     max_rollbacks: Count = 3
+    spikes: Spikes | None = None
+    layer_norms: bool = False
     profile: ProfileConfig | None = None
 
 
@@ -89,7 +121,7 @@ class CheckpointConfig:
             that has lost a process goes on without reading a checkpoint; the steps since the newest
             are taken again. 0 makes none. `axon launch --max-restarts N` keeps them.
         keep: how many of the newest stay.
-        best: how many of those with the lowest validation loss stay.
+        best: how many of those stay that are the best by `train.best`.
         keep_every: those whose step is a multiple of it stay, too; 0 for none.
         background: write while the run goes on.
         type: `sharded`, every process its shards; or `full`, process 0 everything in one file.

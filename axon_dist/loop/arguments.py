@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +33,10 @@ class LoopOptions:
             attention out.
         max_rollbacks: how often a run goes back to a checkpoint, where the step's `nonfinite` says
             so; after that it stops.
+        best_metric: the metric of validations by which a state is the best, as writers get it.
+        best_mode: `"min"` where less of it is better, `"max"` where more is.
+        patience: so many validations without a better number end the run; 0 lets it go on.
+        min_delta: by so much a number has to be better to count for that.
         profile_at: the first step that is traced, counted from 1; 0 traces none.
         profile_steps: how many are traced.
     """
@@ -46,13 +51,17 @@ class LoopOptions:
     peak_flops: float | None = None
     sequence_length: int | None = None
     max_rollbacks: int = 3
+    best_metric: str = "validation/loss"
+    best_mode: Literal["min", "max"] = "min"
+    patience: int = 0
+    min_delta: float = 0.0
     profile_at: int = 0
     profile_steps: int = 3
 
     def validate(self) -> None:
         """Raises `ConfigError` unless the counts are possible."""
         every = ("log_every", "eval_every", "save_every", "copy_every")
-        for name in ("num_steps", *every, "max_rollbacks"):
+        for name in ("num_steps", *every, "max_rollbacks", "patience"):
             count = getattr(self, name)
             if not isinstance(count, (int, np.integer)) or isinstance(count, bool):
                 raise ConfigError(f"{name}={count!r} is no whole number; give one, such as 100")
@@ -70,6 +79,15 @@ class LoopOptions:
             raise ConfigError(
                 f"got profile_at={self.profile_at} and profile_steps={self.profile_steps}; trace "
                 "from a step of at least 0, and at least 1 of them"
+            )
+        if self.best_mode not in ("min", "max") or not self.best_metric.startswith("validation/"):
+            raise ConfigError(
+                f"got best_metric={self.best_metric!r} and best_mode={self.best_mode!r}; name a "
+                "metric of validations, such as 'validation/loss', and 'min' or 'max'"
+            )
+        if self.patience < 0 or self.min_delta < 0:
+            raise ConfigError(
+                f"got patience={self.patience} and min_delta={self.min_delta}; both are at least 0"
             )
         if self.max_rollbacks < 1:
             raise ConfigError(f"max_rollbacks={self.max_rollbacks} must be at least 1; raise it")
@@ -96,7 +114,9 @@ KINDS: MappingProxyType[str, ArgumentKind] = MappingProxyType(
         "batches": BATCHES,
         "options": ArgumentKind("LoopOptions(num_steps=...)", lambda x: isinstance(x, LoopOptions)),
         "validation": ArgumentKind(
-            "a function of no arguments that returns batches, such as lambda: batches", callable
+            "a function of no arguments that returns batches, such as lambda: batches, or several "
+            "by name",
+            lambda x: all(map(callable, x.values())) if isinstance(x, Mapping) else callable(x),
         ).or_none(),
         "writers": ArgumentKind(
             "a list of writers, each with write(step, metrics) and close()",

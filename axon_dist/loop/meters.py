@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -202,8 +205,31 @@ class StepProfile:
 
     def __init__(self, at: int, steps: int, directory: str | Path | None):
         self._steps = range(at, at + steps) if at and directory is not None else range(0)
-        self._directory = str(directory)
+        self._count, self._is_asked = steps, False
+        self._told: list[Callable[[str], None]] = []
+        self._directory = None if directory is None else str(directory)
         self._is_on = False
+
+    @contextmanager
+    def on_signal(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """SIGUSR1 traces the next steps, as long as the context lasts.
+
+        Args:
+            tell: takes a sentence when a trace begins or has ended.
+        """
+        self._told = [tell]
+        if threading.current_thread() is not threading.main_thread() or self._directory is None:
+            yield
+            return
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self._is_asked = True
+
+        before = signal.signal(signal.SIGUSR1, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
 
     @contextmanager
     def around(self, number: int, settle: Callable[[], None]) -> Iterator[None]:
@@ -213,11 +239,14 @@ class StepProfile:
             number: of the step, counted from 1.
             settle: waits for every step taken.
         """
+        if self._is_asked and not self._is_on:
+            self._is_asked, self._steps = False, range(number, number + self._count)
         if number not in self._steps:
             yield
             return
         if not self._is_on:
             settle()
+            assert self._directory is not None
             jax.profiler.start_trace(self._directory)
             self._is_on = True
         with jax.profiler.StepTraceAnnotation("train_step", step_num=number):
@@ -229,5 +258,8 @@ class StepProfile:
     def close(self) -> None:
         """Ends a trace that is still recorded, because the run ends before it."""
         if self._is_on:
+            told = f"traced steps {self._steps[0]} to {self._steps[-1]} into {self._directory}"
             self._is_on, self._steps = False, range(0)
             jax.profiler.stop_trace()
+            for tell in self._told:
+                tell(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import jax
 from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
-from ..step.state import FLAG, NonfiniteLoss, TrainState, is_lost
+from ..step.state import FLAG, SPIKE, NonfiniteLoss, TrainState, is_lost
 from .metrics import MetricWriter
 from .progress import Progress, Status
 from .stop import INTERRUPTIONS
@@ -112,6 +113,7 @@ class Record:
         facts: from the number of steps taken, and of those that changed the state, to what more
             is known of them, such as the learning rate.
         sheet: where the time of the run goes.
+        best: the metric by which a state is the best, and `"min"` or `"max"`.
     """
 
     def __init__(
@@ -130,14 +132,16 @@ class Record:
         history: Sequence[Mapping[str, Any]] = (),
         facts: Callable[[int, int], Mapping[str, float]] = lambda step, updates: {},
         sheet: TimeSheet | None = None,
+        best: tuple[str, str] = ("validation/loss", "min"),
     ):
+        self._best = best
         self._facts, self.sheet = facts, sheet or TimeSheet()
         self.step_seconds, self._told = array.array("d"), (0.0, 0.0, 0.0, 0)
         self._tell = tell
         self.lost: NonfiniteLoss | None = None
         self.skips = skips
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
-        self._skipped: list[NonfiniteLoss] = []
+        self._skipped: list[str] = []
         self.first_step = self.taken = self.step = first_step
         self.num_steps: int = num_steps
         self.log_every: int = log_every
@@ -150,6 +154,7 @@ class Record:
         self.utilization: Callable[[float], float] | None = utilization
         self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
+        self._validated: dict[str, float] = {}
         self.has_validated = False
         self.train_seconds, self.timed_steps = 0.0, 0
         self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
@@ -215,7 +220,10 @@ class Record:
         """Takes the loss and the other metrics of a validation after the last step."""
         self.has_validated = True
         self._curves.append((VALIDATION, self.step, dict(metrics)))
-        self._write({f"{VALIDATION}/{name}": value for name, value in metrics.items()})
+        means = {f"{VALIDATION}/{name}": value for name, value in metrics.items()}
+        self.latest = self.latest | means
+        self._validated = means
+        self._write(means)
         self._show()
 
     @property
@@ -237,6 +245,23 @@ class Record:
             return tuple(self._curve(kind, name))
 
         return {name: (curve(TRAIN, name), curve(VALIDATION, name)) for name in names}
+
+    @property
+    def scores(self) -> list[tuple[int, float]]:
+        """Step and score of every validation; less is better."""
+        metric, mode = self._best
+        sign = -1 if mode == "max" else 1
+        curve = self._curve(VALIDATION, metric.removeprefix(f"{VALIDATION}/"))
+        return [(step, sign * value) for step, value in curve]
+
+    def validations_since_best(self, min_delta: float) -> int:
+        """How many validations ago the best one was; what is better by less does not count."""
+        best, at = math.inf, 0
+        scores = [score for _, score in self.scores]
+        for number, score in enumerate(scores, 1):
+            if score < best - min_delta:
+                best, at = score, number
+        return len(scores) - at
 
     def _curve(self, kind: str, name: str) -> list[tuple[int, float]]:
         return [
@@ -267,8 +292,9 @@ class Record:
         self._curves.append((TRAIN, self.step, means))
         losses = {f"{TRAIN}/{name}": value for name, value in means.items()}
         known = dict(self._facts(self.step, self.step - self.skipped_steps))
-        self.latest = losses | skipped | self._speed() | self._shares() | known
-        self._write(self.latest)
+        now = losses | skipped | self._speed() | self._shares() | known
+        self.latest = now | self._validated
+        self._write(now)
 
     def _take(self, step: int, values: dict[str, float]) -> None:
         lost = is_lost(values)
@@ -284,11 +310,13 @@ class Record:
             self.timed_steps += 1
             self._mark = now
         self.step = step
-        if lost:
+        if lost or values.get(SPIKE):
             self.skipped_steps += 1
-            self._skipped.append(NonfiniteLoss(step, values["loss"]))
+            why = f"step {step}: the loss {values['loss']:.4g} or its gradient stands out"
+            self._skipped.append(str(NonfiniteLoss(step, values["loss"])) if lost else why)
         else:
-            self._window.append({name: values[name] for name in values if name != FLAG})
+            self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})
+        self.skips |= SPIKE in values
         if step % self.log_every == 0 or step == self.num_steps:
             self.close_window()
         self._show()
@@ -372,6 +400,8 @@ def _points(row: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, float]
 
 FINISHED = "finished"
 """The reason of a run that got to its last step."""
+EARLY = "early stopping"
+"""That of a run that its validations ended before it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeAlias
 
-import jax
-
-from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError
+from axon_dist.core.errors import ConfigError, LaunchError, NonfiniteError, did_you_mean
 from axon_dist.core.typing import Batch
+from axon_dist.core.words import plural
 from axon_dist.mesh import agree, watch_steps
 
 from ..step import Nonfinite, TrainState, TrainStep
@@ -24,6 +22,7 @@ from .progress import Progress, SilentProgress
 from .record import (
     COMPILE,
     DATA,
+    EARLY,
     FINISHED,
     INITIALIZE,
     SAVE,
@@ -33,8 +32,11 @@ from .record import (
     TrainResult,
 )
 from .stop import StopConsensus, Stops, stop_on_signals
+from .sums import LAG, MetricSums, delayed
 
-_LAG = 2
+ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
+"""Makes the batches of one validation."""
+
 _END_SECONDS = 30.0
 """So much later than the others a process may come to the end of its data."""
 _END = object()
@@ -76,12 +78,15 @@ class Trainer:
         options: length and cadence.
         validation: makes the batches of one validation, of any sizes that the step takes: its
             metrics are those of all samples, `sum(totals) / sum(weights)`; None does not validate.
+            Or several such functions by name: the metrics of `""` are called `validation/loss`,
+            those of a set `code` are called `validation/code/loss`.
         writers: take the metrics.
         progress: shows the run.
         should_stop: reads the latest record of metrics before every step; the run ends on every
             process as soon as it returns true on one. See below for the keys.
-        save: `save(state, number, loss)` takes a state between two steps, the number of steps it
-            has taken, and its validation loss or None; must be done with the arrays when it
+        save: `save(state, number, score)` takes a state between two steps, the number of steps it
+            has taken, and how good it is by the `best_metric` of the options, less being better,
+            or None where it was not validated; must be done with the arrays when it
             returns. It gets the last state too, however the run ends but by an error; where that
             is a step that was not finite, the state before, if it is still there. All that
             `batches` has handed out by then went into the state.
@@ -96,10 +101,11 @@ class Trainer:
         facts: from the number of steps taken, and of those that changed the state, to what else a
             record should say, such as the learning rate; computed on the host.
         on_compiled: called once, after the first step, which compiles.
-        profile_dir: the folder for the trace that the options ask for.
+        profile_dir: the folder for the traces that the options ask for, and SIGUSR1 sent to this
+            process: that traces its next `profile_steps` steps.
 
     What `should_stop` reads is what the writers get: means over the last `log_every` steps, from
-    the first such record on.
+    the first such record on, and the newest validation.
 
         train/loss, train/...             each metric of the step, such as `train/grad_norm`
         train/skipped_steps               so far; where the step's `nonfinite` is `"skip"`
@@ -111,8 +117,7 @@ class Trainer:
                                           waiting neither for batches nor for devices
         time/goodput                      of all time so far, what was spent in steps that count
         time/elapsed_seconds, time/unix   since the call of `fit`, and of the clock
-
-    Validation losses are not among them.
+        validation/loss, validation/...   each metric of the last validation
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -138,7 +143,7 @@ class Trainer:
     step: TrainStep
     batches: Iterable[Batch]
     options: LoopOptions
-    validation: Callable[[], Iterable[Batch]] | None = None
+    validation: ValidationSet | Mapping[str, ValidationSet] | None = None
     writers: Sequence[MetricWriter] = ()
     progress: Progress = SilentProgress()
     should_stop: Callable[[Mapping[str, float]], bool] | None = None
@@ -180,6 +185,7 @@ class Trainer:
             self.progress,
             closing(profile),
             stop_on_signals(self._tell_signal) as request,
+            profile.on_signal(self.progress.note),
             watch_steps(self.step.world) as tell,
         ):
             with self.progress.phase("initializing"), sheet.on(INITIALIZE):
@@ -235,6 +241,7 @@ class Trainer:
             history=self.history,
             facts=self.facts,
             sheet=sheet,
+            best=(options.best_metric, options.best_mode),
         )
 
     @property
@@ -323,6 +330,8 @@ class Trainer:
                 return state, FINISHED
             elif self._pause_after(record.taken, state, record, stops):
                 return state, None
+            elif self._has_lost_patience(record):
+                return state, EARLY
             if stops.between_steps(record.latest):
                 return state, None
             with record.sheet.on(DATA):
@@ -334,7 +343,7 @@ class Trainer:
             with profile.around(record.taken + 1, record.settle):
                 state, metrics = self.step(state, batch, metrics.get(nonfinite.FLAG))
                 record.add(metrics)
-            record.settle(keep=_LAG)
+            record.settle(keep=LAG)
 
     def _is_pause(self, number: int) -> bool:
         options = self.options
@@ -369,6 +378,18 @@ class Trainer:
             self._copy(number, state, record)
         return has_stopped
 
+    def _has_lost_patience(self, record: Record) -> bool:
+        """Whether the last validations have brought nothing better; the same on every process."""
+        options = self.options
+        if not options.patience or not _is_multiple(record.taken, options.eval_every):
+            return False
+        since = record.validations_since_best(options.min_delta)
+        if since >= options.patience:
+            self.progress.note(
+                f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"
+            )
+        return since >= options.patience
+
     def _copy(self, number: int, state: TrainState, record: Record) -> None:
         if self.copy is not None:
             self._check_finite(number, state)
@@ -382,9 +403,9 @@ class Trainer:
     def _save(self, number: int, state: TrainState, record: Record) -> None:
         if self.save is not None:
             self._check_finite(number, state)
-            losses = dict(record.validation_curve[-1:])
+            scores = dict(record.scores[-1:])
             with record.aside(SAVE):
-                self.save(state, number, losses.get(number))
+                self.save(state, number, scores.get(number))
 
     def _validate(self, state: TrainState, record: Record, stops: Stops) -> bool:
         """Validates; false where somebody wanted to stop meanwhile, and there is no result."""
@@ -400,29 +421,43 @@ class Trainer:
     def _validation_means(
         self, state: TrainState, record: Record, stops: Stops
     ) -> dict[str, float] | None:
-        assert self.validation is not None
-        is_first = not record.has_validated
-        sums: dict[str, list[float]] = {}
+        given, means = self.validation, {}
+        assert given is not None
+        sets = given if isinstance(given, Mapping) else {"": given}
+        for name, make in sets.items():
+            is_first = not record.has_validated and not means
+            found = self._means_of(make, is_first, state, record, stops)
+            if found is None:
+                return None
+            means |= {f"{name}/{metric}".lstrip("/"): mean for metric, mean in found.items()}
+        best = self.options.best_metric.removeprefix("validation/")
+        if best not in means and (self.options.patience or best != "loss"):
+            hint = did_you_mean(best, means)
+            raise ConfigError(f"best_metric: the validation has no metric {best!r}.{hint}")
+        return means
+
+    def _means_of(
+        self, make: ValidationSet, is_first: bool, state: TrainState, record: Record, stops: Stops
+    ) -> dict[str, float] | None:
+        """The mean of every metric over one set; None where somebody wanted to stop meanwhile."""
+        sums = MetricSums()
         with self.progress.phase("compiling the validation") if is_first else nullcontext():
-            given = self.validation()
+            given = make()
             BATCHES.check("a Trainer", "validation()", given)
             batches = (record.sign() or batch for batch in given)
             averages = self.step.options.ema is not None
             found = (self.step.evaluate_sums(state, batch, ema=averages) for batch in batches)
-            for metrics in delayed(found, _LAG):
-                for name, part in jax.device_get(metrics).items():
-                    total = sums.setdefault(name, [0.0, 0.0])
-                    total[0] += float(part.total)
-                    total[1] += float(part.weight)
+            for metrics in delayed(found, LAG):
+                sums.add(metrics)
                 record.sign()
                 if stops.meanwhile():
                     self.progress.note(
                         f"{stops.reason}: left the validation after step {record.step}"
                     )
                     return None
-        if not sums:
+        if not sums.means:
             raise ConfigError("validation gave no batch; give at least one, or no validation")
-        return {name: total / weight if weight else 0.0 for name, (total, weight) in sums.items()}
+        return sums.means
 
     def _finish(self, state: TrainState, record: Record, reason: str, stops: Stops) -> None:
         record.stop_clock()
@@ -458,25 +493,3 @@ class Trainer:
 def _is_multiple(number: int, every: int) -> bool:
     """Whether it is time again; never where `every` is 0."""
     return every > 0 and number % every == 0
-
-
-_T = TypeVar("_T")
-
-
-def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
-    """Yields the items in order, each only after `lag` more have been made.
-
-    Args:
-        items: what to yield; arrays that are still being computed, for instance.
-        lag: how many to make ahead.
-
-    Example:
-        >>> list(delayed([1, 2, 3], lag=2))
-        [1, 2, 3]
-    """
-    waiting: collections.deque[_T] = collections.deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > lag:
-            yield waiting.popleft()
-    yield from waiting

@@ -143,6 +143,7 @@ def muon(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: DimsOf = None,
     consistent_rms: float | None = None,
+    adam_weight_decay_mask: Any = None,
 ) -> optax.GradientTransformation:
     """Muon, equal to `optax.contrib.muon`, distributed over the devices of a step.
 
@@ -177,6 +178,7 @@ def muon(
             takes every leaf of two dims, embeddings and heads among them, as optax does.
         consistent_rms: scales updates by `sqrt(max(m, n))` times this (arXiv:2502.16982, 0.2 there)
             instead of `sqrt(max(1, n / m))`.
+        adam_weight_decay_mask: which of the other parameters decay; optax has no such argument.
 
     Returns:
         The optax transformation.
@@ -220,6 +222,7 @@ def muon(
                 eps=eps,
                 eps_root=adam_eps_root,
                 weight_decay=adam_weight_decay,
+                mask=adam_weight_decay_mask,
                 mu_dtype=mu_dtype,
                 nesterov=nesterov,
             ),

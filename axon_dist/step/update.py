@@ -12,6 +12,7 @@ import optax
 
 from ..core.typing import Array, Batch, PyTree
 from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
+from ..optim.watch import metrics_of
 from .batch import Placed
 from .global_view import global_gradients
 from .local_view import local_gradients
@@ -243,6 +244,7 @@ def one_step(spec: StepSpec, gradients: Gradients) -> Take:
                 clipped, state.opt_state, state.params, value=metrics["loss"]
             )
             params = optax.apply_updates(state.params, updates)
+        measured |= metrics_of(opt_state)
         if "param_norm" in options.metrics:
             measured["param_norm"] = optax.tree.norm(params)
         new = dataclasses.replace(

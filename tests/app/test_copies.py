@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from axon_dist.app import train
-from axon_dist.app.build import build_run
+from axon_dist.app.fewer import compiling_ahead, world_of_first
 from axon_dist.app.resume import check_copies
-from axon_dist.app.run import compiling_ahead, world_of_first
+from axon_dist.app.runs import build_run
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 
@@ -87,8 +87,10 @@ def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
 
 
 def test_nothing_is_compiled_ahead_where_nothing_can_be_lost(config, monkeypatch):
-    monkeypatch.setattr("axon_dist.app.run._compile", lambda *given: pytest.fail("compiled"))
+    monkeypatch.setattr("axon_dist.app.fewer._compile", lambda *given: pytest.fail("compiled"))
     run = build_run(config("run"))
-    with compiling_ahead(run, {"AXON_ELASTIC": "1"}, print) as begin:
+    with compiling_ahead(run.config, run.world, {"AXON_ELASTIC": "1"}, print) as begin:
         begin()
-    assert np.array_equal(world_of_first(run, 1).mesh.devices, run.world.mesh.devices)
+    assert np.array_equal(
+        world_of_first(run.config, run.world, 1).mesh.devices, run.world.mesh.devices
+    )

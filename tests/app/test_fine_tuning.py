@@ -12,9 +12,9 @@ from rich.console import Console
 
 from axon_dist import merge_lora
 from axon_dist.app import evaluate, generate_text, load_model, train
-from axon_dist.app.build import build_world
 from axon_dist.app.evaluate import _placed_model
-from axon_dist.app.load import find_checkpoint
+from axon_dist.app.steps import build_world
+from axon_dist.app.trained import find_checkpoint
 from axon_dist.cli.main import main
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import CheckpointError, ConfigError

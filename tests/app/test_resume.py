@@ -290,7 +290,7 @@ def test_a_resumed_run_is_told_as_a_whole(config, tiny, monkeypatch):
     first.directory.metrics.write_text("".join(lines))
     console = Console(file=io.StringIO(), width=400)
     drawn = mock.Mock()
-    monkeypatch.setattr("axon_dist.app.run.plot_losses", drawn)
+    monkeypatch.setattr("axon_dist.app.training.plot_losses", drawn)
     second = train(config("run", **steady), console, resume="auto")
     text = console.file.getvalue()
     assert "config: train.steps: 3 -> 6" in text

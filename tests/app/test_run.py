@@ -18,8 +18,8 @@ from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from axon_dist.app import create_directory, train
-from axon_dist.app.build import build_loader, build_run
-from axon_dist.app.out_of_memory import advice
+from axon_dist.app.memory_advice import advice
+from axon_dist.app.runs import build_loader, build_run
 from axon_dist.checkpoint import read_manifest
 from axon_dist.cli.main import main
 from axon_dist.config import DATA, LOGGERS, MODELS, OPTIMIZERS, SCHEDULES, RunConfig, load_config
@@ -94,7 +94,7 @@ def test_without_a_console_nothing_is_printed(tiny, capsys):
 
 def test_without_matplotlib_there_is_no_plot_and_the_run_says_why(tiny):
     console = plain_console()
-    with mock.patch("axon_dist.app.run.has_module", return_value=False):
+    with mock.patch("axon_dist.app.training.has_module", return_value=False):
         done = train(RunConfig.from_dict(tiny), console)
     assert not done.directory.plot.exists()
     assert "loss curves: none (pip install 'axon_dist[plots]')" in console.file.getvalue()
@@ -123,7 +123,7 @@ def test_a_run_without_a_folder_gets_one_with_its_name(tiny, tmp_path, monkeypat
 
 def test_other_processes_train_and_write_no_metrics(tiny, tmp_path):
     console = plain_console()
-    with mock.patch("axon_dist.app.run._is_main", return_value=False):
+    with mock.patch("axon_dist.app.runs.Run.is_main", False):
         done = train(RunConfig.from_dict(tiny), console)
     assert done.result.is_finished
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "checkpoints"}
@@ -258,7 +258,7 @@ def _with_peak(config, peak):
 
 def test_a_run_goes_on_without_its_program(tiny):
     console = plain_console()
-    with mock.patch("axon_dist.app.run.read_program", side_effect=RuntimeError("no text")):
+    with mock.patch("axon_dist.app.training.read_program", side_effect=RuntimeError("no text")):
         done = train(RunConfig.from_dict(tiny), console)
     assert done.result.is_finished
     assert not done.directory.program.exists()
@@ -269,7 +269,7 @@ def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
     full = JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
     tiny["train"] |= {"global_batch": 32}
     with (
-        mock.patch("axon_dist.app.run._fit", side_effect=full),
+        mock.patch("axon_dist.app.training._fit", side_effect=full),
         pytest.raises(OutOfMemoryError) as caught,
     ):
         train(RunConfig.from_dict(tiny))
@@ -284,7 +284,7 @@ def test_a_device_without_memory_says_what_to_change(tiny, tmp_path):
 def test_another_error_of_a_device_is_left_alone(tiny):
     other = JaxRuntimeError("INTERNAL: something")
     with (
-        mock.patch("axon_dist.app.run._fit", side_effect=other),
+        mock.patch("axon_dist.app.training._fit", side_effect=other),
         pytest.raises(JaxRuntimeError, match="INTERNAL: something"),
     ):
         train(RunConfig.from_dict(tiny))

@@ -7,7 +7,7 @@ import pytest
 from axon_dist import load_model
 from axon_dist.app import evaluate, export_run, generate_text
 from axon_dist.cli.main import main
-from axon_dist.config.load import load_untrusted
+from axon_dist.config.parse import load_untrusted
 from axon_dist.core.errors import ConfigError
 
 VERBS = {

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from axon_dist.app import train
-from axon_dist.app.build import build_run, build_step, build_world
+from axon_dist.app.runs import build_run
+from axon_dist.app.steps import build_step, build_world
 from axon_dist.config import LOGGERS, RunConfig, build_strategy
 from axon_dist.core.errors import BackendStartedError, ConfigError, MeshError
 from axon_dist.core.tree import leaves_with_paths

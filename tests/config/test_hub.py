@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from axon_dist.app.run import train
+from axon_dist.app.training import train
 from axon_dist.cli.main import main
 from axon_dist.config import RunConfig, describe
 from axon_dist.core.errors import CheckpointError, ConfigError

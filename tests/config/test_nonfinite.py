@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axon_dist.app import train
-from axon_dist.app.build import build_loader
+from axon_dist.app.runs import build_loader
 from axon_dist.checkpoint import read_manifest
 from axon_dist.config import MODELS, RunConfig
 from axon_dist.config.models import NextToken

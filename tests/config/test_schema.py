@@ -4,7 +4,7 @@ import inspect
 import numpy as np
 import pytest
 
-from axon_dist.app.build import config_facts
+from axon_dist.app.steps import config_facts
 from axon_dist.config import DATA, MODELS, OPTIMIZERS, RunConfig
 from axon_dist.config.schema import read_strategies
 from axon_dist.config.sections import LOGGERS, Wandb

@@ -353,6 +353,88 @@ def test_what_should_stop_reads(world):
     assert all(record in rows for record in records)
 
 
+def test_should_stop_reads_validations_too(world):
+    has_seen = lambda record: record.get("validation/loss", 0) >= 400
+    result = fit(FakeStep(world), 9, eval_every=2, validation=lambda: [0], should_stop=has_seen)
+    assert (result.reason, result.num_steps) == ("should_stop", 4)
+
+
+class Curved(FakeStep):
+    """Validations of two sets, whose losses are written here."""
+
+    def __init__(self, world, losses):
+        super().__init__(world)
+        self.own = losses
+
+    def evaluate_sums(self, state, batch, *, ema=False):
+        value = self.own[int(state.step) - 1] * (1 if batch == 0 else -1)
+        return {"loss": Weighted(jnp.float32(value), jnp.float32(1))}
+
+
+@pytest.mark.parametrize(
+    ("options", "last", "scores"),
+    [
+        ({"patience": 2}, 4, [5, 3, 3, 4]),
+        ({"patience": 2, "min_delta": 3.0}, 3, [5, 3, 3]),
+        ({"patience": 2, "best_metric": "validation/code/loss", "best_mode": "max"}, 4,
+         [5, 3, 3, 4]),
+        ({"patience": 0}, 6, [5, 3, 3, 4, 6, 1]),
+    ],
+)  # fmt: skip
+def test_a_run_ends_early_and_is_best_by_any_metric_of_any_set(world, options, last, scores):
+    saved, writer, notes = [], ListWriter(), NotingProgress()
+    result = Trainer(
+        step=Curved(world, [5, 3, 3, 4, 6, 1]), batches=itertools.count(), writers=[writer],
+        options=LoopOptions(num_steps=6, eval_every=1, save_every=1, **options), progress=notes,
+        validation={"": lambda: [0], "code": lambda: [1]},
+        save=lambda state, number, score: saved.append((number, score)),
+    ).fit()  # fmt: skip
+    assert result.reason == ("early stopping" if last < 6 else "finished")
+    assert saved == list(enumerate(map(float, scores), 1))
+    assert writer.curve("validation/code/loss") == [(n, -float(x)) for n, x in enumerate(scores, 1)]
+    assert bool(notes.notes) == (last < 6)
+    assert not notes.notes or "was best 2 validations ago: stopping early" in notes.notes[0]
+
+
+def test_a_best_metric_that_no_validation_has(world):
+    with pytest.raises(ConfigError, match=r"no metric 'los'. Did you mean 'loss'\?"):
+        Trainer(
+            step=FakeStep(world), batches=itertools.count(), validation=lambda: [0],
+            options=LoopOptions(num_steps=2, best_metric="validation/los"),
+        ).fit()  # fmt: skip
+
+
+def test_a_signal_traces_the_next_steps(world, tmp_path):
+    hook = lambda number: number == 3 and signal.raise_signal(signal.SIGUSR1)
+    notes, options = NotingProgress(), LoopOptions(num_steps=8, profile_steps=2)
+    Trainer(
+        step=FakeStep(world, before=hook), batches=itertools.count(), options=options,
+        progress=notes, profile_dir=str(tmp_path),
+    ).fit()  # fmt: skip
+    assert notes.notes == [f"traced steps 4 to 5 into {tmp_path}"]
+    assert list(tmp_path.rglob("*.xplane.pb"))
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_spikes_are_counted_and_told_and_in_no_mean(world):
+    class Spiking(FakeStep):
+        def __call__(self, state, batch, held=None):
+            state, metrics = super().__call__(state, batch)
+            return state, metrics | {"spike": jnp.float32(self.taken == 3)}
+
+    writer, notes = ListWriter(), NotingProgress()
+    result = Trainer(
+        step=Spiking(world), batches=itertools.count(), writers=[writer], progress=notes,
+        options=LoopOptions(num_steps=4, log_every=2),
+    ).fit()  # fmt: skip
+    assert result.skipped_steps == 1
+    assert writer.curve("train/loss") == [(2, 1.5), (4, 4.0)]
+    assert writer.curve("train/skipped_steps") == [(2, 0.0), (4, 1.0)]
+    assert notes.notes == [
+        "1 step skipped, 1 so far; step 3: the loss 3 or its gradient stands out"
+    ]
+
+
 def test_nothing_to_do(world):
     with pytest.raises(ConfigError, match="there is no batch to train on; give the trainer"):
         fit(FakeStep(world), 1, batches=[])

@@ -15,12 +15,14 @@ from axon_dist.core.words import byte_size, clock_time, plural, si
 from axon_dist.loop import TrainResult
 from axon_dist.mesh import World, rank_table
 from axon_dist.models import TransformerConfig, describe_attention
+from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
 from axon_dist.step import TrainStep
 from axon_dist.step.parts import ModelParts
 
+from ..config.optimizers import Decaying
 from ..config.schema import RunConfig
-from .build import Run
+from .runs import Run
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -37,8 +39,20 @@ def opening_lines(run: Run) -> list[str]:
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
         f"{plural(train.steps, 'step')} of {batch}",
-        *filter(None, [run.note]),
+        *filter(None, [_decay_line(run), run.note]),
     ]
+
+
+def _decay_line(run: Run) -> str | None:
+    """Which parameters decay, where not all do; None where all or none do."""
+    optimizer = run.config.optimizer
+    if not isinstance(optimizer, Decaying) or optimizer.decay == "all":
+        return None
+    decays = [flag for _, flag in leaves_with_paths(matrices(run.step.parts.params))]
+    return (
+        f"weight decay {optimizer.weight_decay:g} on {sum(decays)} of {len(decays)} parameters, "
+        "not on norms, biases and embeddings (optimizer.decay=all for all)"
+    )
 
 
 def parameters_of(parts: ModelParts) -> str:

@@ -14,8 +14,8 @@ from axon_dist.core.tree import num_bytes
 from axon_dist.core.words import byte_size
 from axon_dist.mesh.chips import hardware, machine_of
 
-from .build import Run
 from .planned import plan_config
+from .runs import Run
 
 PROFILE = "memory.prof"
 """The file in the folder of a run that says what was in memory; `pprof` reads it."""

@@ -34,8 +34,8 @@ from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
 from ..config import RunConfig, load_untrusted
-from .build import build_world, model_of
 from .directory import RunDirectory
+from .steps import build_world, model_of
 
 BEST = "best"
 """Which checkpoint: the one with the lowest validation loss."""

@@ -1,0 +1,278 @@
+"""`Run`: a step, its data and what a trainer does with both, checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.data import Loader, standard_library_files
+from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer, require
+from axon_dist.mesh import World, agree
+from axon_dist.mesh.chips import machine_of
+from axon_dist.step import TrainState, TrainStep
+from axon_dist.weights import load_weights
+from axon_dist.weights.load import check_weights
+
+from ..config.data import TextData
+from ..config.schema import RunConfig
+from .fewer import step_for
+from .steps import abstract_batch, build_world, check_memory
+
+
+def build_loader(
+    config: RunConfig, world: World, batch_axes: Sequence[str] | None = None
+) -> Loader:
+    """Reads the data and makes the batches of this process.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        world: the devices, and the mesh they form.
+        batch_axes: the mesh axes that split the batch; None stands for all.
+
+    Raises:
+        ConfigError: when the data is missing, damaged, too little, or not what the model can take.
+    """
+    axes = world.mesh.axis_names if batch_axes is None else batch_axes
+    process, num_processes = world.share_of_batch(axes)
+    return config.kind.task.load(
+        config.model,
+        config.data,
+        global_batch=config.train.global_batch,
+        seed=config.seed,
+        process=process,
+        num_processes=num_processes,
+        num_ahead=config.data.num_ahead,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, checked against each other, nothing compiled.
+
+    Args:
+        config: what it was made from.
+        world: the devices, and the mesh they form.
+        step: what the config's model, strategy and optimizer come to.
+        loader: the batches of this process, and those of the validation.
+        note: what is done otherwise because processes were lost; empty where none is.
+        validation: the further sets that it is validated on, by name.
+    """
+
+    config: RunConfig
+    world: World
+    step: TrainStep
+    loader: Loader
+    note: str = ""
+    validation: Mapping[str, Loader] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.world.process_index == 0
+
+    def check_weights(self, resume: str | None = None) -> None:
+        """Raises `ConfigError` unless the files of its first weights, if there are some, fit it.
+
+        Args:
+            resume: where it goes on; then it may no longer have them.
+        """
+        if self.config.weights is not None and resume is None:
+            check_weights(self.step, **self._weights)
+
+    def first_state(self, tell: Callable[[str], None]) -> TrainState | None:
+        """The state with the weights of files; None where the config names none.
+
+        Args:
+            tell: takes a sentence about them.
+        """
+        if self.config.weights is None:
+            return None
+        tell(f"weights: from {', '.join(self.config.weights.files)}")
+        return load_weights(self.step, **self._weights)
+
+    @property
+    def _weights(self) -> dict[str, Any]:
+        """What a config says to `load_weights`."""
+        weights = self.config.weights
+        assert weights is not None
+        return {
+            "files": weights.files[0] if len(weights.files) == 1 else list(weights.files),
+            "rules": weights.format,
+            "cast": weights.cast,
+            "keep": (*weights.keep, _ADAPTER),
+            "differ": weights.differ,
+        }
+
+    @property
+    def item(self) -> str:
+        """What throughput counts, such as tokens."""
+        return self.config.kind.task.item
+
+    @property
+    def items_per_step(self) -> int:
+        """How many items a global batch has."""
+        config = self.config
+        return config.train.global_batch * config.kind.task.items_per_sample(config.data)
+
+    @property
+    def unit(self) -> str:
+        """What the loss is measured in."""
+        return self.config.kind.task.unit(self.config.data)
+
+    def trainer(
+        self,
+        progress: Progress,
+        writers: Sequence[MetricWriter],
+        save: Callable[[TrainState, int, float | None], None],
+        go_back: Callable[[], TrainState | None] | None = None,
+        history: Sequence[Mapping[str, object]] = (),
+        on_compiled: Callable[[], None] = lambda: None,
+        profile_dir: str | None = None,
+        copy: Callable[[TrainState, int], None] | None = None,
+    ) -> Trainer:
+        """Puts the loop around the step.
+
+        Args:
+            progress: shows the run.
+            writers: take its metrics.
+            save: takes its state now and then, as that of a `Trainer`.
+            go_back: returns the newest state saved, as that of a `Trainer`.
+            history: the metrics of earlier legs, as those of a `Trainer`.
+            on_compiled: called after the first step.
+            profile_dir: the folder for traces.
+            copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
+        """
+        config, train = self.config, self.config.train
+        profile = {}
+        if train.profile is not None:
+            profile = {"profile_at": train.profile.at, "profile_steps": train.profile.steps}
+        sets = {"": self.loader, **self.validation}
+        return Trainer(
+            step=self.step,
+            batches=self.loader,
+            options=LoopOptions(
+                num_steps=train.steps,
+                log_every=train.log_every,
+                eval_every=train.eval_every,
+                save_every=self.config.checkpoint.every,
+                copy_every=0 if copy is None else self.config.checkpoint.memory_every,
+                items_per_step=self.items_per_step,
+                item=self.item,
+                peak_flops=self.peak_flops,
+                sequence_length=config.kind.task.items_per_sample(config.data),
+                max_rollbacks=train.max_rollbacks,
+                best_metric=train.best.metric,
+                best_mode=train.best.mode,
+                patience=train.best.patience,
+                min_delta=train.best.min_delta,
+                **profile,
+            ),
+            validation={
+                name: functools.partial(one.validation_batches, train.eval_batches)
+                for name, one in sets.items()
+            },
+            writers=writers,
+            progress=progress,
+            save=save,
+            copy=copy,
+            give_back=self.give_back,
+            go_back=go_back,
+            history=history,
+            facts=self.facts(),
+            on_compiled=on_compiled,
+            profile_dir=profile_dir,
+        )
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of a device at best: the config's, or those of the chip for the step's dtype."""
+        chip = machine_of(self.world.mesh)
+        if self.config.train.peak_flops is not None or self.item != "tokens" or chip is None:
+            return self.config.train.peak_flops
+        precision = self.step.strategy.precision
+        return chip.rate(self.step.parts.dtype if precision is None else precision.compute)
+
+    def facts(self) -> Callable[[int, int], dict[str, float]]:
+        """What is known of a step beside its metrics: learning rate, items seen, epoch.
+
+        Returns:
+            From the number of steps taken, and of those that changed the state, to numbers by name.
+        """
+        train, rates = self.config.train, self.config.optimizer.rates(self.config.train.steps)
+
+        def facts(step: int, updates: int) -> dict[str, float]:
+            known = {
+                f"seen/{self.item}": float(step * self.items_per_step),
+                "seen/epoch": step * train.global_batch / self.loader.num_samples,
+            }
+            if rates is not None:
+                known["optimizer/learning_rate"] = float(rates[max(updates - 1, 0)])
+            return known
+
+        return facts
+
+    def give_back(self, num_batches: int) -> None:
+        """Moves the loader back by some batches, which it will hand out again."""
+        state = self.loader.state()
+        samples = num_batches * self.config.train.global_batch
+        self.loader.restore({**state, "samples_seen": state["samples_seen"] - samples})
+
+
+_ADAPTER = r"(?:.*/)?lora/lora_[ab]"
+"""The paths of what `lora` adds to a model, which files of weights need not have."""
+
+
+def build_run(config: RunConfig) -> Run:
+    """Builds everything a run needs; whatever can be checked is checked here.
+
+    Raises:
+        AxonDistError: of the kind that names what is wrong.
+
+    Example:
+        >>> config = RunConfig.from_dict({"devices": {"emulate": 8}, "data": {"max_bytes": 10**5}})
+        >>> str(build_run(config).world.spec)
+        'dp=8'
+    """
+    for logger in config.loggers:
+        require(logger.module, "loggers", f"the logger {type(logger).__name__}")
+    world = build_world(config)
+    step, note = step_for(config, world)
+    check_memory(config, step)
+    loader = build_loader(config, world, step.strategy.batch_axes)
+    step.check(abstract_batch(config))
+    sets = {}
+    for name, files in config.validation.items():
+        other = measured_on(config, files, f"validation.{name}")
+        sets[name] = build_loader(other, world, step.strategy.batch_axes)
+    for name, one in {"": loader, **sets}.items():
+        prefix = f"validation.{name}" if name else "data"
+        agree(world, prefix, {f"{prefix}.{key}": value for key, value in one.state().items()})
+    return Run(config, world, step, loader, note, sets)
+
+
+def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> RunConfig:
+    """The config with other files to validate on.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        files: paths or globs; none leaves the config as it is.
+        key: what names them, to open the message.
+
+    Raises:
+        ConfigError: when the data of the run are no files.
+    """
+    if not files:
+        return config
+    data, named = config.data, ", ".join(files)
+    if not hasattr(data, "validation_files"):
+        raise ConfigError(
+            f"{key}: got {named} for a run whose data name no files; leave them out, or change its "
+            "data, as in data={kind: text, files: [...], validation_files: [...]}"
+        )
+    changes = {"validation_files": tuple(files), "validation_fraction": None}
+    if isinstance(data, TextData) and not data.files:
+        changes["files"] = tuple(str(file.path) for file in standard_library_files())
+    return dataclasses.replace(config, data=dataclasses.replace(data, **changes))

@@ -1,0 +1,247 @@
+"""From a `RunConfig` to a world, a step, batches and a trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from flax.traverse_util import empty_node, flatten_dict
+
+from axon_dist.core.errors import ConfigError
+from axon_dist.core.files import host_memory
+from axon_dist.core.typing import LossFn, OptionValue
+from axon_dist.launch import Timeouts
+from axon_dist.mesh import World, agree, self_test
+from axon_dist.optim import watched
+from axon_dist.parallel import SlowPlan, Strategy
+from axon_dist.step import TrainStep, build_train_step
+from axon_dist.step.parts import trainable_filter
+from axon_dist.weights.formats import NATIVE_NAME, format_of
+
+from ..config.models import make_model
+from ..config.optimizers import Optimizer
+from ..config.schema import RunConfig, build_strategy
+
+PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
+"""Keys whose values are paths."""
+
+
+def build_world(config: RunConfig) -> World:
+    """Lays the config's mesh over its devices; must come before anything makes an array.
+
+    Several processes meet here, and find out whether their devices can talk.
+
+    Raises:
+        LaunchError: when the processes of the run do not come together.
+        MeshError: when the mesh does not fit the devices.
+        BackendStartedError: when the devices can no longer be emulated.
+    """
+    if config.devices.emulate is not None:
+        world = World.emulate(config.devices.emulate, config.mesh)
+    else:
+        world = World.init(config.mesh)
+    if world.num_processes > 1:
+        timeout = Timeouts.from_env(os.environ).launch
+        agree(world, "config", config_facts(config), timeout)
+        self_test(world, timeout)
+    return world
+
+
+def config_facts(config: RunConfig) -> dict[str, object]:
+    """What the processes of a run must have in common, by the dotted keys of the config.
+
+    Files may lie elsewhere on every host: what they contain is compared once they are read.
+
+    Example:
+        >>> config_facts(RunConfig())["train.steps"]
+        1000
+    """
+    flat = flatten_dict(_without_places(config.to_dict()), sep=".", keep_empty_nodes=True)
+    return {key: {} if value is empty_node else value for key, value in flat.items()}
+
+
+def _without_places(plain: object) -> Any:
+    if isinstance(plain, dict):
+        return {k: _without_places(value) for k, value in plain.items() if k not in PLACES}
+    return [_without_places(item) for item in plain] if isinstance(plain, list) else plain
+
+
+def build_step(
+    config: RunConfig,
+    world: World,
+    optimizer: optax.GradientTransformation | None = None,
+    metrics: tuple[str, ...] = ("loss", "grad_norm"),
+    loss_fn: LossFn | None = None,
+    compiler_options: Mapping[str, OptionValue | None] | None = None,
+    meeting: Callable[[SlowPlan | None], SlowPlan | None] = lambda slow: slow,
+    trains: bool = True,
+) -> TrainStep:
+    """Builds the step of a run; nothing is compiled yet.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        world: the devices, and the mesh they form.
+        optimizer: in place of the config's own.
+        metrics: what the step reports.
+        loss_fn: in place of that of the config's task.
+        compiler_options: beside and over those of the config.
+        meeting: changes when and how replicas meet that train on their own; None for a plan makes
+            one model of them, as for a step that trains nothing.
+        trains: whether steps will be taken, so that the loss of the config's batch has to be that
+            of its parts.
+
+    Raises:
+        ConfigError: when an option of the strategy is not one.
+        DivisibilityError: when the batch does not divide over the mesh and the microbatches.
+        MeshError: when the strategy needs an axis that the mesh lacks.
+        StrategyConflictError: when strategies contradict each other.
+        UnsupportedError: when the loss of the batch cannot be had from its parts.
+    """
+    if config.weights is not None and config.weights.format != NATIVE_NAME:
+        format_of(config.weights.format)
+    factory = functools.partial(model_of, config)
+    strategy = build_strategy(config.parallel, factory, world)
+    strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
+    own, clip_norm = _optimizer(config, factory)
+    step = build_train_step(
+        factory,
+        optimizer or own,
+        loss_fn or config.kind.task.loss_fn,
+        strategy,
+        world,
+        accumulate=config.train.accumulate,
+        clip_norm=clip_norm,
+        metrics=metrics,
+        precision=config.precision,
+        remat=config.remat,
+        unroll=config.unroll,
+        scaler=config.loss_scale,
+        nonfinite=config.train.nonfinite,
+        deterministic=config.deterministic,
+        **what_is_trained(config),
+        ema=config.train.ema,
+        compiler_options={**config.compiler_options, **(compiler_options or {})},
+        batch=_example(config, strategy, world),
+    )
+    _check_batch(config, step)
+    if trains:
+        step.separation(abstract_batch(config))
+    return step
+
+
+def _optimizer(
+    config: RunConfig, factory: Callable[[], nnx.Module]
+) -> tuple[optax.GradientTransformation, float | None]:
+    """The optimizer of a config, and what the step clips before it: nothing, where it watches."""
+    train, optimizer = config.train, config.optimizer.build(config.train.steps, factory)
+    if train.spikes is None and not train.layer_norms:
+        return optimizer, train.clip_norm
+    watch = watched(
+        optimizer, clip_norm=train.clip_norm, spikes=train.spikes, layer_norms=train.layer_norms
+    )
+    return watch, None
+
+
+def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:
+    """The batch in which a pipeline looks for the calls of blocks; None where nobody looks."""
+    if strategy.pipeline is None:
+        return None
+    ranks = math.prod(world.mesh.shape[axis] for axis in strategy.batch_axes)
+    divides = config.train.global_batch % (ranks * strategy.pipeline.num_microbatches) == 0
+    return abstract_batch(config) if divides else None
+
+
+def model_of(config: RunConfig) -> nnx.Module:
+    """Makes the model of a run, with the adapters that it has.
+
+    Raises:
+        ConfigError: when a path of the adapters finds no layer.
+    """
+    model = make_model(config.model, config.seed)
+    return model if config.lora is None else config.lora.beside(model, config.seed)
+
+
+def what_is_trained(config: RunConfig) -> dict[str, Any]:
+    """What a config says to `build_train_step` about trained and frozen parameters."""
+    adapters = () if config.lora is None else (nnx.LoRAParam,)
+    chosen = (*adapters, *config.trainable) or nnx.Param
+    optimizer = config.optimizer
+    if isinstance(optimizer, Optimizer) and any(group.frozen for group in optimizer.groups):
+        is_chosen = trainable_filter(chosen)
+
+        def is_trained(keys: Any, variable: Any) -> bool:
+            path = "/".join(map(str, keys))
+            return is_chosen(keys, variable) and not optimizer.is_frozen(path)
+
+        return {"trainable": is_trained, "frozen_dtype": config.frozen_dtype}
+    return {"trainable": chosen, "frozen_dtype": config.frozen_dtype}
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a run's global batch, known before any data is read."""
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }
+
+
+def check_memory(config: RunConfig, step: TrainStep) -> None:
+    """Checks that the state and a batch can be there at all, before either is.
+
+    A run needs more than these, which `axon inspect` reads from the compiled program.
+
+    Raises:
+        ConfigError: when the state alone is larger than the memory of the devices, or a batch than
+            that of the host.
+    """
+    world = step.world
+    each = _bytes_per_device(step)
+    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    if world.is_cpu:
+        need, there, where = each * len(here), host_memory(), "this host"
+    else:
+        need, where = each, f"a {here[0].device_kind}"
+        there = (here[0].memory_stats() or {}).get("bytes_limit", need)
+    if need > there:
+        raise ConfigError(
+            f"the parameters and what the optimizer keeps of them need {each / 1e9:.4g} GB on each "
+            f"of {world.size} devices, {need / 1e9:.4g} GB on {where}, which has "
+            f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices"
+        )
+    arrays = abstract_batch(config).values()
+    batch = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
+    batch //= world.num_batch_shares(step.strategy.batch_axes)
+    if batch > host_memory():
+        raise ConfigError(
+            f"train.global_batch: got {config.train.global_batch} samples, of which this process "
+            f"loads {batch / 1e9:.4g} GB at once; it has {host_memory() / 1e9:.4g} GB of memory. "
+            "Lower it"
+        )
+
+
+def _bytes_per_device(step: TrainStep) -> int:
+    leaves = jax.tree.leaves(step.abstract_state)
+    places = jax.tree.leaves(step.state_shardings)
+    return sum(
+        math.prod(place.shard_shape(leaf.shape)) * getattr(leaf.dtype, "itemsize", 8)
+        for leaf, place in zip(leaves, places, strict=True)
+    )
+
+
+def _check_batch(config: RunConfig, step: TrainStep) -> None:
+    batch, divisor = config.train.global_batch, step.layout.divisor
+    if batch % divisor:
+        raise ConfigError(
+            f"train.global_batch: got {batch} samples, which do not divide over mesh "
+            f"{step.world.spec} and train.accumulate={config.train.accumulate} microbatches; "
+            f"make it a multiple of {divisor}, such as {-(-batch // divisor) * divisor}"
+        )

@@ -1,0 +1,277 @@
+"""`train`: a whole run, from a config to a folder with its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from axon_dist.checkpoint import CheckpointManager, on_main
+from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
+from axon_dist.core.told import told
+from axon_dist.loop import (
+    FINISHED,
+    JsonlWriter,
+    MetricWriter,
+    MlflowWriter,
+    Progress,
+    TensorBoardWriter,
+    TrackioWriter,
+    Trainer,
+    TrainResult,
+    WandbWriter,
+    bytes_per_device,
+    has_module,
+    make_progress,
+    plot_losses,
+)
+from axon_dist.step import PortableForm, TrainState
+
+from ..config import CONFIG, RunConfig
+from ..config.sections import Logger, Mlflow, TensorBoard, Trackio, Wandb
+from .directory import RunDirectory, create_directory, take_folders
+from .examine import read_program
+from .fewer import compiling_ahead
+from .memory_advice import explained
+from .resume import (
+    check_copies,
+    check_resume,
+    find_start,
+    newest_state,
+    open_checkpoints,
+    open_copies,
+    save_state,
+)
+from .runs import Run, build_run
+from .summary import opening_lines, summarize, summary_table
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What `train` returns.
+
+    Args:
+        result: what the loop came to, with the last state.
+        directory: where everything else lies.
+        summary: what `summary.json` holds.
+    """
+
+    result: TrainResult
+    directory: RunDirectory
+    summary: dict[str, Any]
+
+
+@told(config=CONFIG)
+def train(
+    config: RunConfig, console: Console | None = None, resume: str | None = None
+) -> RunResult:
+    """Trains what a config describes, and keeps what comes of it.
+
+    Process 0 writes the folder: `config.yaml`, `metrics.jsonl`, `program.json`, which says what the
+    compiled step is made of, `summary.json`, and `loss.png` where matplotlib is installed; every
+    process its part of `checkpoints/`. All of it is there too when Ctrl-C ended the run. A run that
+    was stopped anywhere and goes on ends with the bits of one that was not.
+
+    Args:
+        config: a run as YAML describes it, checked.
+        console: where process 0 tells how it goes; None tells nothing.
+        resume: where to go on, `"auto"` or a path; see `find_start`.
+
+    Returns:
+        The result.
+
+    Raises:
+        AxonDistError: before anything is compiled, for whatever the config cannot mean.
+        OutOfMemoryError: when a device has no memory left, with what to change.
+        NonfiniteError: when a loss or gradient is not finite and `train.nonfinite` says stop.
+        CheckpointError: when there is nothing good to resume, or, after everything else is
+            written, when the last state could not be saved.
+    """
+    start = time.perf_counter()
+    check_copies(config, os.environ, resume)
+    run = build_run(config)
+    run.check_weights(resume)
+    on_main(lambda: check_resume(resume))
+    console = console if console is not None and run.is_main else Console(quiet=True)
+    tell = functools.partial(_print_line, console)
+    directory = RunDirectory(Path(on_main(lambda: str(create_directory(config, resume).path))))
+    for line in [*opening_lines(run), *_open_port(run), f"run directory: {directory.path}"]:
+        tell(line)
+    with contextlib.ExitStack() as stack:
+        on_main(lambda: take_folders(config, directory, stack, tell))
+        form = PortableForm(run.step)
+        copies = open_copies(run, form, os.environ, tell)
+        state = find_start(run, form, directory, resume, tell, copies)
+        if state is not None and int(state.step) >= config.train.steps:
+            tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
+            return _finished_already(run, directory, state)
+        history = _go_on(config, directory, state, tell) if run.is_main else []
+        state = run.first_state(tell) if state is None else state
+        progress = make_progress(console, config.name)
+        with contextlib.ExitStack() as inner:
+            writers = _open_writers(config, directory, inner) if run.is_main else []
+            checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
+            save = functools.partial(save_state, run, form, checkpoints)
+            go_back = functools.partial(newest_state, form, checkpoints, copies)
+            ahead = compiling_ahead(config, run.world, os.environ, progress.note)
+            keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
+            trainer = run.trainer(
+                progress,
+                writers,
+                save,
+                go_back,
+                history,
+                keep,
+                str(directory.profile),
+                None if copies is None else copies.save,
+            )
+            with explained(run, directory.path):
+                result = _fit(trainer, state, checkpoints)
+        summary = summarize(run, result)
+        if run.is_main:
+            directory.write_summary(summary)
+            _plot(run, result, directory)
+        # All wait for that: a scheduler may end the other processes as soon as one has ended.
+        on_main(lambda: None)
+        _print_closing(console, summary, directory, time.perf_counter() - start)
+        if checkpoints.failure is not None:
+            raise CheckpointError(f"the last state is not saved: {checkpoints.failure}")
+        _check_kept(config, directory, writers)
+    return RunResult(result, directory, summary)
+
+
+def _open_port(run: Run) -> list[str]:
+    """Lets somebody trace this process while it runs, where the config says at which port."""
+    profile = run.config.train.profile
+    if profile is None or profile.port is None:
+        return []
+    port = profile.port + run.world.process_index
+    jax.profiler.start_server(port)
+    return [f"profile: XProf and TensorBoard can trace process 0 at localhost:{port}"]
+
+
+def _go_on(
+    config: RunConfig, directory: RunDirectory, state: TrainState | None, tell: Callable
+) -> list[dict[str, Any]]:
+    """Writes the config of a run that may go on, tells what it changes, and reads the metrics."""
+    for change in directory.changes(config):
+        tell(f"config: {change}")
+    directory.write_config(config)
+    # A run that is alive, or was killed, has not come to what the leg before came to.
+    directory.summary.unlink(missing_ok=True)
+    return directory.take_metrics(0 if state is None else int(state.step), tell)
+
+
+def _check_kept(
+    config: RunConfig, directory: RunDirectory, writers: Sequence[MetricWriter]
+) -> None:
+    """Raises `ConfigError` if what a run had written was taken away while it ran."""
+    if any(isinstance(writer, JsonlWriter) and writer.was_removed for writer in writers):
+        directory.write_config(config)
+        raise ConfigError(
+            f"{str(directory.path)!r} was removed or emptied while the run was writing to it; what "
+            "it wrote before that is gone, what it wrote after is there"
+        )
+
+
+def _keep_program(
+    run: Run, directory: RunDirectory, progress: Progress, then: Callable[[], None]
+) -> Callable[[], None]:
+    """What process 0 does after the first step: it writes what the compiled step is made of."""
+
+    def keep() -> None:
+        if not run.is_main:
+            return
+        with progress.phase("reading the compiled step"):
+            try:
+                directory.write_program(read_program(run))
+            except Exception as error:  # nothing here is worth the run
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                progress.note(f"{directory.program.name} is not written: {reason}")
+        then()
+
+    return keep
+
+
+def _fit(trainer: Trainer, state: TrainState | None, checkpoints: CheckpointManager) -> TrainResult:
+    try:
+        return trainer.fit(state)
+    except NonfiniteError:
+        # Every process stops at the same step, so that they can finish their last save together.
+        checkpoints.wait()
+        raise
+
+
+def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> RunResult:
+    """The result of a run that has no step left; its summary is written if it was cut off."""
+    result = TrainResult(
+        state=state,
+        num_steps=int(state.step),
+        reason=FINISHED,
+        train_curve=(),
+        validation_curve=(),
+        compile_seconds=0.0,
+        train_seconds=0.0,
+        items_per_second=None,
+        device_bytes=bytes_per_device(state),
+    )
+    summary = summarize(run, result)
+    if run.is_main:
+        directory.write_missing(run.config, summary)
+    return RunResult(result, directory, summary)
+
+
+def _open_writers(
+    config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack
+) -> list[MetricWriter]:
+    writers: list[MetricWriter] = [JsonlWriter(directory.metrics)]
+    stack.callback(writers[0].close)
+    for logger in config.loggers:
+        writer = _writer(logger, directory.path, config)
+        stack.callback(writer.close)
+        writers.append(writer)
+    return writers
+
+
+def _writer(logger: Logger, folder: Path, config: RunConfig) -> MetricWriter:
+    """Opens what writes to the place that a config names."""
+    name, plain = config.name, config.to_dict()
+    match logger:
+        case TensorBoard():
+            return TensorBoardWriter(folder / "tensorboard")
+        case Wandb(project=project, mode=mode):
+            return WandbWriter(folder, project=project, name=name, mode=mode, config=plain)
+        case Trackio(project=project):
+            return TrackioWriter(project=project, name=name, config=plain)
+        case Mlflow(experiment=experiment, uri=uri):
+            uri = uri or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+            return MlflowWriter(uri, experiment=experiment, name=name, config=plain)
+    raise TypeError(f"no writer for the logger {logger}; add one here")
+
+
+def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
+    if has_module("matplotlib"):
+        title = f"{run.config.name}: {run.step.strategy.name} on {run.world.spec}"
+        losses = result.train_curve, result.validation_curve
+        plot_losses(directory.plot, *losses, run.unit, title, result.metric_curves)
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_closing(
+    console: Console, summary: dict[str, object], directory: RunDirectory, seconds: float
+) -> None:
+    console.print(summary_table(summary, seconds))
+    plot = directory.plot if directory.plot.exists() else "none (pip install 'axon_dist[plots]')"
+    _print_line(console, f"run directory: {directory.path}")
+    _print_line(console, f"loss curves: {plot}")

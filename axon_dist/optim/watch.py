@@ -1,0 +1,173 @@
+"""What an optimizer can see of a step beside its update: spikes to skip, and norms by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core.errors import ConfigError
+from ..core.tree import leaves_with_paths
+from ..core.typing import Array, PyTree
+
+SPIKE = "spike"
+"""The metric that is 1 where a step was skipped as a spike."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spikes:
+    """Which steps are skipped: those whose loss or gradient norm stands out from the last ones.
+
+    Args:
+        deviations: a step is skipped where its loss, or the norm of its gradient before clipping,
+            exceeds the mean of the last steps by more than so many standard deviations.
+        window: over about so many steps mean and deviation are taken, each step weighing less the
+            longer ago it is; nothing is skipped before so many were taken.
+    """
+
+    deviations: float = 6.0
+    window: int = 100
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless both are possible."""
+        if not self.deviations > 0 or self.window < 2:
+            raise ConfigError(
+                f"got deviations={self.deviations} and window={self.window}; skip beyond more than "
+                "0 deviations, of at least 2 steps"
+            )
+
+
+class Average(NamedTuple):
+    """Mean and variance of a number over the last steps."""
+
+    mean: Array
+    variance: Array
+
+
+class Watched(NamedTuple):
+    """The state of `watched`: that of its optimizer, averages, and the metrics of the last step."""
+
+    inner: PyTree
+    steps: Array
+    averages: dict[str, Average]
+    metrics: dict[str, Array]
+
+
+def watched(
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float | None = None,
+    spikes: Spikes | None = None,
+    layer_norms: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose step leaves spikes out, and tells the norms of every layer.
+
+    A skipped step changes neither parameters nor moments, nor the count of a learning rate; a
+    `Trainer` counts it. What stood out enters the averages as the most that would not have been
+    skipped, so that a loss that stays higher is followed in the end. `build_train_step` puts
+    `metrics` of the state among those of the step.
+
+    Args:
+        optimizer: what updates the parameters.
+        clip_norm: in place of that of `build_train_step`, which clips before the optimizer sees
+            anything; None does not clip.
+        spikes: which steps are skipped; None skips none.
+        layer_norms: tells `grad_norm/L`, `param_norm/L` and `update_norm/L` of every layer L: of a
+            block such as `blocks/0`, and of all else by the first part of its path.
+
+    Example:
+        >>> optimizer, params = watched(optax.sgd(1.0), layer_norms=True), {"w": jnp.ones(4)}
+        >>> _, state = optimizer.update(params, optimizer.init(params), params, value=0.0)
+        >>> {name: float(norm) for name, norm in state.metrics.items()}
+        {'grad_norm/w': 2.0, 'param_norm/w': 2.0, 'update_norm/w': 2.0}
+    """
+    if spikes is not None:
+        spikes.validate()
+    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+    clipped = optax.with_extra_args_support(optax.chain(*clip, optimizer))
+
+    def norms(**trees: PyTree) -> dict[str, Array]:
+        by_name = {f"{name}_norm/{layer}": norm for name, tree in trees.items() if layer_norms
+                   for layer, norm in _layer_norms(tree).items()}  # fmt: skip
+        return by_name | ({SPIKE: jnp.zeros(())} if spikes is not None else {})
+
+    def init(params: PyTree) -> Watched:
+        averages = {name: _start() for name in ("loss", "norm") if spikes is not None}
+        zeros = jax.tree.map(jnp.zeros_like, norms(grad=params, param=params, update=params))
+        return Watched(clipped.init(params), jnp.zeros((), jnp.int32), averages, zeros)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, *, value: Any = None, **extra: Any
+    ) -> tuple[PyTree, Watched]:
+        changes, inner = clipped.update(updates, state.inner, params, value=value, **extra)
+        metrics, averages = norms(grad=updates, param=params, update=changes), state.averages
+        if spikes is not None:
+            seen = {"loss": value, "norm": optax.tree.norm(updates)}
+            skips, averages = _judged(spikes, state, seen)
+            changes = jax.tree.map(lambda u: jnp.where(skips, jnp.zeros_like(u), u), changes)
+            inner = jax.tree.map(lambda n, o: jnp.where(skips, o, n), inner, state.inner)
+            metrics[SPIKE] = skips.astype(jnp.float32)
+        return changes, Watched(inner, state.steps + 1, averages, metrics)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def metrics_of(opt_state: PyTree) -> dict[str, Array]:
+    """What a watched optimizer has to tell of its last step; nothing of any other.
+
+    Args:
+        opt_state: of any optimizer.
+    """
+
+    def is_watched(x: object) -> bool:
+        return isinstance(x, Watched)
+
+    found = jax.tree.leaves(opt_state, is_leaf=is_watched)
+    return {name: x for one in found if is_watched(one) for name, x in one.metrics.items()}
+
+
+def _start() -> Average:
+    return Average(jnp.zeros(()), jnp.zeros(()))
+
+
+def _judged(
+    spikes: Spikes, state: Watched, seen: dict[str, Array]
+) -> tuple[Array, dict[str, Average]]:
+    """Whether a step is skipped, and the averages with it."""
+    share = jnp.maximum(1 / (state.steps + 1), 1 / spikes.window).astype(jnp.float32)
+    skips, averages = jnp.zeros((), bool), {}
+    for name, number in seen.items():
+        number, (mean, variance) = number.astype(jnp.float32), state.averages[name]
+        most = mean + spikes.deviations * jnp.sqrt(variance)
+        is_spike = (state.steps >= spikes.window) & ~(number <= most)
+        off = jnp.where(is_spike, most, number) - mean
+        is_known = jnp.isfinite(off)
+        moved = Average(mean + share * off, (1 - share) * (variance + share * off * off))
+        averages[name] = jax.tree.map(
+            lambda n, o, known=is_known: jnp.where(known, n, o), moved, state.averages[name]
+        )
+        skips = skips | is_spike
+    return skips, averages
+
+
+def layer_of(path: str) -> str:
+    """The layer of a parameter: its block, or the first part of its path.
+
+    Example:
+        >>> layer_of("blocks/0/mlp/up/kernel"), layer_of("head/kernel")
+        ('blocks/0', 'head')
+    """
+    keys = path.split("/")
+    first = next((n for n, key in enumerate(keys) if key.isdigit()), 0)
+    return "/".join(keys[: first + 1])
+
+
+def _layer_norms(tree: PyTree) -> dict[str, Array]:
+    squares: dict[str, Array] = {}
+    for path, leaf in leaves_with_paths(tree):
+        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+        squares[layer_of(path)] = squares.get(layer_of(path), jnp.zeros(())) + square
+    return {layer: jnp.sqrt(square) for layer, square in squares.items()}
