@@ -20,7 +20,7 @@ from axon_dist.step import TrainStep
 from axon_dist.step.parts import ModelParts
 
 from ..config.schema import RunConfig
-from .build import Run
+from .build import Run, remat_line
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -37,7 +37,7 @@ def opening_lines(run: Run) -> list[str]:
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
         f"{plural(train.steps, 'step')} of {batch}",
-        *filter(None, [run.note]),
+        *filter(None, [remat_line(run.config, run.step), run.note]),
     ]
 
 

@@ -226,7 +226,10 @@ def _keep_program(
     """Writes what the compiled step is made of; a run goes on without that."""
     with progress.phase("reading the compiled step"):
         try:
-            directory.write_program(read_program(run))
+            program = read_program(run)
+            directory.write_program(program)
+            for warning in program["warnings"]:
+                progress.note(warning)
         except Exception as error:  # nothing here is worth the run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             progress.note(f"{directory.program.name} is not written: {reason}")
@@ -412,6 +415,7 @@ class DryRun:
             "memory per device, read from the compiled step:",
             *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
             f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            *self.program["warnings"],
             "would write:",
             *(f"  {file}" for file in self.files),
             "dry run: nothing was trained and nothing was written",
