@@ -22,7 +22,6 @@ LADDER: Mapping[str, ActivationCheckpointing | None] = MappingProxyType(
         "nothing": None,
         "all but matrix products": ActivationCheckpointing(policy="dots_no_batch"),
         "every block": ActivationCheckpointing(),
-        "blocks in groups": ActivationCheckpointing("sqrt"),
     }
 )
 """What may be recomputed, by what a sentence calls it; each row keeps less than the one before."""

@@ -19,8 +19,10 @@ from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
 from axon_dist.planner.remat import LADDER
 
-CONFIG = TransformerConfig(vocab_size=512, width=512, num_layers=8, num_heads=4, max_length=1024)
-BATCH = {"tokens": jax.ShapeDtypeStruct((8, 1025), jnp.int32)}
+CONFIG = TransformerConfig(
+    vocab_size=512, width=512, num_layers=4, num_heads=4, max_length=1024, scan_layers=True
+)
+BATCH = {"tokens": jax.ShapeDtypeStruct((64, 1025), jnp.int32)}
 
 
 @functools.cache
@@ -44,12 +46,12 @@ def chosen(usable, peak=lambda step: None):
 def test_every_row_keeps_less_and_none_multiplies_less():
     readings = [reading_of(remat) for remat in LADDER.values()]
     peaks, flops = [one.peak for one in readings], [one.flops for one in readings]
-    assert peaks[:3] == sorted(peaks[:3], reverse=True)
+    assert peaks == sorted(peaks, reverse=True)
     assert flops == sorted(flops)
-    assert flops[0] < 0.8 * flops[2]
+    assert flops[0] < 0.8 * flops[-1]
 
 
-@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("row", range(len(LADDER)))
 def test_the_first_row_that_fits_is_taken(row):
     remat = list(LADDER.values())[row]
     assert chosen(reading_of(remat).peak) == remat
@@ -72,7 +74,7 @@ TINY = {
     "remat": "auto",
     "mesh": "fsdp=8",
     "parallel": "full_shard",
-    "model": {"num_layers": 2, "width": 64, "max_length": 64},
+    "model": {"num_layers": 2, "width": 32, "max_length": 64},
     "data": {"max_bytes": 100_000, "sequence_length": 64},
     "train": {"global_batch": 8, "steps": 2},
 }
@@ -89,8 +91,8 @@ def test_a_config_says_auto_and_is_told_what_it_got():
 
 
 def test_where_a_strategy_says_what_is_recomputed_auto_is_refused():
-    config = RunConfig.from_dict(
-        {**TINY, "mesh": "pp=2,dp=4", "parallel": {"pipeline": {"num_microbatches": 2}, "ddp": {}}}
-    )
-    with pytest.raises(ConfigError, match="auto, and strategy 'ddp.*pipeline.backward says it"):
+    piped = {"pipeline": {"num_microbatches": 2}, "ddp": {}}
+    config = RunConfig.from_dict({**TINY, "mesh": "pp=2,dp=4", "parallel": piped})
+    said = r"auto, and strategy 'pipeline . ddp' says itself .*pipeline\.backward says it"
+    with pytest.raises(ConfigError, match=said):
         build_step(config, World.emulate(8, "pp=2,dp=4"))
