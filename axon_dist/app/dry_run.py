@@ -56,6 +56,7 @@ class DryRun:
             "memory per device, read from the compiled step:",
             *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
             f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            *self.program["warnings"],
             "would write:",
             *(f"  {file}" for file in self.files),
             "dry run: nothing was trained and nothing was written",

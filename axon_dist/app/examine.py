@@ -17,12 +17,14 @@ from axon_dist.core.words import byte_size
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.mesh.targets import Target, parse_target, prepare_environment
+from axon_dist.planner import read_step
 from axon_dist.sharding import Explanation
+from axon_dist.step import TrainStep
 
 from ..config.parse import CONFIG
 from ..config.schema import RunConfig
 from .runs import Run
-from .steps import abstract_batch, build_step, build_world
+from .steps import abstract_batch, build_step, build_world, remat_line
 from .summary import attention_line, parameters_of
 
 
@@ -94,9 +96,9 @@ def examine(config: RunConfig, target: str | None = None) -> Examination:
     machine = None if target is None else parse_target(target)
     world = build_world(config) if machine is None else _target_world(config, machine)
     step = build_step(config, world)
-    compiled = step.lower(abstract_batch(config)).compile()
-    found = report(compiled, world.mesh)
-    line, parameters = attention_line(config, step), parameters_of(step.parts)
+    found = compiled_report(step, config)
+    line = ". ".join(filter(None, [attention_line(config, step), remat_line(config, step)])) or None
+    parameters = parameters_of(step.parts)
     meetings = tuple(report(lowered.compile(), world.mesh) for lowered in step.lower_meetings())
     slow = step.strategy.slow
     return Examination(
@@ -119,6 +121,13 @@ def _target_world(config: RunConfig, target: Target) -> World:
         raise MeshError(f"{target.name}: {error}") from None
 
 
+def compiled_report(step: TrainStep, config: RunConfig) -> Report:
+    """Compiles a step for the batch of its config, and compares its products with those traced."""
+    batch = abstract_batch(config)
+    compiled = step.lower(batch).compile()
+    return report(compiled, step.world.mesh, traced_flops=read_step(step, batch).flops)
+
+
 def read_program(run: Run) -> dict[str, Any]:
     """Compiles the step of a run, if that is not done yet, and reads what it costs.
 
@@ -128,10 +137,9 @@ def read_program(run: Run) -> dict[str, Any]:
     Returns:
         What JSON can hold: `memory`, bytes per device by category; `collectives`, equal ones
         joined; `flops`; `leaves`, where every parameter lies and why; `mesh`; `schedule`, the
-        table of a pipeline as CSV, or None.
+        table of a pipeline as CSV, or None; `warnings`, sentences about what is amiss.
     """
-    compiled = run.step.lower(abstract_batch(run.config)).compile()
-    found = report(compiled, run.world.mesh)
+    found = compiled_report(run.step, run.config)
     plan = run.step.strategy.pipeline
     return {
         "strategy": run.step.strategy.name,
@@ -141,6 +149,7 @@ def read_program(run: Run) -> dict[str, Any]:
         "chip_bytes": None if found.machine is None else found.machine.memory_bytes,
         "memory": memory_by_category(run, found),
         "peak_bytes": found.memory.peak,
+        "warnings": found.warnings(),
         "flops": dataclasses.asdict(found.flops),
         "collectives": _joined(found.collectives.to_rows()),
         "wire_bytes_by_axis": found.collectives.by_axis(),

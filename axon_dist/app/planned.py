@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import jax
 
 from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.core.told import told
@@ -28,8 +26,10 @@ from axon_dist.planner import (
     idle_share,
     more_microbatches,
     read_program,
+    read_step,
     workload_of,
 )
+from axon_dist.planner.remat import AUTO, USABLE
 from axon_dist.step import TrainStep
 
 from ..config.parse import CONFIG
@@ -45,9 +45,6 @@ FEW = 2
 
 ALIKE = 0.03
 """Steps whose predicted times differ by less are as fast."""
-
-USABLE = 0.9
-"""The share of device memory that a plan may fill; the rest is the runtime's and fragmentation."""
 
 TRIES = 5
 """How often an arrangement is traced until it fits."""
@@ -331,7 +328,8 @@ def arranged(config: RunConfig, arrangement: Arrangement) -> RunConfig:
         for name, options in lines["parallel"].items()
     }
     train = {**plain["train"], "accumulate": 1, **lines.pop("train", {})}
-    remat = plain.get("remat") or {"interval": 1} if arrangement.remat else None
+    own = None if config.remat == AUTO else plain.get("remat")
+    remat = own or {"interval": 1} if arrangement.remat else None
     here = {"emulate": None}
     return RunConfig.from_dict({**plain, **lines, "train": train, "remat": remat, "devices": here})
 
@@ -383,16 +381,13 @@ def _read(search: _Search, refused: dict[str, str], one: Arrangement) -> ReadPla
     for tried in range(TRIES):
         try:
             config, step = _build(search, one)
-            program, arguments = step.program(abstract_batch(config))
+            reading = read_step(step, abstract_batch(config))
         except AxonDistError as error:
             if plan is None:
                 refused.setdefault(one.name, str(error))
             return plan
-        mesh = {str(name): size for name, size in step.world.mesh.shape.items()}
-        num_state = len(jax.tree.leaves(step.abstract_state))
-        reading = read_program(program, arguments, num_state, mesh, search.platform)
         time = _time(reading, one, search.work, search.hardware)
-        time, met = _with_meetings(time, step, mesh, search, one.apart)
+        time, met = _with_meetings(time, step, reading.mesh, search, one.apart)
         size = search.hardware.memory_bytes if search.device_bytes is None else search.device_bytes
         plan = ReadPlan(one, config, reading, time, size, changed=search.changed, met=met)
         smaller = None if plan.fits else _smaller(plan, search, tried)
@@ -417,7 +412,7 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
 
 
 def _with_meetings(
-    time: StepCost, step: Any, mesh: dict[str, int], search: _Search, apart: SlowReplicas | None
+    time: StepCost, step: Any, mesh: Mapping[str, int], search: _Search, apart: SlowReplicas | None
 ) -> tuple[StepCost, float]:
     """The time of a step with its share of what replicas do where they meet, and the bytes."""
     if apart is None:

@@ -18,10 +18,15 @@ from flax.traverse_util import empty_node, flatten_dict
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn, OptionValue
+from axon_dist.inspect import memory
 from axon_dist.launch import Timeouts
-from axon_dist.mesh import World, agree, self_test
+from axon_dist.mesh import World, agree, is_on_paper, self_test
+from axon_dist.mesh.chips import machine_of
+from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
+from axon_dist.planner import read_step, recompute_least
+from axon_dist.planner.remat import AUTO, USABLE, recomputing_line
 from axon_dist.step import TrainStep, build_train_step
 from axon_dist.step.parts import trainable_filter
 from axon_dist.weights.formats import NATIVE_NAME, format_of
@@ -107,6 +112,9 @@ def build_step(
     """
     if config.weights is not None and config.weights.format != NATIVE_NAME:
         format_of(config.weights.format)
+    if config.remat == AUTO:
+        given = optimizer, metrics, loss_fn, compiler_options, meeting, trains
+        return _recomputing_least(config, world, trains, lambda own: build_step(own, world, *given))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
@@ -148,6 +156,61 @@ def _optimizer(
         optimizer, clip_norm=train.clip_norm, spikes=train.spikes, layer_norms=train.layer_norms
     )
     return watch, None
+
+
+def _recomputing_least(
+    config: RunConfig, world: World, trains: bool, build: Callable[[RunConfig], TrainStep]
+) -> TrainStep:
+    """The step of a config whose `remat` is `auto`, compiled where it is looked for."""
+
+    def with_remat(remat: ActivationCheckpointing | None) -> TrainStep:
+        return build(dataclasses.replace(config, remat=remat))
+
+    def peak(step: TrainStep) -> int | None:
+        return None if is_on_paper(world) else memory(step.lower(batch).compile()).peak
+
+    batch = abstract_batch(config)
+    plain = with_remat(None)
+    if not trains:
+        return plain
+    if plain.strategy.remat is not None or plain.strategy.pipeline is not None:
+        raise ConfigError(
+            f"remat: auto, and strategy {plain.strategy.name!r} says itself what is recomputed; "
+            "leave one of both out: full_shard's activation_checkpointing, or remat. In a pipeline "
+            "pipeline.backward says it"
+        )
+    return recompute_least(
+        lambda remat: plain if remat is None else with_remat(remat),
+        lambda step: read_step(step, batch),
+        peak,
+        usable_bytes(world),
+    )
+
+
+def remat_line(config: RunConfig, step: TrainStep) -> str | None:
+    """What `remat: auto` has chosen for a step, and what that saves; None where it was not asked.
+
+    Args:
+        config: a run as YAML describes it.
+        step: its step.
+    """
+    if config.remat != AUTO:
+        return None
+    batch, usable = abstract_batch(config), usable_bytes(step.world)
+    every = build_step(dataclasses.replace(config, remat=ActivationCheckpointing()), step.world)
+    return recomputing_line(
+        step.strategy.remat, read_step(step, batch), read_step(every, batch), usable
+    )
+
+
+def usable_bytes(world: World) -> int:
+    """Bytes of a device that a step may fill: of its chip, or of this host's memory its share."""
+    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
+    row = machine_of(world.mesh)
+    if row is not None:
+        return int(USABLE * row.memory_bytes)
+    stats = {} if world.is_cpu else here[0].memory_stats() or {}
+    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(here))))
 
 
 def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:

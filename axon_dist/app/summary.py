@@ -23,6 +23,7 @@ from axon_dist.step.parts import ModelParts
 from ..config.optimizers import Decaying
 from ..config.schema import RunConfig
 from .runs import Run
+from .steps import remat_line
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -39,7 +40,7 @@ def opening_lines(run: Run) -> list[str]:
         *filter(None, [attention_line(run.config, run.step)]),
         f"data: {run.loader.description}",
         f"{plural(train.steps, 'step')} of {batch}",
-        *filter(None, [_decay_line(run), run.note]),
+        *filter(None, [remat_line(run.config, run.step), _decay_line(run), run.note]),
     ]
 
 

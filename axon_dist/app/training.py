@@ -192,7 +192,10 @@ def _keep_program(
             return
         with progress.phase("reading the compiled step"):
             try:
-                directory.write_program(read_program(run))
+                program = read_program(run)
+                directory.write_program(program)
+                for warning in program["warnings"]:
+                    progress.note(warning)
             except Exception as error:  # nothing here is worth the run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 progress.note(f"{directory.program.name} is not written: {reason}")

@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeAlias
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.files import as_path
 from axon_dist.mesh import MeshSpec, World
-from axon_dist.nn import ActivationCheckpointing
 from axon_dist.ops.precision import GradScaler, MixedPrecision
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 from axon_dist.parallel.plans import USUAL_EVERY
+from axon_dist.planner.remat import Remat
 
 from .data import DATA, OwnData, TextData
 from .models import (
@@ -199,7 +199,8 @@ class RunConfig:
         parallel: the strategies to compose, each with its options.
         precision: `float32`, `bf16`, `fp16`, `fp8`, or the dtypes one by one; None leaves it to
             the strategies.
-        remat: what the backward pass recomputes; None leaves it to the strategies.
+        remat: what the backward pass recomputes; `auto` as little as the memory of a device allows,
+            which is asked of the compiled step; None leaves it to the strategies.
         unroll: up to how many blocks are written out rather than run by a loop; None is 4, and 1
             where they are recomputed, loop themselves, or microbatches are added up. It changes no
             number.
@@ -260,7 +261,7 @@ class RunConfig:
         ),
     ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))
     precision: MixedPrecision | str | None = None
-    remat: ActivationCheckpointing | None = None
+    remat: Remat = None
     unroll: int | None = None
     weights: Weights | None = None
     lora: Lora | None = None

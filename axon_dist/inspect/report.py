@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from ..core.compat import gpu_pipelining
 from ..core.errors import UnsupportedError
 from ..core.words import byte_size, si
 from ..mesh import AxesLike, MeshSpec, World, build_mesh
@@ -27,6 +28,9 @@ from .hlo import collectives
 from .ledger import Ledger
 from .memory import MemoryReport, memory
 from .parse import as_module
+
+AGREED = 0.1
+"""The share by which the FLOPs of a compiled step may differ from those traced unmentioned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Report:
         machine: whose rates judged the transfers; None where it is not known.
         is_cpu: whether it was compiled for CPUs, of which exposure says nothing.
         unknown: what cannot be told because the chip is not known; "" where it is.
+        traced_flops: matrix operations of the traced step; None where they were not counted.
     """
 
     memory: MemoryReport
@@ -54,6 +59,31 @@ class Report:
     machine: Hardware | None
     is_cpu: bool = False
     unknown: str = ""
+    traced_flops: float | None = None
+
+    @property
+    def flops_over_traced(self) -> float | None:
+        """The FLOPs of the compiled step over those traced; None where either is not known."""
+        if not self.traced_flops or self.flops.unknown_trip or self.flops.opaque:
+            return None
+        return self.flops.high / self.traced_flops
+
+    def warnings(self) -> list[str]:
+        """What of the compiled step is not as it should be, a sentence each."""
+        found = [self.unknown] if self.unknown else []
+        ratio = self.flops_over_traced
+        if ratio is not None and self.traced_flops and abs(ratio - 1) > AGREED:
+            (option,) = gpu_pipelining("all_gather")
+            twice = (
+                "computes something again; where weights are gathered for microbatches, compare "
+                f"compiler_options={{{option!r}: None}}"
+            )
+            found.append(
+                f"the compiled step multiplies {ratio:.2f} x what was traced, "
+                f"{si(self.flops.high)} for {si(self.traced_flops)} FLOPs: the compiler "
+                + (twice if ratio > 1 else "found products that nothing needs")
+            )
+        return found + self.collectives.lint()
 
     @property
     def fits(self) -> bool | None:
@@ -69,6 +99,7 @@ class Report:
             "fits": self.fits,
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
             "flops": dataclasses.asdict(self.flops),
+            "traced_flops": self.traced_flops,
             "attention_kernels": self.attention,
             "recomputed": dataclasses.asdict(self.recomputed),
             "wire_bytes": ledger.total_wire_bytes(),
@@ -92,8 +123,7 @@ class Report:
         yield self.memory.table()
         yield self.collectives.table(exposure=not self.is_cpu)
         yield self._summary()
-        yield from filter(None, [self.unknown])
-        yield from self.collectives.lint()
+        yield from self.warnings()
 
     def _summary(self) -> Table:
         table = Table(title=f"one step on each of {self.num_devices} devices", show_header=False)
@@ -129,6 +159,7 @@ def report(
     compiled: jax.stages.Compiled,
     mesh: jax.sharding.Mesh,
     machine: Hardware | None = None,
+    traced_flops: float | None = None,
 ) -> Report:
     """Joins what `memory`, `collectives` and `flops` say about one compiled step.
 
@@ -136,6 +167,8 @@ def report(
         compiled: what `jax.jit(step).lower(...).compile()` returns.
         mesh: the mesh it was compiled for.
         machine: whose rates judge the transfers; looked up from the mesh's devices unless given.
+        traced_flops: matrix operations of the traced step on a device, as `planner.read_step` has
+            them, for the report to compare.
 
     Returns:
         The report; `rich.print` shows it.
@@ -159,6 +192,7 @@ def report(
         machine=machine,
         is_cpu=getattr(mesh.devices.flat[0], "platform", "") == "cpu",
         unknown=(machine is None and unknown_chip(mesh)) or "",
+        traced_flops=traced_flops,
     )
 
 

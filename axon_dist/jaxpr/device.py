@@ -283,7 +283,7 @@ class _Reader:
         self, node: Node, equation: Any, operands: list[Sharded], results: list[Sharded]
     ) -> None:
         places = [one.splits for one in operands], results[0].splits
-        node.flops = flops_of(equation, *places, self.axes)
+        node.flops = flops_of(equation, *places, self.axes, self.platform)
         if node.name in SPREAD:
             self.spread.update(node.writes)
         if node.name in IN_PLACE and operands[0].buffer in self.spread:

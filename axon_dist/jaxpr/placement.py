@@ -223,7 +223,7 @@ def joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
 
 
 def flops_of(
-    equation: Any, splits: Sequence[Splits], result: Splits, axes: Mapping[str, int]
+    equation: Any, splits: Sequence[Splits], result: Splits, axes: Mapping[str, int], platform: str
 ) -> float:
     """Multiplications and additions of one device; none where nothing is multiplied.
 
@@ -232,6 +232,7 @@ def flops_of(
         splits: where each operand lies.
         result: where the result lies.
         axes: the sizes of the mesh axes.
+        platform: only TPUs multiply a row with the matrix of its group alone.
     """
     name = equation.primitive.name
     shapes: list[tuple[int, ...]] = [getattr(a.aval, "shape", ()) for a in equation.invars]
@@ -249,6 +250,13 @@ def flops_of(
         over = [splits[0][a] | splits[1][b] for a, b in zip(*dims, strict=True)]
         shared = ways(frozenset().union(*over) - frozenset().union(*result))
         return 2.0 * local(out, result) * summed / shared
+    if name == "ragged_dot_general":
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        summed = numbers.dot_dimension_numbers[0][0]
+        (ragged,) = numbers.lhs_ragged_dimensions
+        products = 2.0 * local(out, result) * math.prod(shapes[0][dim] for dim in summed)
+        dense = products * (1 if ragged in summed else shapes[2][0])
+        return dense / shapes[2][0] if platform == "tpu" else dense
     if name == "conv_general_dilated":
         numbers = equation.params["dimension_numbers"]
         summed = math.prod(shapes[1][dim] for dim in numbers.rhs_spec[1:])

@@ -11,8 +11,8 @@ that a position sees those of its own segment alone; they return `[B, T, H, K]`:
 | `flash` | TPUs | linear in T | the Pallas splash attention kernel that ships with JAX |
 | `auto` | everything | that of the form chosen | a fused kernel where it can run, or `einsum` |
 
-With segments `cudnn` reads a mask `[B, 1, T, T]`, in two bytes an entry, which is no longer linear
-in T but has no dim of heads; `flash` skips what is masked, and stays linear.
+With segments `cudnn` works on pairs of pieces of 1024 positions, each with a mask of its own, and
+leaves out those that have no segment in common; `flash` skips what is masked.
 
 `auto` decides when the program is lowered, by the platform it is lowered for, so that one traced
 step serves CPU and GPU. It takes `einsum` on a GPU in the cases `cudnn_obstacle` names, float32
@@ -40,6 +40,7 @@ from ..core.errors import UnsupportedError
 from ..core.typing import Array, Leaf
 from ..core.weighted import per_sample
 from ..ops.attention import no_blocks, splash_kernel, splash_obstacle
+from ..ops.packed import num_pieces, packed_attention
 
 
 def flash_attention(
@@ -231,9 +232,9 @@ def describe_attention(
     if why is not None:
         said = " ".join(why.split()).rstrip(".")
         return f"{plain}, for {kernel} cannot run: {said}; {_CURES[kernel]}"
-    mask = kernel == "cudnn" and segments
-    more = f", and reads a mask [B, 1, {length}, {length}] that is made of the segments"
-    return _NAMES[kernel] + (more if mask else "")
+    piece = length // num_pieces(length)
+    more = f", and reads masks [B, 1, {piece}, {piece}] that are made of the segments"
+    return _NAMES[kernel] + (more if kernel == "cudnn" and segments else "")
 
 
 _NAMES = MappingProxyType(
@@ -258,6 +259,8 @@ def _cudnn(
     query: Array, key: Array, value: Array, segments: Array | None = None, *, causal: bool
 ) -> Array:
     bias = None
+    if segments is not None and num_pieces(query.shape[1]) > 1:
+        return packed_attention(query, key, value, segments, causal, "cudnn")
     if segments is not None:
         bias = jnp.where(same_segment(segments), 0, HIDDEN[query.dtype.name]).astype(query.dtype)
     return fused_attention(query, key, value, bias, causal)

@@ -22,6 +22,8 @@ from .reading import Reading as Reading
 from .reading import StepCost as StepCost
 from .reading import idle_share as idle_share
 from .reading import read_program as read_program
+from .reading import read_step as read_step
+from .remat import recompute_least as recompute_least
 from .scaling import Direction as Direction
 from .scaling import decide as decide
 from .scaling import effective_batch as effective_batch

@@ -7,15 +7,17 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from ..core.typing import Batch
 from ..jaxpr.device import tape_of
 from ..jaxpr.liveness import peak_of
 from ..jaxpr.placement import Splits, of_spec
 from ..jaxpr.tape import Sent
+from ..mesh import World
 from ..mesh.chips import Hardware
 from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
 
@@ -254,6 +256,35 @@ def read_program(
         sends=tuple(tape.sends()),
         mesh=dict(mesh),
     )
+
+
+class Traceable(Protocol):
+    """A step that can be traced for shapes."""
+
+    abstract_state: Any
+
+    @property
+    def world(self) -> World:
+        """The devices, which may be on paper."""
+        ...
+
+    def program(self, batch: Batch) -> tuple[ClosedJaxpr, list[jax.ShapeDtypeStruct]]:
+        """The closed jaxpr, and its arguments, those of the state first."""
+        ...
+
+
+def read_step(step: Traceable, batch: Batch) -> Reading:
+    """Reads the program of a step for the devices that it was built for, which need not be there.
+
+    Args:
+        step: built, not compiled.
+        batch: shapes of a global batch.
+    """
+    program, arguments = step.program(batch)
+    mesh = step.world.mesh
+    num_state = len(jax.tree.leaves(step.abstract_state))
+    sizes = {str(name): size for name, size in mesh.shape.items()}
+    return read_program(program, arguments, num_state, sizes, mesh.devices.flat[0].platform)
 
 
 def _splits(leaf: jax.ShapeDtypeStruct) -> Splits:

@@ -156,7 +156,7 @@ def test_what_runs_is_told_with_what_would_fuse_it(monkeypatch):
     assert "the length of 1000 is no multiple of 128; a length that is a multiple" in told
     assert describe_attention("auto", "gpu", "bfloat16", shape) == "the fused kernel of cuDNN"
     told = describe_attention("auto", "gpu", "bfloat16", shape, segments=True)
-    assert told.endswith("reads a mask [B, 1, 1024, 1024] that is made of the segments")
+    assert told.endswith("reads masks [B, 1, 1024, 1024] that are made of the segments")
 
 
 def test_the_kernel_of_tpus_is_for_tpus_alone():

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from axon_dist.core.errors import UnsupportedError
+from axon_dist.models import einsum_attention
 from axon_dist.ops import attention as block_attention
+from axon_dist.ops import packed
 from axon_dist.ops.attention import BLOCK_KERNELS, BlockAttention, Keys, Queries, merged
 
 PLAIN = BLOCK_KERNELS["einsum"]
@@ -51,6 +53,39 @@ def test_tiles_are_parts_of_one_softmax(monkeypatch):
     tiled = PLAIN.forward(queries, keys, True), PLAIN.backward(queries, keys, True)
     for ours, theirs in zip(jax.tree.leaves(tiled), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_of_a_packed_row_are_alone(causal, monkeypatch):
+    """Piece by piece it is the attention of all, whose scores of other documents are hidden."""
+    monkeypatch.setattr(packed, "PIECE", 8)
+    query, key, value = (random(n, 2, 32, heads, 8) for n, heads in ((0, 4), (1, 2), (2, 2)))
+    lengths = [[5, 3, 14, 10], [20, 1, 1, 10]]  # within pieces, over several, of one token
+    numbers = [jnp.repeat(jnp.array([3, 1, 2, 0]), jnp.array(x)) for x in lengths]
+
+    def results(attend):
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(random(3, *out.shape))
+
+    segments = jnp.stack(numbers)
+    got = results(lambda *qkv: packed.packed_attention(*qkv, segments, causal))
+    want = results(lambda *qkv: einsum_attention(*qkv, causal, segments))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_pairs_without_a_common_document_are_left_out(monkeypatch):
+    monkeypatch.setattr(packed, "PIECE", 8)
+    visited = []
+
+    def visit(state, mine, theirs):
+        jax.debug.callback(lambda *pair: visited.append(tuple(map(int, pair))), mine, theirs)
+        return state
+
+    segments = jnp.array([[0] * 8 + [1] * 12 + [2] * 12])
+    jax.block_until_ready(packed._over_pairs(visit, (jnp.zeros(1),), packed._cut(segments), True))
+    jax.effects_barrier()
+    assert visited == [(2, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 0.0])

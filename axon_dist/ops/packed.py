@@ -1,0 +1,157 @@
+"""Attention within the documents of a packed row, pair of pieces by pair, without a mask of all.
+
+A row of T positions is cut into pieces of `PIECE`. Queries of a piece meet the keys of their own
+piece, and of the others those with which they may share a document; results are merged by the
+logarithms of their weights. What lies in memory is a mask of one pair, and pairs without a common
+document cost nothing.
+
+Source: Dao et al., FlashAttention, arXiv:2205.14135; Krell et al., arXiv:2107.02027.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..core.typing import Array, PyTree
+from ..core.weighted import per_sample
+from .attention import BlockAttention, Keys, Queries, merged
+
+PIECE = 1024
+"""Positions of a piece: a pair is enough work for a kernel, and its mask is two megabytes."""
+
+Tree = TypeVar("Tree", bound=PyTree)
+State: TypeAlias = tuple[Array, ...]
+"""What pairs add to: arrays whose dim 0 counts pieces."""
+
+Residuals: TypeAlias = tuple[Array, Array, Array, Array, Array, Array]
+
+
+def num_pieces(length: int) -> int:
+    """Into how many pieces of even length positions are cut; 1 where none is small enough.
+
+    Example:
+        >>> num_pieces(4096), num_pieces(1024), num_pieces(2 * 1031)
+        (4, 1, 1)
+    """
+    counts = range(-(-length // PIECE), length // (PIECE // 8) + 1)
+    return next((n for n in counts if n and length % (2 * n) == 0), 1)
+
+
+def packed_attention(
+    query: Array, key: Array, value: Array, segments: Array, causal: bool, form: str = "auto"
+) -> Array:
+    """Attends within segments.
+
+    Args:
+        query: `[B, T, H, K]`.
+        key: `[B, T, N, K]`.
+        value: likewise.
+        segments: integers `[B, T]`; a position sees those of its own alone.
+        causal: position t sees positions 0 to t.
+        form: which kernel attends with a piece of keys, of `BLOCK_KERNELS`.
+
+    Returns:
+        `[B, T, H, K]` in the dtype of the queries.
+    """
+    attend = functools.partial(_attend, BlockAttention(form), causal)
+    return per_sample(attend)(query, key, value, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    kernel: BlockAttention, causal: bool, query: Array, key: Array, value: Array, segments: Array
+) -> Array:
+    return _forward(kernel, causal, query, key, value, segments)[0]
+
+
+def _forward(
+    kernel: BlockAttention, causal: bool, query: Array, key: Array, value: Array, segments: Array
+) -> tuple[Array, Residuals]:
+    queries, keys = _pieces(Queries(query, segments)), _pieces(Keys(key, value, segments))
+    found = jax.lax.map(lambda own: kernel.forward(*own, causal=causal), (queries, keys))
+
+    def visit(found: State, mine: Array, theirs: Array) -> State:
+        more = kernel.forward(_at(queries, mine), _at(keys, theirs))
+        out, log_weight = _at(found, mine)
+        new = merged(more, (out, log_weight))
+        return tuple(x.at[mine].set(y) for x, y in zip(found, new, strict=True))
+
+    out, log_weight = map(_joined, _over_pairs(visit, found, _cut(segments), causal))
+    out = out.astype(query.dtype)
+    return out, (query, key, value, segments, out, log_weight)
+
+
+def _backward(
+    kernel: BlockAttention, causal: bool, residuals: Residuals, cotangent: Array
+) -> tuple[Array, Array, Array, None]:
+    query, key, value, segments, out, log_weight = residuals
+    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    queries = _pieces(Queries(query, segments, cotangent, log_weight, delta, out))
+    keys = _pieces(Keys(key, value, segments))
+    found = jax.lax.map(lambda own: kernel.backward(*own, causal=causal), (queries, keys))
+
+    def visit(found: State, mine: Array, theirs: Array) -> State:
+        more = kernel.backward(_at(queries, mine), _at(keys, theirs))
+        places = mine, theirs, theirs
+        return tuple(x.at[at].add(new) for x, at, new in zip(found, places, more, strict=True))
+
+    found = _over_pairs(visit, found, _cut(segments), causal)
+    of_query, of_key, of_value = map(_joined, found)
+    return (
+        of_query.astype(query.dtype), of_key.astype(key.dtype), of_value.astype(value.dtype), None
+    )  # fmt: skip
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _over_pairs(
+    visit: Callable[[State, Array, Array], State], state: State, segments: Array, causal: bool
+) -> State:
+    """Visits the pairs of different pieces whose ranges of segments overlap, in any sample.
+
+    Args:
+        visit: (state, piece of queries, piece of keys) -> state.
+        state: what the first visit gets.
+        segments: `[pieces, B, positions]`.
+        causal: whether keys of later pieces are not seen.
+    """
+    first, last = segments.min(-1), segments.max(-1)
+    shared = ((first[:, None] <= last) & (first <= last[:, None])).any(-1)
+    every = itertools.permutations(range(len(segments)), 2)
+    pairs = [(mine, theirs) for mine, theirs in every if theirs < mine or not causal]
+
+    def step(state: State, pair: Array) -> tuple[State, None]:
+        mine, theirs = pair
+        state = jax.lax.cond(
+            shared[mine, theirs], lambda x: visit(x, mine, theirs), lambda x: x, state
+        )
+        return state, None
+
+    return jax.lax.scan(step, state, jnp.array(pairs, jnp.int32))[0] if pairs else state
+
+
+def _pieces(tree: Tree) -> Tree:
+    return jax.tree.map(_cut, tree)
+
+
+def _cut(x: Array) -> Array:
+    """Cuts `[B, T, ...]` into `[pieces, B, T / pieces, ...]`."""
+    pieces = x.reshape(x.shape[0], num_pieces(x.shape[1]), -1, *x.shape[2:])
+    return jnp.moveaxis(pieces, 1, 0)
+
+
+def _joined(x: Array) -> Array:
+    """Undoes `_pieces`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _at(tree: Tree, place: Array) -> Tree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), tree)

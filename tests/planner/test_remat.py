@@ -1,0 +1,98 @@
+"""`remat: auto`: the least is recomputed that fits, and the compiled step has the last word."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from axon_dist import build_train_step
+from axon_dist.app.steps import build_step, remat_line
+from axon_dist.config import RunConfig
+from axon_dist.core.errors import ConfigError
+from axon_dist.mesh import World, paper_world
+from axon_dist.models import Transformer, TransformerConfig, next_token_loss
+from axon_dist.parallel import fsdp
+from axon_dist.planner import read_step, recompute_least
+from axon_dist.planner.remat import LADDER
+
+CONFIG = TransformerConfig(
+    vocab_size=512, width=512, num_layers=4, num_heads=4, max_length=1024, scan_layers=True
+)
+BATCH = {"tokens": jax.ShapeDtypeStruct((64, 1025), jnp.int32)}
+
+
+@functools.cache
+def step_of(remat):
+    return build_train_step(
+        lambda: Transformer(CONFIG, rngs=nnx.Rngs(0)), optax.adamw(1e-3), next_token_loss, fsdp(),
+        paper_world("fsdp=8", 8, "gpu", "9.0"), precision="bf16", remat=remat,
+    )  # fmt: skip
+
+
+@functools.cache
+def reading_of(remat):
+    return read_step(step_of(remat), BATCH)
+
+
+def chosen(usable, peak=lambda step: None):
+    read = lambda step: reading_of(step.strategy.remat)
+    return recompute_least(step_of, read, peak, usable).strategy.remat
+
+
+def test_every_row_keeps_less_and_none_multiplies_less():
+    readings = [reading_of(remat) for remat in LADDER.values()]
+    peaks, flops = [one.peak for one in readings], [one.flops for one in readings]
+    assert peaks == sorted(peaks, reverse=True)
+    assert flops == sorted(flops)
+    assert flops[0] < 0.8 * flops[-1]
+
+
+@pytest.mark.parametrize("row", range(len(LADDER)))
+def test_the_first_row_that_fits_is_taken(row):
+    remat = list(LADDER.values())[row]
+    assert chosen(reading_of(remat).peak) == remat
+
+
+def test_what_the_compiled_step_needs_is_asked_last():
+    first, second, *_ = LADDER.values()
+    peak = lambda step: 2**60 if step.strategy.remat == first else 1
+    assert chosen(2**50, peak) == second
+
+
+def test_nothing_fits():
+    with pytest.raises(
+        ConfigError, match=r"nothing that fits the 1 B .* recomputes nothing, .*acc"
+    ):
+        chosen(1)
+
+
+TINY = {
+    "remat": "auto",
+    "mesh": "fsdp=8",
+    "parallel": "full_shard",
+    "model": {"num_layers": 2, "width": 32, "max_length": 64},
+    "data": {"max_bytes": 100_000, "sequence_length": 64},
+    "train": {"global_batch": 8, "steps": 2},
+}
+
+
+def test_a_config_says_auto_and_is_told_what_it_got():
+    config = RunConfig.from_dict(TINY)
+    assert RunConfig.from_dict(config.to_dict()).remat == "auto"
+    step = build_step(config, World.emulate(8, "fsdp=8"))
+    assert step.strategy.remat is None
+    assert "remat: auto recomputes nothing: " in remat_line(config, step)
+    assert "fewer FLOPs than recomputing every block" in remat_line(config, step)
+    assert remat_line(dataclasses.replace(config, remat=None), step) is None
+
+
+def test_where_a_strategy_says_what_is_recomputed_auto_is_refused():
+    piped = {"pipeline": {"num_microbatches": 2}, "ddp": {}}
+    config = RunConfig.from_dict({**TINY, "mesh": "pp=2,dp=4", "parallel": piped})
+    said = r"auto, and strategy 'pipeline . ddp' says itself .*pipeline\.backward says it"
+    with pytest.raises(ConfigError, match=said):
+        build_step(config, World.emulate(8, "pp=2,dp=4"))
