@@ -8,13 +8,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-for needed in ("torch", "transformers", "peft"):
-    pytest.importorskip(needed)
-
 from axon_dist.weights import hub_config
-from benchmarks import families
-from benchmarks.families import MESHES, ROWS, TOKENS, differ, logits_of
 
+families = pytest.importorskip("benchmarks.families")
+MESHES, ROWS, TOKENS = families.MESHES, families.ROWS, families.TOKENS
+differ, logits_of = families.differ, families.logits_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
