@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import importlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..core.errors import ConfigError, did_you_mean
+from .chat import ChatTemplate, Pieces, check_messages, find_template
 from .files import TextFile, check_disjoint, find_files, says_little
 from .packing import PackedRows, TooLong
 from .samples import checksum, drawn, held_fraction
-from .tokenizer import (
-    ChatTemplate,
-    Pieces,
-    Tokenizer,
-    byte_tokenizer,
-    check_messages,
-    find_template,
-    load_tokenizer,
-)
+from .store import Document, Folder, Span, TokenStore, digest_of
+from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
-
-class Records(Protocol):
-    """Records by number, read when they are asked for, in whatever thread asks."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-        ...
-
-    def __getitem__(self, number: int) -> Mapping[str, Any]:
-        """The fields of one.
-
-        Raises:
-            ConfigError: when it cannot be read; the message says where it stands.
-        """
-        ...
-
-    def place(self, number: int) -> str:
-        """Where one stands, for people."""
-        ...
-
-    def checksum(self) -> int:
-        """The same for the same records alone."""
-        ...
+Record = tuple[str, Any]
+"""Where a record stands, for people, and what it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +54,9 @@ class DocumentSource:
         too_long: what becomes of documents that do not fit into a row: `split` into several,
             `drop`, or `refuse`; None splits texts and refuses prompts and chats, which must not be
             parted from their responses.
+        cache: the folder in which tokens are kept, so that they are made once, by all processes
+            together; None for `.axon_tokens` beside the first file. They are made again where
+            files, tokenizer or fields are others.
     """
 
     files: tuple[str, ...] = ()
@@ -91,6 +71,7 @@ class DocumentSource:
     end_token: str | None = None
     packed: bool = True
     too_long: TooLong | None = None
+    cache: str | None = None
 
     kind: ClassVar[str] = "records"
     """What the files are, for messages."""
@@ -143,11 +124,26 @@ class DocumentSource:
         """What a loss is measured in."""
         return "nats/byte" if self.tokenizer is None else "nats/token"
 
-    def records(self, files: Sequence[TextFile]) -> Records:
-        """Opens files.
+    def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
+        """Reads a file once.
+
+        Args:
+            path: of the file.
+            update: takes all of its bytes.
+
+        Returns:
+            The parts that it is read in.
 
         Raises:
-            ConfigError: when they are not such files, or what reads them is not installed.
+            ConfigError: when it is no such file, or what reads it is not installed.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how its files are read")
+
+    def read(self, path: Path, span: Span) -> Iterator[Record]:
+        """Yields the records of a part of a file.
+
+        Raises:
+            ConfigError: when one cannot be read.
         """
         raise TypeError(f"{type(self).__name__} does not say how its files are read")
 
@@ -163,7 +159,17 @@ class DocumentSource:
         if self.tokenizer is not None:
             tokenizer = load_tokenizer(self.tokenizer, self.end_token)
         template = None if self.messages is None else find_template(self.template, self.tokenizer)
-        train, validation = (self._documents(part, tokenizer, template) for part in self._split())
+        files = find_files(self.files)
+        folder = Folder(files, self.cache)
+        whole = self._documents(folder, files, tokenizer, template)
+        if self.validation_files:
+            validation_files = find_files(self.validation_files)
+            check_disjoint(files, validation_files)
+            train = whole
+            validation = self._documents(folder, validation_files, tokenizer, template)
+        else:
+            is_held = drawn(len(whole), held_fraction(self.validation_fraction), "records")
+            train, validation = (whole.part(side) for side in (~is_held, is_held))
         chats = "" if template is None else f", chats as {template.name}"
         amounts = f"{len(train)} records for training, {len(validation)} for validation"
         default = "refuse" if self._has_mask else "split"
@@ -176,87 +182,116 @@ class DocumentSource:
             has_mask=self._has_mask,
             vocab_size=tokenizer.vocab_size,
             description=f"{', '.join(self.files)}: {amounts}, as {tokenizer.name}{chats}"
-            + says_little(len(train), len(validation), "records"),
+            + says_little(len(train), len(validation), "records")
+            + folder.note,
             show=tokenizer.decode,
         )
 
-    def _split(self) -> list[tuple[Records, np.ndarray]]:
-        files = find_files(self.files)
-        records = self.records(files)
-        if self.validation_files:
-            validation_files = find_files(self.validation_files)
-            check_disjoint(files, validation_files)
-            sides = [records, self.records(validation_files)]
-            return [(side, np.arange(len(side))) for side in sides]
-        fraction = held_fraction(self.validation_fraction)
-        is_held = drawn(len(records), fraction, "records")
-        return [(records, np.flatnonzero(side)) for side in (~is_held, is_held)]
-
     def _documents(
-        self, part: tuple[Records, np.ndarray], tokenizer: Tokenizer, template: ChatTemplate | None
-    ) -> RecordDocuments:
-        return RecordDocuments(*part, tokenizer, self.prompt or "", self.learned, template)
+        self,
+        folder: Folder,
+        files: Sequence[TextFile],
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ) -> KeptDocuments:
+        indexed = folder.index(files, self.scan, self.kind)
+        if not any(span[2] for file in indexed for span in file.spans):
+            names = ", ".join(str(file.path) for file in indexed)
+            raise ConfigError(f"data.files: {names} holds no record; give files with records.")
+        how = [self.kind, tokenizer.digest, self.prompt or "", self.learned, self.columns]
+        how += [] if template is None else [template.identity]
+        fields = Fields(tokenizer, self.prompt or "", self.learned, template)
 
+        def make(path: Path, span: Span) -> Iterator[Document]:
+            with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+                yield from pool.map(fields.document, self.read(path, span))
 
-_EXAMPLE = [{"role": role, "content": role} for role in ("user", "assistant")]
-"""What tells two templates apart."""
+        store = folder.tokens(indexed, how, make)
+        digests = [file.digest for file in indexed]
+        return KeptDocuments(
+            store, np.arange(len(store)), digest_of(repr((digests, how)).encode()), folder
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The fields that are read."""
+        return tuple(name for name in (self.prompt, self.learned) if name is not None)
+
 
 _THREADS = 8
 """Tokenizers and readers leave Python while they work."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RecordDocuments:
-    """Some of the records as documents.
+class KeptDocuments:
+    """Some of the documents of files.
 
     Args:
-        records: where they are read.
+        store: their tokens.
         numbers: which of them, `[N]`.
-        tokenizer: makes tokens of them.
+        digest: of the files, and of what becomes of them.
+        folder: where more can be kept.
+    """
+
+    store: TokenStore
+    numbers: np.ndarray
+    digest: str
+    folder: Folder
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def part(self, chosen: np.ndarray) -> KeptDocuments:
+        """Those that a mask `[N]` chooses."""
+        return dataclasses.replace(self, numbers=self.numbers[chosen])
+
+    def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Reads the tokens of one."""
+        return self.store.take(int(self.numbers[number]))
+
+    def lengths(self) -> np.ndarray:
+        """How many tokens each has."""
+        return self.store.lengths[self.numbers]
+
+    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """Arrays that are computed once of all this."""
+        return self.folder.kept(
+            digest_of(name.encode(), self.digest.encode(), self.numbers.tobytes()), make
+        )
+
+    def checksum(self) -> int:
+        """Of the files, of which records these are, and of what becomes of them."""
+        return checksum(np.frombuffer(bytes.fromhex(self.digest), np.uint8), self.numbers)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fields:
+    """What of a record becomes a document.
+
+    Args:
+        tokenizer: makes tokens of it.
         prompt: the field of the prompt; empty for none.
         text: the field of what is learned.
         template: what makes a text of a chat, where that field holds one.
     """
 
-    records: Records
-    numbers: np.ndarray
     tokenizer: Tokenizer
     prompt: str
     text: str
     template: ChatTemplate | None = None
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Reads a record and makes tokens of it."""
-        place = int(self.numbers[number])
-        record = self.records[place]
+    def document(self, found: Record) -> Document:
+        """Makes tokens of a record."""
+        where, record = found
         if self.template is not None:
-            return self.tokenizer.chat(self._chat(record, self.template, place))
-        text = self._field(record, self.text, place)
+            return self.tokenizer.chat(self._chat(record, self.template, where))
+        text = self._field(record, self.text, where)
         if self.prompt:
-            both, count = self.tokenizer.answer(self._field(record, self.prompt, place), text)
+            both, count = self.tokenizer.answer(self._field(record, self.prompt, where), text)
             return both, np.arange(len(both)) >= count
-        tokens = self.tokenizer.encode(text.encode())
-        return tokens, np.ones(len(tokens), bool)
+        return self.tokenizer.encode(_utf8(text, where)), None
 
-    def lengths(self) -> np.ndarray:
-        """Makes tokens of every record once, in threads, and keeps how many."""
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            lengths = pool.map(lambda number: len(self.take(number)[0]), range(len(self)))
-            return np.fromiter(lengths, np.int64, len(self))
-
-    def checksum(self) -> int:
-        """Of the files, of which records these are, and of what becomes of them."""
-        how = f"{self.tokenizer.name} {self.prompt} {self.text}"
-        if self.template is not None:
-            how += f" {self.template.pieces(_EXAMPLE)}"
-        name = np.frombuffer(how.encode(), np.uint8)
-        return checksum(np.array([self.records.checksum()]), self.numbers, name)
-
-    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, place: int) -> Pieces:
-        where = self.records.place(place)
+    def _chat(self, record: Mapping[str, Any], template: ChatTemplate, where: str) -> Pieces:
         if self.text not in record:
             raise ConfigError(
                 f"{where} has no field {self.text!r}, which must hold a chat; set "
@@ -269,20 +304,34 @@ class RecordDocuments:
                 "remove the line"
             )
         try:
-            return template.pieces(record[self.text])
+            pieces = template.pieces(record[self.text])
+            _utf8("".join(text for text, _ in pieces), where)
+            return pieces
         except ValueError as error:
             raise ConfigError(f"{where} has {error}") from error
 
-    def _field(self, record: Mapping[str, Any], name: str, place: int) -> str:
+    def _field(self, record: Mapping[str, Any], name: str, where: str) -> str:
         if not isinstance(text := record.get(name), str):
             option = next(o for o, f in (("prompt", self.prompt), ("text", self.text)) if f == name)
             option = "response" if self.prompt and option == "text" else option
             what = f"has {text!r:.60} under" if name in record else "has no field"
             raise ConfigError(
-                f"{self.records.place(place)} {what} {name!r}, which must be a text; set "
+                f"{where} {what} {name!r}, which must be a text; set "
                 f"data.{option}.{did_you_mean(name, record)}"
             )
+        _utf8(text, where)
         return text
+
+
+def _utf8(text: str, where: str) -> bytes:
+    """A text as bytes; one of JSON may hold half letters."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where} holds {text[error.start]!a}, half a letter that UTF-8 has not; correct or "
+            "remove it"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,79 +344,64 @@ class JsonlSource(DocumentSource):
 
     kind: ClassVar[str] = ".jsonl"
 
-    def records(self, files: Sequence[TextFile]) -> JsonLines:
-        """Finds where the lines begin; a line is read when it is asked for."""
-        return JsonLines(files)
+    def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
+        """Cuts a file at ends of lines."""
+        spans: list[Span] = []
+        start = line = 0
+        pieces: list[bytes] = []
+
+        def cut(last: bytes) -> None:
+            nonlocal start, line
+            lines = b"".join([*pieces, last]).split(b"\n")
+            size = sum(map(len, lines)) + len(lines) - 1
+            count = sum(1 for text in lines if text.strip())
+            spans.append((start, start + size, count, line))
+            start, line = start + size, line + len(lines) - 1
+            pieces.clear()
+
+        for part in _parts(path):
+            update(part)
+            if end := part.rfind(b"\n") + 1:
+                cut(part[:end])
+            pieces.append(part[end:])
+        cut(b"")
+        return spans
+
+    def read(self, path: Path, span: Span) -> Iterator[Record]:
+        """Reads the lines of a part; those with nothing in them are left out."""
+        start, stop, _, line = span
+        content = TextFile("", path, start, stop).read()
+        for number, text in enumerate(content.split(b"\n"), start=line + 1):
+            if text.strip():
+                yield f"{path}:{number}", _object(text, f"{path}:{number}")
 
 
-class JsonLines:
-    """The lines of files, those with nothing in them left out.
-
-    Args:
-        files: which.
-
-    Raises:
-        ConfigError: when they have no line.
-    """
-
-    def __init__(self, files: Sequence[TextFile]):
-        self._bytes = [np.memmap(f.path, np.uint8, "r") for f in files if f.size]
-        self._paths = [file.path for file in files if file.size]
-        tables = [
-            np.column_stack([np.full(len(lines), number), lines])
-            for number, content in enumerate(self._bytes)
-            if len(lines := _lines(content))
-        ]
-        if not tables:
-            names = ", ".join(str(file.path) for file in files)
-            raise ConfigError(f"data.files: {names} has no line; give files with records.")
-        self._lines = np.concatenate(tables)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, number: int) -> Mapping[str, Any]:
-        file, start, stop, _ = self._lines[number].tolist()
-        try:
-            record = json.loads(self._bytes[file][start:stop].tobytes())
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{self.place(number)} is no JSON ({error}): correct or remove it"
-            ) from error
-        if not isinstance(record, dict):
-            raise ConfigError(
-                f"{self.place(number)} holds {record!r:.60}, which must be an object with fields; "
-                'write {"text": ...}'
-            )
-        return record
-
-    def place(self, number: int) -> str:
-        """The file and the line."""
-        file, _, _, line = self._lines[number].tolist()
-        return f"{self._paths[file]}:{line}"
-
-    def checksum(self) -> int:
-        """Of all bytes."""
-        return checksum(*self._bytes)
+def _object(text: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is no JSON ({error}): correct or remove it") from error
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{where} holds {record!r:.60}, which must be an object with fields; "
+            'write {"text": ...}'
+        )
+    return record
 
 
-_PART = 2**26
+_PART = 2**23
+"""Bytes of a file that are made tokens together, up to the end of a line."""
 
 
-def _lines(content: np.ndarray) -> np.ndarray:
-    """First byte, the byte behind the last, and number of every line with something in it."""
-    # In parts, for the mask of a whole file would be as large as the file.
-    parts = range(0, len(content), _PART)
-    ends = np.concatenate([p + np.flatnonzero(content[p : p + _PART] == ord("\n")) for p in parts])
-    if content[-1] != ord("\n"):
-        ends = np.append(ends, len(content))
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    lines = np.column_stack([starts, ends, 1 + np.arange(len(ends))])
-    # A line of one byte or two can hold no object; what stands there is looked at.
-    is_short = ends - starts <= 2
-    blank = [not content[a:b].tobytes().strip() for a, b in lines[is_short, :2].tolist()]
-    is_short[is_short] = blank
-    return lines[~is_short]
+def _parts(path: Path) -> Iterator[bytes]:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            while part := file.read(_PART):
+                yield part
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; take it out of data.files"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,84 +414,57 @@ class ParquetSource(DocumentSource):
 
     kind: ClassVar[str] = ".parquet"
 
-    def records(self, files: Sequence[TextFile]) -> ParquetRows:
-        """Reads the columns that are asked for into memory."""
-        names = (self.prompt, self.learned)
-        return ParquetRows(files, tuple(name for name in names if name is not None))
+    def scan(self, path: Path, update: Callable[[bytes], None]) -> list[Span]:
+        """Finds the groups of rows."""
+        with self._reading(path) as file:
+            spans: list[Span] = []
+            first = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                spans.append((group, group + 1, count, first))
+                first += count
+        for part in _parts(path):
+            update(part)
+        return spans
 
+    def read(self, path: Path, span: Span) -> Iterator[Record]:
+        """Reads the columns that are asked for of a group of rows."""
+        group, _, count, first = span
+        with self._reading(path) as file:
+            names = file.schema_arrow.names
+            missing = next((name for name in self.columns if name not in names), None)
+            if missing is not None:
+                raise ConfigError(
+                    f"{path} has no column {missing!r}; set data.text, or data.prompt "
+                    f"and data.response.{did_you_mean(missing, names)}"
+                )
+            table = file.read_row_group(group, columns=list(self.columns))
+        columns = {name: table.column(name) for name in self.columns}
+        for row in range(count):
+            where = f"row {first + row} of {path}"
+            try:
+                yield where, {name: column[row].as_py() for name, column in columns.items()}
+            except Exception as error:  # a time out of range, bytes that are no UTF-8
+                raise ConfigError(
+                    f"{where} cannot be read ({error}): correct or remove it"
+                ) from error
 
-class ParquetRows:
-    """The rows of parquet files, of which some columns are kept in memory as arrow has them.
-
-    Args:
-        files: which.
-        columns: the names of the columns.
-
-    Raises:
-        ConfigError: when pyarrow is not installed, a file is no parquet or has no such column, or
-            there is no row.
-    """
-
-    def __init__(self, files: Sequence[TextFile], columns: Sequence[str]):
+    @contextlib.contextmanager
+    def _reading(self, path: Path) -> Iterator[Any]:
         try:
-            import pyarrow  # noqa: PLC0415  (an optional dependency)
-            from pyarrow import parquet  # noqa: PLC0415
+            parquet: Any = importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise ConfigError(
                 "data.kind=parquet needs pyarrow, which is not installed: "
                 "pip install 'axon_dist[parquet]'."
             ) from error
-        self._tables, self._paths = [], [file.path for file in files]
-        for file in files:
-            try:
-                names = parquet.read_schema(file.path).names
-                missing = next((name for name in columns if name not in names), None)
-                if missing is not None:
-                    raise ConfigError(
-                        f"{file.path} has no column {missing!r}; set data.text, or data.prompt "
-                        f"and data.response.{did_you_mean(missing, names)}"
-                    )
-                self._tables.append(parquet.read_table(file.path, columns=list(columns)))
-            except ConfigError:
-                raise
-            except Exception as error:  # whatever bytes that lie make of a reader in C++
-                raise ConfigError(
-                    f"{file.path} is not a parquet file that pyarrow {pyarrow.__version__} reads "
-                    f"({error}): write it anew, or take it out of data.files."
-                ) from error
-        self._ends = np.cumsum([table.num_rows for table in self._tables])
-        if not len(self):
+        try:
+            with parquet.ParquetFile(path) as file:
+                yield file
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever bytes that lie make of a reader in C++
             raise ConfigError(
-                f"data.files: {', '.join(map(str, self._paths))} has no row; give files with "
-                "records."
-            )
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, number: int) -> Mapping[str, Any]:
-        file, row = self._find(number)
-        table = self._tables[file]
-        return {name: table.column(name)[row].as_py() for name in table.column_names}
-
-    def place(self, number: int) -> str:
-        """The file and the row."""
-        file, row = self._find(number)
-        return f"row {row} of {self._paths[file]}"
-
-    def checksum(self) -> int:
-        """Of the texts of all columns."""
-        arrays = []
-        for table in self._tables:
-            for column in table.columns:
-                for chunk in column.chunks:
-                    # A slice of a larger buffer is copied out, so that equal rows give equal bytes.
-                    copied = chunk.take(np.arange(len(chunk)))
-                    arrays += [
-                        np.frombuffer(b, np.uint8) for b in copied.buffers() if b is not None
-                    ]
-        return checksum(*arrays)
-
-    def _find(self, number: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, number, side="right"))
-        return file, int(number - (self._ends[file] - self._tables[file].num_rows))
+                f"{path} is not a parquet file that pyarrow reads ({error}): write it anew, or "
+                "take it out of data.files."
+            ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Literal, Protocol, TypeAlias
 
@@ -31,6 +32,10 @@ class Documents(Protocol):
 
     def lengths(self) -> np.ndarray:
         """How many tokens each has, int64 `[N]`."""
+        ...
+
+    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """What `make` computes of these documents, computed once if that can be kept."""
         ...
 
     def checksum(self) -> int:
@@ -85,14 +90,19 @@ class RowLayout:
     Args:
         documents: where the pieces come from.
         pieces: document, first token and the one behind the last, int64 `[P, 3]`.
-        rows: the pieces of each row.
+        order: the pieces, row after row, `[P]`.
+        ends: where each row ends in that order, `[R]`.
         num_dropped: documents that are left out.
     """
 
     documents: Documents
     pieces: np.ndarray
-    rows: list[list[int]]
+    order: np.ndarray
+    ends: np.ndarray
     num_dropped: int
+
+    def __len__(self) -> int:
+        return len(self.ends)
 
     @property
     def num_tokens(self) -> int:
@@ -105,8 +115,10 @@ class RowLayout:
         mask = np.zeros((len(numbers), size), np.int8)
         for row, number in enumerate(numbers.tolist()):
             place = 0
-            for segment, piece in enumerate(self.rows[number], start=1):
-                document, start, stop = self.pieces[piece].tolist()
+            first = int(self.ends[number - 1]) if number else 0
+            chosen = self.order[first : int(self.ends[number])]
+            for segment, piece in enumerate(self.pieces[chosen].tolist(), start=1):
+                document, start, stop = piece
                 ids, is_learned = self.documents.take(document)
                 here = slice(place, place + stop - start)
                 tokens[row, here] = ids[start:stop]
@@ -150,8 +162,16 @@ def lay_out(documents: Documents, length: int, packed: bool, too_long: TooLong) 
             f"none of {len(lengths)} documents has from 2 to {length + 1} tokens; give others, or "
             "another data.sequence_length"
         )
-    rows = pack(stop - start, length + 1) if packed else [[n] for n in range(len(pieces))]
-    return RowLayout(documents, pieces, rows, len(lengths) - len(chosen))
+
+    def packed_rows() -> list[np.ndarray]:
+        rows = pack(stop - start, length + 1)
+        flat = itertools.chain.from_iterable(rows)
+        return [np.fromiter(flat, np.int64, len(pieces)), np.cumsum([len(row) for row in rows])]
+
+    order, ends = np.arange(len(pieces)), np.arange(1, len(pieces) + 1)
+    if packed:
+        order, ends = documents.kept(f"rows of {length} {too_long}", packed_rows)
+    return RowLayout(documents, pieces, order, ends, len(lengths) - len(chosen))
 
 
 class PackedRows:
@@ -192,7 +212,7 @@ class PackedRows:
         self._has_mask, self._how = has_mask, (length, packed, too_long != "split")
         dropped = sum(side.num_dropped for side in self._sides)
         self.description: str = (
-            f"{description}, in {len(self._sides[0].rows)} rows of which {100 * self.padding:.1f} "
+            f"{description}, in {len(self._sides[0])} rows of which {100 * self.padding:.1f} "
             f"% is padding" + (f"; {dropped} documents are left out" if dropped else "")
         )
 
@@ -200,14 +220,14 @@ class PackedRows:
     def padding(self) -> float:
         """The share of the places of training rows that are padding."""
         rows = self._sides[0]
-        return 1 - rows.num_tokens / (len(rows.rows) * (self.length + 1))
+        return 1 - rows.num_tokens / (len(rows) * (self.length + 1))
 
     @property
     def identity(self) -> dict[str, int]:
         """The length, how many rows there are, and what they contain."""
         return {
             "length": self.length,
-            "num_samples": len(self._sides[0].rows),
+            "num_samples": len(self._sides[0]),
             "contents": self._contents,
         }
 
@@ -223,11 +243,11 @@ class PackedRows:
     @property
     def num_validation(self) -> int:
         """How many rows there are for validation."""
-        return len(self._sides[1].rows)
+        return len(self._sides[1])
 
     def spread(self, count: int) -> np.ndarray:
         """Numbers of rows all over the validation."""
-        return spread_starts(len(self._sides[1].rows), 0, count)
+        return spread_starts(len(self._sides[1]), 0, count)
 
     def validation(self, places: np.ndarray) -> LocalBatch:
         """Takes rows of the validation."""

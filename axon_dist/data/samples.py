@@ -47,8 +47,19 @@ def windows_at(stream: np.ndarray, starts: np.ndarray, length: int) -> np.ndarra
 
     Returns:
         int32 `[B, T + 1]`.
+
+    Raises:
+        ConfigError: when a token is none.
     """
-    return stream[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    windows = stream[starts[:, None] + np.arange(length + 1)]
+    if windows.dtype.itemsize >= 4 and windows.size and windows.dtype != np.int32:
+        for token in (int(windows.min()), int(windows.max())):
+            if not 0 <= token < 2**31:
+                raise ConfigError(
+                    f"data.files: the data has the token {token}, and tokens count from 0 to "
+                    "2^31 - 1; write the files anew"
+                )
+    return windows.astype(np.int32)
 
 
 def local_rows(global_batch: int, process: int, num_processes: int) -> slice:

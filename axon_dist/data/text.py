@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +24,10 @@ from .files import (
     split_files,
     standard_library_files,
 )
-from .samples import held_fraction
+from .samples import checksum, held_fraction
+from .store import Document, Folder, Span
 from .tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from .tokens import Text, Windows
+from .tokens import Joined, Text, Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,8 @@ class TextSource:
         validation_fraction: the share for validation, in (0, 1), where there are no
             `validation_files`; None for a tenth.
         tokenizer: a `tokenizer.json` of Hugging Face `tokenizers`; None for bytes.
+        cache: the folder in which the tokens of a tokenizer are kept, so that they are made once,
+            by all processes together; None for `.axon_tokens` beside the first file.
         max_bytes: on each side of the split, read only the first files by name, or parts of files,
             that together stay within this many bytes; None for all.
 
@@ -50,6 +55,7 @@ class TextSource:
     validation_fraction: float | None = None
     tokenizer: str | None = None
     max_bytes: int | None = None
+    cache: str | None = None
 
     def validate(self) -> None:
         """Checks the values without looking at any file.
@@ -109,20 +115,34 @@ def load_text(source: TextSource) -> Text:
     source.validate()
     train, validation = (_fit(side, source.max_bytes) for side in _sides(source))
     check_fits((*train, *validation))
-    tokenizer = (
-        load_tokenizer(source.tokenizer) if source.tokenizer is not None else byte_tokenizer()
-    )
+    more: dict[str, Any] = {}
+    note = ""
+    if source.tokenizer is None:
+        tokenizer = byte_tokenizer()
+        streams = [
+            np.concatenate([tokenizer.encode(f.read()) for f in s]) for s in (train, validation)
+        ]
+        more["validation_bytes"] = len(streams[1])
+    else:
+        tokenizer = load_tokenizer(source.tokenizer)
+        folder = Folder(train, source.cache)
+        streams, digests = zip(
+            *(_kept(folder, side, tokenizer) for side in (train, validation)), strict=True
+        )
+        more["validation_bytes"], note = _size(validation), folder.note
+        more["contents"] = checksum(np.frombuffer(repr(digests).encode(), np.uint8))
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     origin = ", ".join(source.files) or f"the source of Python {version}'s standard library"
-    validation_tokens = _stream(validation, tokenizer)
     return Text(
-        train=_stream(train, tokenizer),
-        validation=validation_tokens,
+        train=streams[0],
+        validation=streams[1],
         vocab_size=tokenizer.vocab_size,
         description=f"{origin}: {_amount(train)} for training, {_amount(validation)} for "
-        f"validation, as {tokenizer.name}" + says_little(_size(train), _size(validation), "bytes"),
+        f"validation, as {tokenizer.name}"
+        + says_little(_size(train), _size(validation), "bytes")
+        + note,
         show=tokenizer.decode,
-        validation_bytes=_size(validation) if source.tokenizer else len(validation_tokens),
+        **more,
     )
 
 
@@ -158,18 +178,31 @@ def _fit(files: Sequence[TextFile], max_bytes: int | None) -> Sequence[TextFile]
     return readable
 
 
-def _stream(files: Sequence[TextFile], tokenizer: Tokenizer) -> np.ndarray:
-    return np.concatenate([_encode(file, tokenizer) for file in files])
+def _kept(
+    folder: Folder, files: Sequence[TextFile], tokenizer: Tokenizer
+) -> tuple[Any, list[object]]:
+    """The tokens of files, each one document, and what they depend on."""
+    indexed = [
+        dataclasses.replace(whole, spans=[(file.start, file.start + file.size, 1, 0)])
+        for file, whole in zip(files, folder.index(files, _scan, "text"), strict=True)
+    ]
+
+    def make(path: Path, span: Span) -> Iterator[Document]:
+        try:
+            yield tokenizer.encode(TextFile("", path, *span[:2]).read()), None
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path} is not UTF-8 (byte {error.start}): convert it, take it out of "
+                "data.files, or train on bytes without data.tokenizer."
+            ) from error
+
+    tokens = Joined(folder.tokens(indexed, [tokenizer.digest], make).tokens)
+    return tokens, [tokenizer.digest, *((file.digest, file.spans) for file in indexed)]
 
 
-def _encode(file: TextFile, tokenizer: Tokenizer) -> np.ndarray:
-    try:
-        return tokenizer.encode(file.read())
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file.path} is not UTF-8 (byte {error.start}): convert it, take it out of "
-            "data.files, or train on bytes without data.tokenizer."
-        ) from error
+def _scan(path: Path, update: Callable[[bytes], None]) -> list[Span]:
+    update(TextFile("", path).read())
+    return []
 
 
 def _amount(files: Sequence[TextFile]) -> str:

@@ -1,4 +1,4 @@
-"""Files of token ids, memory-mapped: raw numbers as nanoGPT writes them, or `.npy`."""
+"""Files of token ids, read when they are needed: raw numbers as nanoGPT writes them, or `.npy`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from ..core.errors import ConfigError
 from .files import check_disjoint, find_files, says_little
 from .samples import LocalBatch, checksum, held_fraction, num_windows, spread_starts, windows_at
+from .store import FileNumbers
 from .tokenizer import load_tokenizer
 
 
@@ -33,6 +34,7 @@ class Text:
             where windows run over them.
         validation_bytes: of the validation files; a byte that ends a document counts.
         show: tokens as people read them.
+        contents: a checksum of the text; None computes one of the tokens.
     """
 
     train: np.ndarray
@@ -42,6 +44,7 @@ class Text:
     document_end: int | None = None
     validation_bytes: int | None = None
     show: Callable[[np.ndarray], str] = _numbers
+    contents: int | None = None
 
 
 class Windows:
@@ -79,6 +82,8 @@ class Windows:
 
     @functools.cached_property
     def _contents(self) -> int:
+        if self.text.contents is not None:
+            return self.text.contents
         return checksum(*map(_in_memory, (self.text.train, self.text.validation)))
 
     def train(self, numbers: np.ndarray) -> LocalBatch:
@@ -156,7 +161,7 @@ _LOOK = 2**16
 class TokenSource:
     """Which files hold token ids, one after another and nothing else.
 
-    They stay on the disk, mapped into memory: a batch reads the pages that it touches. nanoGPT's
+    They stay on the disk: a batch reads the tokens that it takes. nanoGPT's
     `train.bin` and `val.bin` are such files. Of a `.npy` file the numbers say their dtype.
 
     Args:
@@ -211,7 +216,7 @@ class TokenSource:
 
 
 def map_tokens(source: TokenSource) -> Text:
-    """Maps files of tokens into memory.
+    """Opens files of tokens, which stay on the disk.
 
     Args:
         source: which files, and what is in them.
@@ -247,7 +252,7 @@ def map_tokens(source: TokenSource) -> Text:
 
 
 class Joined:
-    """Mapped arrays `[N_i]` as one, `[sum N_i]`, that gives copies of some elements or a part.
+    """Numbers of files `[N_i]` as one, `[sum N_i]`, that gives copies of some elements or a part.
 
     Args:
         parts: the arrays, all of one dtype.
@@ -260,12 +265,19 @@ class Joined:
         (6, [[1, 2], [10, 11]])
     """
 
-    def __init__(self, parts: Sequence[np.ndarray], start: int = 0, stop: int | None = None):
+    def __init__(
+        self, parts: Sequence[np.ndarray | FileNumbers], start: int = 0, stop: int | None = None
+    ):
         self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
         self._start, self._stop = start, int(self._ends[-1]) if stop is None else stop
 
     def __len__(self) -> int:
         return self._stop - self._start
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the numbers."""
+        return self._parts[0].dtype
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -288,10 +300,10 @@ def _stream(source: TokenSource, patterns: tuple[str, ...]) -> Any:
             f"data.files: {', '.join(patterns)} has tokens of {' and '.join(kinds)}, which are "
             "read as one stream and must be of one dtype; write the files anew"
         )
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    return Joined(parts)
 
 
-def _map(path: Path, dtype: str) -> np.ndarray:
+def _map(path: Path, dtype: str) -> FileNumbers:
     if path.suffix == ".npy":
         return _map_npy(path)
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
@@ -300,7 +312,8 @@ def _map(path: Path, dtype: str) -> np.ndarray:
             f"{path} has {size} bytes, which are no {dtype} tokens of {width} bytes each; set "
             "data.dtype to what the file was written with"
         )
-    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+    kind = np.dtype(dtype).newbyteorder("<")
+    tokens = FileNumbers(path, kind, 0, size // width, path.stat().st_ino)
     some = _some(tokens)
     if dtype == "uint16" and len(tokens) > 2 and not some[1::2].any() and some.any():
         raise ConfigError(
@@ -310,7 +323,7 @@ def _map(path: Path, dtype: str) -> np.ndarray:
     return tokens
 
 
-def _map_npy(path: Path) -> np.ndarray:
+def _map_npy(path: Path) -> FileNumbers:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy raises a dozen kinds for headers that lie
@@ -326,11 +339,14 @@ def _map_npy(path: Path) -> np.ndarray:
             f"{path} holds {tokens.dtype} {tokens.shape}, which must be integers of one dim; save "
             "token ids one after another"
         )
-    if (smallest := int(_some(tokens).min())) < 0:
+    if not isinstance(tokens, np.memmap):
+        raise ConfigError(f"{path} cannot be mapped; write it with np.save")
+    numbers = FileNumbers(path, tokens.dtype, tokens.offset, len(tokens), path.stat().st_ino)
+    if (smallest := int(_some(numbers).min())) < 0:
         raise ConfigError(
             f"{path} has the token {smallest}, and tokens count from 0; write the file anew"
         )
-    return tokens
+    return numbers
 
 
 def _some(tokens: Any) -> np.ndarray:

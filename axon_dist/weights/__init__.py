@@ -17,6 +17,7 @@ from .rule import Form as Form
 from .rule import WeightRule as WeightRule
 from .rule import WeightRules as WeightRules
 from .save import MAX_FILE as MAX_FILE
+from .save import save_adapters as save_adapters
 from .save import save_weights as save_weights
 
 Rule = WeightRule  # its name in 0.1

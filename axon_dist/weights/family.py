@@ -221,7 +221,7 @@ class Family:
             **self._window_keys(config),
             **self._expert_keys(config),
             # What no config here knows; a default there may lie beyond the vocabulary.
-            "pad_token_id": None,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
             "torch_dtype": config.param_dtype,
         }
         if self._has("query_pre_attn_scalar"):

@@ -12,6 +12,8 @@ from axon_dist.checkpoint import TensorEntry, list_tensors
 from axon_dist.core.errors import CheckpointError
 from axon_dist.core.files import as_path, kind_at, read_text
 
+from .adapters import ADAPTER_CONFIG, list_adapters
+
 ENDING = ".safetensors"
 INDEX = ".index.json"
 """What follows the name of a file that was cut into several, to say which tensor is where."""
@@ -25,7 +27,7 @@ Files = str | Path | Sequence[str | Path]
 REMOTE = "hf://"
 """How a repository of the Hugging Face hub begins: `hf://org/name`, or `hf://org/name@revision`."""
 
-_WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", "config.json")
+_WEIGHTS = (f"*{ENDING}", f"*{ENDING}{INDEX}", "config.json", ADAPTER_CONFIG)
 
 
 def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
@@ -66,7 +68,7 @@ def find_tensors(files: Files) -> dict[str, TensorEntry]:
     Args:
         files: a file; several; a `.index.json` that says which tensor is in which file beside it;
             or a folder, such as the local snapshot of a hub's repository, with such an index or
-            with one file; or `hf://org/name`.
+            with one file, or with adapters as peft writes them; or `hf://org/name`.
 
     Returns:
         Where every tensor lies, by name.
@@ -105,6 +107,8 @@ def _of_folder(folder: Path) -> dict[str, TensorEntry]:
     for choice in (preferred, indices, alone):
         if len(choice) == 1 or (choice is preferred and choice):
             return _of_file(choice[0])
+        if choice is preferred and (folder / ADAPTER_CONFIG).is_file():
+            return list_adapters(folder)
     names = sorted(path.name for path in folder.iterdir())
     raise CheckpointError(
         f"the folder {str(folder)!r} has {len(indices)} files *{ENDING}{INDEX} and {len(alone)} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, overload
@@ -16,6 +17,7 @@ from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Path
 from ..mesh import World, agree
 from ..step import ModelLike, TrainState, TrainStep, take_apart, weight_shapes
+from .adapters import adapter_rules
 from .files import Files, find_tensors
 from .formats import rules_for
 from .match import ParameterSource, match_weights
@@ -92,6 +94,7 @@ def load_weights(
             one, whose own first values are then not drawn.
         files: a safetensors file, several, or a folder with one, or with its index, such as the
             local snapshot of a hub's repository. Every process of a run reads what it needs.
+            `[snapshot, adapters]` fills a model of `lora` from both, the latter as peft wrote them.
         rules: which tensor is which array; a key of `FORMATS` for a `Transformer`; None where
             tensors have the paths of the model's arrays, as `save_weights` names them.
         cast: convert between dtypes of floats, to nearest; otherwise tensors must have the dtype
@@ -212,6 +215,7 @@ def _find(
     check_snapshot(files, model, rules, differ)
     entries = find_tensors(files)
     where = repr(str(files)) if not isinstance(files, list | tuple) else f"{len(files)} files"
+    table = dataclasses.replace(table, rules=(*adapter_rules(table).rules, *table.rules))
     return match_weights(entries, targets, table, where=where, cast=cast, keep=(*keep, *table.own))
 
 

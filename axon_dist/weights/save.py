@@ -23,6 +23,13 @@ from ..core.told import COUNT
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, Shape
 from ..step import TrainState, TrainStep
+from .adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_STEM,
+    adapter_config,
+    adapter_rules,
+    check_named,
+)
 from .files import ENDING, INDEX
 from .formats import CONFIG_FILE, FORMATS, config_of, rules_for
 from .rule import WeightRule, WeightRules, shorten
@@ -209,13 +216,68 @@ def save_weights(
     table.validate()
     tensors = outgoing(weights, table, _float_dtype(dtype))
     folder, stem = _place(as_path(path, "the weights"))
-    files = _files(tensors, stem, max_file)
-    config = _hub_config(rules, structure, dtype)
-    on_main(lambda: _check_free(folder, stem, files, config))
+    _save(
+        weights, _files(tensors, stem, max_file), folder, stem, _hub_config(rules, structure, dtype)
+    )
+
+
+def save_adapters(
+    model: nnx.Module | TrainState,
+    path: str | FilePath,
+    rules: WeightRules | str,
+    *,
+    step: TrainStep | None = None,
+    dtype: str | None = None,
+    base: str | None = None,
+) -> None:
+    """Writes the adapters of a model as peft does: `adapter_config.json` and safetensors.
+
+    `load_weights(model, [snapshot, path], rules)` reads them, as `PeftModel.from_pretrained` does.
+    The kernels beside them are not written. All processes of a run call it, as `save_weights`.
+
+    Args:
+        model: from `axon_dist.lora`; or the state of a step of one, given with it.
+        path: a folder.
+        rules: the format of the model that they stand beside, or rules of its kernels.
+        step: the step whose state is given.
+        dtype: of floats, such as `"bfloat16"`; None writes those of the adapters.
+        base: where that model lies, such as `"org/name"`, for peft; None says nothing.
+
+    Raises:
+        ConfigError: when the model has no adapters, or the format no names for them, or other files
+            are in the way.
+        CheckpointError: when the files cannot be written.
+        UnsupportedError: when the model is not of the family of a format.
+    """
+    structure, weights = _weights(model, step)
+    table = rules_for(rules, structure)
+    named = adapter_rules(table)
+    inside = {p: x for p, x in weights.items() if p.rpartition("/")[0].endswith("lora")}
+    check_named(inside, named)
+    tensors = outgoing(inside, named, _float_dtype(dtype))
+    kernels = {path: x for path, x in weights.items() if path.endswith("/kernel")}
+    names = (tensor.name for tensor in outgoing(kernels, table))
+    layers = [name.removesuffix(".weight") for name in names]
+    config = adapter_config({tensor.name: tensor.shape for tensor in tensors}, layers, base)
+    files = _files(tensors, ADAPTER_STEM, MAX_FILE)
+    folder = as_path(path, "the adapters")
+    _save(inside, files, folder, ADAPTER_STEM, config, ADAPTER_CONFIG)
+
+
+def _save(
+    weights: Mapping[Path, Array],
+    files: Mapping[str, Mapping[str, Outgoing]],
+    folder: FilePath,
+    stem: str,
+    config: Mapping[str, Any] | None,
+    config_name: str = CONFIG_FILE,
+) -> None:
+    there = folder / config_name
+    on_main(lambda: _check_free(folder, stem, files, config, there))
     metadata = None if config is None else {"format": "pt"}
     for name, inside in files.items():
         _write(folder / name, inside, weights, metadata)
-    on_main(lambda: _finish(folder, stem, files, config))
+    on_main(lambda: _finish(folder, stem, files, config, there))
 
 
 def _weights(
@@ -282,7 +344,11 @@ def _hub_config(
 
 
 def _check_free(
-    folder: FilePath, stem: str, files: Mapping[str, Any], config: Mapping[str, Any] | None
+    folder: FilePath,
+    stem: str,
+    files: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    there: FilePath,
 ) -> None:
     """Whether nothing is there that would be mixed with what is written."""
     known = {*files, stem + ENDING + INDEX} if len(files) > 1 else set(files)
@@ -292,7 +358,6 @@ def _check_free(
             f"{str(folder)!r} holds other weights, {', '.join(others[:3])}, that would be taken "
             "for a part of these; remove them, or name another place"
         )
-    there = folder / CONFIG_FILE
     if config is not None and there.exists() and _differs(there, config):
         raise ConfigError(
             f"{str(there)!r} is there, and is not the config of these weights; remove it, or name "
@@ -336,6 +401,7 @@ def _finish(
     stem: str,
     files: Mapping[str, Mapping[str, Outgoing]],
     config: Mapping[str, Any] | None,
+    there: FilePath,
 ) -> None:
     if len(files) > 1:
         total = sum(tensor.size for inside in files.values() for tensor in inside.values())
@@ -343,7 +409,7 @@ def _finish(
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / f"{stem}{ENDING}{INDEX}").write_text(_json(index))
     if config is not None:
-        (folder / CONFIG_FILE).write_text(_json(config))
+        there.write_text(_json(config))
 
 
 def _json(data: Mapping[str, Any]) -> str:

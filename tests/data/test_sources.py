@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pathlib
 
 import numpy as np
@@ -23,6 +24,7 @@ from axon_dist.data import (
     TokenSource,
     pack,
 )
+from axon_dist.data.tokens import Joined
 
 NUMBERS = np.arange(1000, dtype=np.uint16)
 
@@ -72,7 +74,7 @@ def test_token_files_are_mapped_and_cut(bins):
     assert batch["tokens"].tolist() == [list(range(11)), list(range(980, 991))]
     assert samples.validation(np.array([289]))["tokens"].tolist() == [list(range(289, 300))]
     assert (samples.vocab_size, source.arrays) == (1000, ("tokens",))
-    assert isinstance(samples.text.train, np.memmap)
+    assert isinstance(samples.text.train, Joined)
 
 
 def test_without_validation_files_the_end_is_held_out(bins):
@@ -238,8 +240,39 @@ def test_chats_in_parquet_are_those_in_jsonl(tmp_path):
         np.testing.assert_array_equal(ours[name], theirs[name])
 
 
+def test_tokens_are_made_once_and_again_where_anything_changed(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"number {i} " * (1 + i % 5)}) for i in range(200)]
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("axon_dist.data.documents._PART", 2048)
+    source = JsonlSource((str(path),))
+    first = source.open(40)
+    parts = sorted((tmp_path / ".axon_tokens").glob("*.tokens"))
+    assert len(parts) > 3
+    kept = dict.fromkeys(parts)
+    for part in kept:
+        kept[part] = part.stat().st_mtime_ns
+    again = source.open(40)
+    assert again.identity == first.identity
+    np.testing.assert_array_equal(everything(again)["tokens"], everything(first)["tokens"])
+    assert all(part.stat().st_mtime_ns == time for part, time in kept.items())
+    # A part that was cut off is made anew, and so is all where the file is another.
+    os.truncate(parts[0], 100)
+    np.testing.assert_array_equal(
+        everything(source.open(40))["tokens"], everything(first)["tokens"]
+    )
+    path.write_text("\n".join(lines).replace("number 7 ", "number 8 ") + "\n")
+    assert source.open(40).identity != first.identity
+
+
+def test_a_folder_that_cannot_be_written_is_said(texts, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match=r"data.cache: tokens cannot be kept in .*taken"):
+        JsonlSource((texts,), cache=str(tmp_path / "taken")).open(40)
+
+
 def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"pip install 'axon_dist\[parquet\]'"):
         ParquetSource((texts,)).open(40)
 
@@ -251,7 +284,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
         ('{"text": "a"}\nnone\n', {}, r"a.jsonl:2 is no JSON .*: correct or remove it"),
         ('{"text": "a"}\n[1]\n', {}, r"a.jsonl:2 holds \[1\], which must be an object with field"),
         ('{"txt": "a"}\n{"txt": "b"}', {}, r"has no field 'text', .* set data.text. Did you mean"),
-        ("\n \n", {}, r"a.jsonl has no line; give files with records"),
+        ("\n \n", {}, r"a.jsonl holds no record; give files with records"),
         ('{"text": ""}\n{"text": ""}', {}, r"none of 1 documents has from 2 to 9 tokens"),
         ("", {"prompt": "q"}, r"data.prompt='q' and data.response=None: name both fields"),
         ("", {"text": "t", "prompt": "q", "response": "a"}, r"data.text='t' and data.prompt='q'"),
@@ -471,7 +504,7 @@ def test_the_template_of_a_tokenizer_is_its_own(tmp_path):
             r"a.jsonl:1 has message 3, which the template 'tokenizer_",
         ),
         ("{{ raise_exception('no system') }}", r"a.jsonl:1 has messages that its .*: no system"),
-        ("{% if %}", r"chat template in .*tokenizer_config.json' is no Jinja"),
+        ("{% if %}", r"chat template in .*tokenizer_config.json' cannot be used"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused(tmp_path, template, message):

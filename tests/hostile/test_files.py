@@ -9,8 +9,8 @@ import pytest
 
 from axon_dist.checkpoint import list_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError
-from axon_dist.data import TokenSource
-from axon_dist.data.tokenizer import find_template
+from axon_dist.data import JsonlSource, TokenSource, chat
+from axon_dist.data.chat import find_template
 
 
 def row(begin, end, shape=(2,), dtype="F32"):
@@ -62,18 +62,57 @@ def test_a_token_below_0(tmp_path):
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ 'a' * 10**10 }}", "repeats 1 letters"),
-        ("{{ 10 ** 1000000000 }}", "power"),
-        ("{{ '%999999999d' % 1 }}", "formats"),
+        ("{{ 'a' * 10**10 }}", "MemoryError: more than the memory"),
+        ("{{ 'a'|center(9999999999) }}", "MemoryError"),
+        ("{{ '%9999999999d' % 1 }}", "ValueError|MemoryError"),
+        ("{{ 10 ** 1000000000 }}", "more than 0.5 seconds"),
+        (
+            "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "seconds",
+        ),
         ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "more than"),
     ],
 )
-def test_a_template_without_end(tmp_path, source, words):
+def test_a_template_without_end(tmp_path, source, words, monkeypatch):
     pytest.importorskip("jinja2")
+    monkeypatch.setattr(chat, "_SECONDS", 0.5)
     (tmp_path / "t.jinja").write_text(source)
-    template = find_template(str(tmp_path / "t.jinja"), None)
-    with pytest.raises(ValueError, match=words):
-        template.pieces([{"role": "user", "content": "q"}])
+
+    def made():
+        template = find_template(str(tmp_path / "t.jinja"), None)
+        return template.pieces([{"role": "user", "content": "q"}])
+
+    with pytest.raises((ValueError, ConfigError), match=words):
+        made()
+
+
+def test_a_file_that_shrinks_or_is_replaced_while_it_is_read(tmp_path):
+    path = tmp_path / "a.bin"
+    np.arange(1000, dtype="<u2").tofile(path)
+    samples = TokenSource(files=(str(path),)).open(16)
+    os.truncate(path, 100)
+    with pytest.raises(ConfigError, match="has shrunk while it was read"):
+        samples.train(np.array([50]))
+    np.arange(1000, dtype="<u2").tofile(tmp_path / "b.bin")
+    os.replace(tmp_path / "b.bin", path)
+    with pytest.raises(ConfigError, match="was replaced by another file"):
+        samples.train(np.array([50]))
+
+
+@pytest.mark.parametrize("token", [-5, -(2**32) + 7, 2**31, 2**40 + 3])
+def test_a_late_token_that_is_none(tmp_path, token):
+    tokens = np.arange(80_000, dtype=np.int64) % 200
+    tokens[70_000] = token
+    np.save(tmp_path / "a.npy", tokens)
+    samples = TokenSource(files=(str(tmp_path / "a.npy"),)).open(16)
+    with pytest.raises(ConfigError, match=rf"the token {token}, and tokens count from 0"):
+        samples.train(np.array([70_000 // 16]))
+
+
+def test_half_a_letter(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "aa"}\n' * 20 + '{"text": "\\ud800"}\n')
+    with pytest.raises(ConfigError, match=r"a.jsonl:21 holds '\\ud800', half a letter"):
+        JsonlSource(files=(str(tmp_path / "a.jsonl"),)).open(16)
 
 
 def test_a_list_beside_a_template(tmp_path):

@@ -1,0 +1,374 @@
+"""Tokens that are made once: files beside the data, by whichever process comes first, for all.
+
+A part of the data is made tokens by one process, and appears under its name when it is complete:
+
+    8 bytes      "axontok1"
+    4 x 8 bytes  N documents, T tokens of W bytes, and whether they say what is learned
+    N x 8 bytes  where each document ends
+    T bytes      which tokens are learned, if they say so
+    T x W bytes  the tokens
+
+Its name is a digest of the bytes that it is made of and of how, so that what is there is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import ConfigError
+from ..core.files import kind_at
+from .files import TextFile
+
+Document = tuple[np.ndarray, np.ndarray | None]
+"""Tokens `[n]`, and which of them are learned; None for all."""
+
+Span = tuple[int, int, int, int]
+"""A part of a file: where it begins and ends, how many documents it has, and what came before."""
+
+_FOLDER = ".axon_tokens"
+_MAGIC = b"axontok1"
+_HEAD = 40
+_WAIT = 0.05
+_SETTLED = 2 * 10**9
+"""Nanoseconds after which a file whose times are the same has the same contents."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileNumbers:
+    """Numbers of a file, read when they are asked for: a mapped file that shrinks ends a process.
+
+    Args:
+        path: the file.
+        dtype: of the numbers.
+        start: the byte at which they begin.
+        length: how many there are.
+        inode: of the file, so that another one under its name is noticed.
+    """
+
+    path: Path
+    dtype: np.dtype
+    start: int
+    length: int
+    inode: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: np.ndarray) -> np.ndarray:
+        """A copy of some of them; a run of neighbours is read at once."""
+        places = index.ravel()
+        ends = np.append(np.flatnonzero(np.diff(places) != 1) + 1, len(places)).tolist()
+        numbers = np.empty(len(places), self.dtype)
+        begin = 0
+        for end in ends if len(places) else ():
+            numbers[begin:end] = self.read(int(places[begin]), int(places[end - 1]) + 1)
+            begin = end
+        return numbers.reshape(index.shape)
+
+    def read(self, first: int, stop: int) -> np.ndarray:
+        """A copy of the numbers from one to the one before another.
+
+        Raises:
+            ConfigError: when they are no longer there.
+        """
+        width = self.dtype.itemsize
+        size = (stop - first) * width
+        try:
+            with open(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+                is_same = os.fstat(file.fileno()).st_ino == self.inode
+                data = os.pread(file.fileno(), size, self.start + first * width)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be read any more: {error.strerror}; leave files where they "
+                "are while they are read"
+            ) from error
+        if len(data) < size or not is_same:
+            what = "has shrunk" if is_same else "was replaced by another file"
+            raise ConfigError(
+                f"{self.path} {what} while it was read; write data under another name, and start "
+                "again"
+            )
+        return np.frombuffer(data, self.dtype)
+
+
+class TokenStore:
+    """Documents that were made tokens, one behind the other.
+
+    Args:
+        paths: of the parts, complete.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self._parts = [_Part.open(path) for path in paths]
+        self._firsts = np.cumsum([0, *(len(part.ends) for part in self._parts)])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How many tokens each has, int64 `[N]`."""
+        return np.concatenate([np.diff(part.ends, prepend=0) for part in self._parts])
+
+    @property
+    def tokens(self) -> list[FileNumbers]:
+        """The tokens of each part."""
+        return [part.tokens for part in self._parts]
+
+    def take(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a document, and which of them are learned."""
+        which = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        part, row = self._parts[which], number - int(self._firsts[which])
+        start, stop = int(part.ends[row - 1]) if row else 0, int(part.ends[row])
+        tokens = part.tokens.read(start, stop)
+        if part.learned is None:
+            return tokens, np.ones(len(tokens), bool)
+        return tokens, part.learned.read(start, stop).astype(bool)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    ends: np.ndarray
+    tokens: FileNumbers
+    learned: FileNumbers | None
+
+    @staticmethod
+    def open(path: Path) -> _Part:
+        """Reads where documents end.
+
+        Raises:
+            ValueError: when the file is not complete.
+        """
+        if kind_at(path) != "a file":
+            raise ValueError(f"{path} is no file")
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+            count, total, width, has_mask = np.frombuffer(head[8:], "<i8").tolist()
+            status = os.fstat(file.fileno())
+            if head[:8] != _MAGIC or not 0 <= 8 * count <= status.st_size or width not in (1, 2, 4):
+                raise ValueError(f"{path} holds no tokens")
+            ends = np.frombuffer(file.read(8 * count), "<i8")
+        place, last = _HEAD + 8 * count, int(ends[-1]) if count else 0
+        fits = status.st_size == place + total * (width + bool(has_mask))
+        if not fits or last != total or (np.diff(ends, prepend=0) < 0).any():
+            raise ValueError(f"{path} is not complete")
+
+        def numbers(dtype: str, start: int) -> FileNumbers:
+            return FileNumbers(path, np.dtype(dtype), start, total, status.st_ino)
+
+        tokens = numbers(f"<u{width}", place + (total if has_mask else 0))
+        return _Part(ends, tokens, numbers("i1", place) if has_mask else None)
+
+    @staticmethod
+    def write(path: Path, documents: Iterator[Document]) -> None:
+        """Writes a part; it appears under its name when it is complete."""
+        rows = list(documents)
+        width = max((row[0].dtype.itemsize for row in rows), default=1)
+        ends = np.cumsum([len(row[0]) for row in rows], dtype="<i8")
+        has_mask = any(row[1] is not None for row in rows)
+        total = int(ends[-1]) if len(ends) else 0
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(_MAGIC + np.array([len(rows), total, width, has_mask], "<i8").tobytes())
+            file.write(ends.tobytes())
+            for ids, learned in rows if has_mask else ():
+                is_learned = np.ones(len(ids), bool) if learned is None else learned
+                file.write(is_learned.astype(np.int8).tobytes())
+            for ids, _ in rows:
+                file.write(ids.astype(f"<u{width}").tobytes())
+        os.replace(file.name, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """A file, what it contains, and the parts that it is taken in."""
+
+    path: Path
+    digest: str
+    spans: list[Span]
+
+
+Scan = Callable[[Path, Callable[[bytes], None]], list[Span]]
+"""Reads a file, gives all of its bytes to a digest, and says its parts."""
+
+
+class Folder:
+    """A folder beside data in which tokens are kept.
+
+    Args:
+        files: the data.
+        wanted: the folder; None for one beside the first file.
+    """
+
+    def __init__(self, files: Sequence[TextFile], wanted: str | None = None):
+        beside = files[0].path.parent / _FOLDER
+        self.path: Path = beside if wanted is None else Path(wanted).expanduser()
+        self.note: str = ""
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            if wanted is not None:
+                raise ConfigError(
+                    f"data.cache: tokens cannot be kept in {str(self.path)!r}: {error.strerror}; "
+                    "name a folder that can be written to"
+                ) from error
+            self._temporary = tempfile.TemporaryDirectory(prefix="axon_tokens_")
+            self.note = (
+                f"; made tokens anew at every start, for {self.path} cannot be written to: name "
+                "a folder in data.cache"
+            )
+            self.path = Path(self._temporary.name)
+
+    def index(self, files: Sequence[TextFile], scan: Scan, kind: str) -> list[Indexed]:
+        """What files contain; those that did not change since the last time are not read.
+
+        Args:
+            files: the data.
+            scan: reads one of another kind than before, or one that changed.
+            kind: what `scan` depends on.
+        """
+        names = "\n".join([kind, *(str(file.path) for file in files)])
+        place = self.path / f"{digest_of(names.encode())}.json"
+        known = _read_index(place)
+        found, changed = [], False
+        for file in files:
+            stamp, row = _stamp(file.path), known.get(str(file.path))
+            if row is None or row[0] != stamp or row[1] - max(stamp[1:3]) < _SETTLED:
+                now, changed = time.time_ns(), True
+                digest = hashlib.blake2b(digest_size=16)
+                spans = scan(file.path, digest.update)
+                if _stamp(file.path) != stamp:
+                    raise ConfigError(
+                        f"{file.path} was changed while it was read; start again when it is whole"
+                    )
+                row = [stamp, now, digest.hexdigest(), spans]
+                known[str(file.path)] = row
+            found.append(Indexed(file.path, row[2], [tuple(span) for span in row[3]]))
+        if changed:
+            _write_json(place, known)
+        return found
+
+    def tokens(
+        self,
+        files: Sequence[Indexed],
+        how: Sequence[object],
+        make: Callable[[Path, Span], Iterator[Document]],
+    ) -> TokenStore:
+        """Makes the parts that are not there; processes that come meanwhile share the work.
+
+        Args:
+            files: the data.
+            how: what tokens depend on beside it.
+            make: the documents of a part of a file.
+        """
+        spans = [(file, span) for file in files for span in file.spans if span[2]]
+        parts = [(file.digest, span[:2], [*how]) for file, span in spans]
+        names = [digest_of(repr(part).encode()) for part in parts]
+        paths = [self.path / f"{name}.tokens" for name in names]
+        left = [number for number, path in enumerate(paths) if not _is_complete(path)]
+        # Each process begins elsewhere, so that they seldom meet.
+        turn = os.getpid() % max(1, len(left))
+        left = left[turn:] + left[:turn]
+        while left:
+            rest = []
+            for number in left:
+                with _claimed(paths[number].with_suffix(".lock")) as is_ours:
+                    if is_ours and not _is_complete(paths[number]):
+                        file, span = spans[number]
+                        _Part.write(paths[number], make(file.path, span))
+                    elif not is_ours:
+                        rest.append(number)
+            if len(rest) == len(left):
+                time.sleep(_WAIT)
+            left = [number for number in rest if not _is_complete(paths[number])]
+        return TokenStore(paths)
+
+    def kept(self, name: str, make: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+        """Arrays of numbers that are computed once.
+
+        Args:
+            name: for what they depend on.
+            make: computes them.
+        """
+        path = self.path / f"{name}.npz"
+        try:
+            if kind_at(path) == "a file":
+                with np.load(path, allow_pickle=False) as arrays:
+                    return [arrays[key] for key in sorted(arrays.files)]
+        except Exception:  # numpy raises a dozen kinds; what cannot be read is made anew
+            path.unlink(missing_ok=True)
+        arrays = make()
+        with tempfile.NamedTemporaryFile(dir=self.path, suffix=".tmp", delete=False) as file:
+            np.savez(file, *arrays)
+        os.replace(file.name, path)
+        return arrays
+
+
+def digest_of(*texts: bytes) -> str:
+    """A name for contents, 32 letters."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(len(text).to_bytes(8) + text)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Whether this process has a lock, which it loses with its life."""
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+        path.unlink(missing_ok=True)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        _Part.open(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(path.read_text()) if kind_at(path) == "a file" else {}
+        rows = {
+            str(name): [[*map(int, a)], int(b), str(c), d] for name, (a, b, c, d) in known.items()
+        }
+        is_whole = all(
+            len(row[0]) == 4
+            and all(len(span) == 4 and {*map(type, span)} == {int} for span in row[3])
+            for row in rows.values()
+        )
+        return rows if is_whole else {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _write_json(path: Path, data: Any) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(data, file)
+    os.replace(file.name, path)
