@@ -17,7 +17,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ..core.compat import eval_equation
-from .walk import EACH, LOOPS, dtype_of, inners, interpret, shape_of
+from .factors import EACH
+from .walk import LOOPS, dtype_of, inners, interpret, shape_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ from .placement import (
     whole,
 )
 from .tape import COLLECTIVES, IN_PLACE, SPREAD, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
-from .walk import LOOPS, is_kept_apart
+from .walk import LOOPS
 
 
 def tape_of(
@@ -138,7 +138,9 @@ class _Reader:
             return self._mapped(equation, operands)
         inner = None if name in LOOPS or name == "pallas_call" else called_program(equation)
         if inner is not None:
-            if equation.params.get("differentiated") and is_kept_apart(equation):
+            apart = equation.params.get("prevent_cse", False)
+            apart = any(apart) if isinstance(apart, tuple) else apart
+            if equation.params.get("differentiated") and apart:
                 operands = self._behind_barrier(operands)
             return self.run(inner.jaxpr, inner.consts, operands[-len(inner.jaxpr.invars) :])
         if name == "optimization_barrier":
@@ -386,10 +388,8 @@ class _Reader:
             lost = frozenset().union(*operand.splits) & manual - frozenset().union(*said)
             value = operand
             if keep != operand.splits and operand.buffer >= 0:
-                places, size = (
-                    (operand.splits, keep),
-                    functools.partial(self.local_bytes, variable.aval),
-                )
+                places = operand.splits, keep
+                size = functools.partial(self.local_bytes, variable.aval)
                 self.nodes += gathers(self.nodes, operand.buffer, places, lost, size, self.sizes)
                 value = Sharded(self.nodes[-1].writes[0], keep)
             inner.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))

@@ -20,10 +20,48 @@ from typing import Any, TypeAlias
 from jax.extend.core import JaxprEqn
 
 from ..core.typing import Shape
-from .walk import ELEMENTWISE, KEEPS, shape_of
+from .walk import shape_of
 
 OperandDim: TypeAlias = tuple[int, int]
 """(the number of an operand or a result, one of its dims)."""
+
+
+EACH = frozenset((
+    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+    "clamp", "clz", "complex", "convert_element_type", "copy", "cos", "cosh", "digamma", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max",
+    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count",
+    "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor",
+))  # fmt: skip
+"""Operations whose every element depends on the elements at the same place, and parameters alone.
+
+A name that is missing costs speed, and nothing else."""
+
+ELEMENTWISE = EACH | frozenset((
+    "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
+    "from_edtype", "igamma", "igamma_grad_a", "igammac", "le_to", "lt_to", "mulhi", "name",
+    "polygamma", "polynomial", "random_clone", "random_fold_in", "random_gamma_grad",
+    "random_unwrap", "regularized_incomplete_beta", "threefry2x32", "tie", "to_edtype", "zeta",
+))  # fmt: skip
+"""Those and others, which compute more, give names, or work on keys."""
+
+COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
+"""Those of `EACH` whose results are a byte per element, and their operands' dtype is another."""
+
+MOVES = frozenset((
+    "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
+    "split", "squeeze", "transpose",
+))  # fmt: skip
+"""Operations that put numbers elsewhere, and compute nothing."""
+
+KEEPS = frozenset((
+    "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pcast", "pvary",
+    "reshard", "sharding_constraint",
+))  # fmt: skip
+"""Other operations that keep every element at its place."""
 
 
 class Role(enum.Enum):
@@ -133,6 +171,10 @@ class _Draft:
             is_same = all(s[target] == self.inputs[operand][source] for s in self.outputs)
             self.add(Role.PASSES if is_same else Role.PART, [(operand, source)], outs)
 
+    def keep(self) -> None:
+        """Dims of the operand become those of the results, from the first on."""
+        self.move((dim, dim) for dim in range(min(len(self.inputs[0]), len(self.outputs[0]))))
+
     def finished(self) -> Factors:
         """The value; what has no factor in a result is new, unless its size is 1."""
         for number, shape in enumerate(self.outputs):
@@ -199,7 +241,8 @@ def _broadcast(draft: _Draft) -> None:
 def _reshape(draft: _Draft) -> None:
     """Groups of dims of one product; of these, the dims of one side are the factors."""
     (before, *_), (after,) = draft.inputs, draft.outputs
-    left = [dim for dim, size in enumerate(before) if size != 1]
+    order = draft.params.get("dimensions") or range(len(before))
+    left = [dim for dim in order if before[dim] != 1]
     right = [dim for dim, size in enumerate(after) if size != 1]
 
     def size(shape, dims):
@@ -224,10 +267,6 @@ def _reshape(draft: _Draft) -> None:
                 draft.add(Role.PASSES, ins, [place])
 
 
-def _transpose(draft: _Draft) -> None:
-    draft.move((source, out) for out, source in enumerate(draft.params["permutation"]))
-
-
 def _drop(draft: _Draft, gone: Iterable[int], role: Role | None) -> None:
     """Some dims of all operands are gone, and the others stay in order."""
     gone = {*gone}
@@ -244,20 +283,8 @@ def _drop(draft: _Draft, gone: Iterable[int], role: Role | None) -> None:
                 draft.add(role, ins)
 
 
-def _squeeze(draft: _Draft) -> None:
-    _drop(draft, draft.params["dimensions"], None)
-
-
-def _reduce_sum(draft: _Draft) -> None:
-    _drop(draft, draft.params["axes"], Role.SUMMED)
-
-
 def _reduce(draft: _Draft) -> None:
     _drop(draft, draft.params.get("axes", draft.params.get("dimensions")), Role.REDUCED)
-
-
-def _unstack(draft: _Draft) -> None:
-    _drop(draft, [draft.params["axis"]], Role.PART)
 
 
 def _stack(draft: _Draft) -> None:
@@ -298,47 +325,37 @@ def _trailing(draft: _Draft) -> None:
     _whole(draft, range(rank - count, max(map(len, (*draft.inputs, *draft.outputs)))))
 
 
-def _reverse(draft: _Draft) -> None:
-    _whole(draft, draft.params["dimensions"])
-
-
-def _matrixwise(draft: _Draft) -> None:
-    for dim in range(len(draft.inputs[0])):
-        role = Role.PASSES if dim < draft.params["lead"] else Role.ALONG
-        draft.add(role, [(0, dim)], [(0, dim)])
-
-
-def _slice(draft: _Draft) -> None:
-    draft.move((dim, dim) for dim in range(len(draft.inputs[0])))
+def _stay(draft: _Draft, role: Role, has_role: Sequence[bool], count: int = 1) -> None:
+    """All dims stay; along some, elements of the first operands do not keep their place."""
+    for dim, here in enumerate(has_role):
+        ins = [(n, dim) for n, shape in enumerate(draft.inputs[:count]) if dim < len(shape)]
+        outs = [(number, dim) for number in range(len(draft.outputs))]
+        draft.add(role if here else Role.PASSES, ins, outs)
 
 
 def _pad(draft: _Draft) -> None:
-    for dim, how in enumerate(draft.params["padding_config"]):
-        role = Role.PASSES if tuple(how) == (0, 0, 0) else Role.PART
-        draft.add(role, [(0, dim)], [(0, dim)])
+    _stay(draft, Role.PART, [tuple(how) != (0, 0, 0) for how in draft.params["padding_config"]])
 
 
 def _update(draft: _Draft) -> None:
-    for dim, (size, written) in enumerate(zip(*draft.inputs[:2], strict=True)):
-        role = Role.PASSES if size == written else Role.JOINED
-        draft.add(role, [(0, dim), (1, dim)], [(0, dim)])
+    _stay(draft, Role.JOINED, [a != b for a, b in zip(*draft.inputs[:2], strict=True)], 2)
 
 
 def _concatenate(draft: _Draft) -> None:
-    for dim in range(len(draft.outputs[0])):
-        ins = [(number, dim) for number in range(len(draft.inputs))]
-        is_joined = dim == draft.params["dimension"]
-        draft.add(Role.JOINED if is_joined else Role.PASSES, ins, [(0, dim)])
+    dims, at = range(len(draft.outputs[0])), draft.params["dimension"]
+    _stay(draft, Role.JOINED, [dim == at for dim in dims], len(draft.inputs))
 
 
 def _windows(draft: _Draft) -> None:
-    params = draft.params
-    for dim in range(len(draft.inputs[0])):
-        ins = [(n, dim) for n, shape in enumerate(draft.inputs) if len(shape) > dim]
-        outs = [(number, dim) for number in range(len(draft.outputs))]
-        how = params["window_dimensions"][dim], params["window_strides"][dim]
-        is_one = (*how, tuple(params["padding"][dim])) == (1, 1, (0, 0))
-        draft.add(Role.PASSES if is_one else Role.WINDOW, ins, outs)
+    names = ("window_dimensions", "window_strides", "padding")
+    windows = zip(*(draft.params[name] for name in names), strict=True)
+    is_wide = [(size, stride, tuple(pads)) != (1, 1, (0, 0)) for size, stride, pads in windows]
+    _stay(draft, Role.WINDOW, is_wide, len(draft.inputs))
+
+
+def _matrixwise(draft: _Draft) -> None:
+    lead = draft.params["lead"]
+    _stay(draft, Role.ALONG, [dim >= lead for dim in range(len(draft.inputs[0]))])
 
 
 def _dot(draft: _Draft) -> None:
@@ -421,14 +438,16 @@ def _scatter(draft: _Draft) -> None:
             draft.add(role, [(0, dim), (2, window)], [(0, dim)])
 
 
-def _lead(draft: _Draft) -> None:
-    """Random bits, keys and their numbers: the dims of the operand come first."""
-    draft.move((dim, dim) for dim in range(min(len(draft.inputs[0]), len(draft.outputs[0]))))
+REDUCTIONS = frozenset({f"reduce_{kind}" for kind in ("max", "min", "prod", "and", "or", "xor")})
+REDUCTIONS |= {"argmax", "argmin", "reduce"}
+"""What makes one of many in another way than by adding them."""
 
+ALONG_ONE = frozenset({f"cum{kind}" for kind in ("sum", "prod", "max", "min", "logsumexp")})
+ALONG_ONE |= {"sort", "top_k", "approx_top_k"}
+"""What goes along one dim, and keeps the others."""
 
-def _new(draft: _Draft) -> None:
-    """Results have no dim in common with operands."""
-
+WINDOWS = frozenset({f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")})
+"""What looks at the places around each."""
 
 TRAILING: MappingProxyType[str, int] = MappingProxyType(
     {
@@ -451,28 +470,30 @@ RULES: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
         **dict.fromkeys((*ELEMENTWISE, *KEEPS), _each),
         **dict.fromkeys(TRAILING, _trailing),
         **dict.fromkeys(SCATTERS, _scatter),
-        **{f"reduce_{kind}": _reduce for kind in ("max", "min", "prod", "and", "or", "xor")},
-        **dict.fromkeys(("argmax", "argmin", "reduce"), _reduce),
-        "reduce_sum": _reduce_sum,
-        **{f"cum{kind}": _along for kind in ("sum", "prod", "max", "min", "logsumexp")},
-        **dict.fromkeys(("sort", "top_k", "approx_top_k"), _along),
-        **{f"reduce_window{kind}": _windows for kind in ("", "_sum", "_max", "_min")},
+        **dict.fromkeys(REDUCTIONS, _reduce),
+        "reduce_sum": lambda d: _drop(d, d.params["axes"], Role.SUMMED),
+        **dict.fromkeys(ALONG_ONE, _along),
+        **dict.fromkeys(WINDOWS, _windows),
         "broadcast_in_dim": _broadcast,
         **dict.fromkeys(("reshape", "expand_dims"), _reshape),
-        "squeeze": _squeeze,
-        "transpose": _transpose,
-        "rev": _reverse,
-        **dict.fromkeys(("slice", "split", "dynamic_slice"), _slice),
+        "squeeze": lambda d: _drop(d, d.params["dimensions"], None),
+        "transpose": lambda d: d.move(
+            (old, new) for new, old in enumerate(d.params["permutation"])
+        ),
+        "rev": lambda d: _whole(d, d.params["dimensions"]),
+        **dict.fromkeys(("slice", "split", "dynamic_slice"), _Draft.keep),
         "pad": _pad,
         "dynamic_update_slice": _update,
         "concatenate": _concatenate,
         "stack": _stack,
-        "unstack": _unstack,
+        "unstack": lambda d: _drop(d, [d.params["axis"]], Role.PART),
         "dot_general": _dot,
         "conv_general_dilated": _convolution,
         "gather": _gather,
-        **dict.fromkeys(("random_bits", "random_split", "random_wrap", "random_unwrap"), _lead),
-        **dict.fromkeys(("iota", "random_seed"), _new),
+        **dict.fromkeys(
+            ("random_bits", "random_split", "random_wrap", "random_unwrap"), _Draft.keep
+        ),
+        **dict.fromkeys(("iota", "random_seed"), lambda _: None),
         "matrixwise": _matrixwise,
     }
 )

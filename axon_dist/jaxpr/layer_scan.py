@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -26,12 +26,15 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import eval_equation, eval_jaxpr, inner_programs
+from ..core.typing import Array, PyTree
 from .units import UNIT_NAME, RealOnly, RematPolicy
 from .walk import (
     CALLS,
     LOOPS,
     REMATS,
     Atom,
+    Aval,
+    Function,
     Known,
     called,
     depends_on,
@@ -49,7 +52,7 @@ UNROLLED = 4
 stacks, which takes a tenth of the time of four small blocks, and more memory; blocks written out
 take time to compile, each."""
 
-Protect: TypeAlias = Callable[[Callable[..., Any], int], Callable[..., Any]]
+Protect: TypeAlias = Callable[[Function, int], Function]
 """Puts what runs so many times under `jax.checkpoint`, or leaves it as it is."""
 
 
@@ -97,7 +100,7 @@ class LayerScan:
         # What a unit keeps that loops itself, as over time, is on stacks anyway.
         return self.unroll is None and any(e.primitive.name in LOOPS for e in equations(unit))
 
-    def protect(self, body: Callable[..., Any], times: int) -> Callable[..., Any]:
+    def protect(self, body: Function, times: int) -> Function:
         """What runs so many times, under `jax.checkpoint`.
 
         Its barrier keeps recomputed values apart from those of the forward pass, and holds the
@@ -111,13 +114,13 @@ class LayerScan:
 
 
 def scan_over_layers(
-    function: Callable[..., Any],
+    function: Function,
     group: int | Callable[[int], int] = 1,
     remat: RematPolicy | None = None,
     *,
     prefetch: bool = False,
     unroll: int | None = 1,
-) -> Callable[..., Any]:
+) -> Function:
     """Makes a function whose chains of units run as scans.
 
     Args:
@@ -138,9 +141,12 @@ def scan_over_layers(
         A function of the same arguments with the same results.
     """
 
-    def scanned(*args: Any) -> Any:
+    def scanned(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        size: Any = (lambda _: group) if isinstance(group, int) else group
+
+        def size(length: int) -> int:
+            return group if isinstance(group, int) else group(length)
+
         how = LayerScan(size, remat, prefetch, unroll)
         results = _evaluate(closed, jax.tree.leaves(args), how)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -153,7 +159,7 @@ def is_unit(equation: JaxprEqn) -> bool:
     return equation.params.get("name") == UNIT_NAME and "jaxpr" in equation.params
 
 
-def handed_on(jaxpr: Jaxpr) -> list[Any]:
+def handed_on(jaxpr: Jaxpr) -> list[Aval]:
     """The shapes of what the units of chains hand on to the next."""
     return [
         jaxpr.eqns[chain.calls[0]].outvars[place].aval
@@ -212,7 +218,7 @@ def _tainted(jaxpr: Jaxpr, calls: Sequence[int], stop: int) -> set[Var]:
     return depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in calls), stop)
 
 
-def _kind(aval: Any) -> tuple[Any, ...]:
+def _kind(aval: Aval) -> Hashable:
     """What a carried value has to keep."""
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
@@ -223,11 +229,11 @@ def _same(old: Atom, new: Atom) -> bool:
     return old is new
 
 
-def _evaluate(closed: ClosedJaxpr, values: Sequence[Any], how: LayerScan) -> list[Any]:
+def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan) -> list[Array]:
     jaxpr = closed.jaxpr
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(jaxpr, chain)}
     inside = {call for chain in chains.values() for call in chain.calls}
-    env = Known(zip(jaxpr.constvars, closed.consts, strict=True))
+    env: Known[Array] = Known(zip(jaxpr.constvars, closed.consts, strict=True))
     env.write(jaxpr.invars, values)
     done: set[int] = set()
 
@@ -251,7 +257,7 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Any], how: LayerScan) -> lis
     return env.read(jaxpr.outvars)
 
 
-def _run(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) -> Sequence[Any]:
+def _run(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> Sequence[Array]:
     """Runs an equation; units are protected wherever in it they are called."""
     evaluate = functools.partial(eval_equation, equation)
     if is_unit(equation):
@@ -271,7 +277,7 @@ def _run(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) -> Sequenc
     return how.protect(evaluate, 1)(operands)
 
 
-def _scan_of_model(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) -> list[Any]:
+def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan) -> list[Array]:
     """A loop that the model itself has: what one iteration runs is protected."""
     (loop,), params, closed = inners(equation), equation.params, equation.params["jaxpr"]
     values = [_as_array(x, v.aval) for x, v in zip(operands, equation.invars, strict=True)]
@@ -283,7 +289,7 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) 
     if not is_one:
         compute = functools.partial(_evaluate, closed, how=how)
 
-    def body(carry: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def body(carry: Sequence[Array], rows: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         return loop.outputs(compute(values=[*consts, *carry, *rows]))
 
     both = dataclasses.replace(how, remat=_both(how.remat, *_policies(closed.jaxpr)))
@@ -301,21 +307,19 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Any], how: LayerScan) 
 
 
 def _remat_of_model(
-    equation: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[Any], how: LayerScan
-) -> Sequence[Any]:
+    equation: JaxprEqn, jaxpr: Jaxpr, operands: Sequence[Array], how: LayerScan
+) -> Sequence[Array]:
     """A checkpoint that the model itself has: it keeps what both it and ours would keep."""
     policy = equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
     barrier = equation.params["prevent_cse"]
-    if _runs_one_unit(jaxpr):
-        policy = _both(how.remat, policy)
+    is_one = _runs_one_unit(jaxpr)
 
-        def run(*values):
+    def run(*values: Array) -> list[Array]:
+        if is_one:
             return interpret(jaxpr, (), values, _without_remat)
-    else:
+        return _evaluate(ClosedJaxpr(jaxpr, ()), values, how)
 
-        def run(*values):
-            return _evaluate(ClosedJaxpr(jaxpr, ()), values, how)
-
+    policy = _both(how.remat, policy) if is_one else policy
     return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
 
 
@@ -331,7 +335,7 @@ def _runs_one_unit(jaxpr: Jaxpr) -> bool:
     return sum(map(is_unit, found)) == 1 and not loops
 
 
-def _without_remat(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+def _without_remat(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
     """Runs an equation; checkpoints around units are left out."""
     inner = called(equation) if equation.primitive.name in CALLS | REMATS else None
     if inner is None or is_unit(equation) or not has_units(equation):
@@ -345,12 +349,13 @@ def _policies(jaxpr: Jaxpr) -> list[RematPolicy]:
     return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in found]
 
 
-def _both(*policies: Any) -> RematPolicy:
+def _both(*given: RematPolicy | None) -> RematPolicy:
     """Keeps what all of some policies keep, where the first that moves it elsewhere says."""
+    policies = [policy for policy in given if policy is not None]
     if len(policies) == 1:
         return policies[0]
 
-    def policy(*args: Any, **params: Any) -> Any:
+    def policy(*args: Any, **params: Any) -> object:
         kept = [one(*args, **params) for one in policies]
         # A policy says yes or no, or gives an object for "recompute", "save" or "offload".
         dropped = [one for one in kept if not one or type(one).__name__ == "RecomputeType"]
@@ -360,11 +365,11 @@ def _both(*policies: Any) -> RematPolicy:
     return policy
 
 
-def _as_array(value: Any, aval: Any) -> Any:
+def _as_array(value: Array, aval: Aval) -> Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, aval.dtype)
 
 
-def _scan(jaxpr: Jaxpr, chain: Chain, env: Known, how: LayerScan) -> dict[Var, Any]:
+def _scan(jaxpr: Jaxpr, chain: Chain, env: Known[Array], how: LayerScan) -> dict[Var, Array]:
     """Runs a chain and returns the values of all results that something else reads."""
     calls = [jaxpr.eqns[index] for index in chain.calls]
     inner = calls[0].params["jaxpr"]
@@ -374,7 +379,7 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Known, how: LayerScan) -> dict[Var, A
     stacked = [jnp.stack([jnp.asarray(row) for row in each]) for each in rows]
     kept = _read_elsewhere(jaxpr, chain)
 
-    def unit(carry: tuple[Any, ...], mine: list[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    def unit(carry: tuple[Array, ...], mine: list[Array]) -> tuple[tuple[Array, ...], list[Array]]:
         operands, fed, each = [], iter(carry), iter(mine)
         for role, shared in zip(chain.roles, first, strict=True):
             source = {SHARED: None, STACKED: each}.get(role, fed)  # type: ignore[call-overload]
@@ -390,7 +395,7 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Known, how: LayerScan) -> dict[Var, A
     length = len(calls)
     carry, between = grouped_scan(unit, start, stacked, length, how.group(length), how.protect)
     last = [calls[-1].outvars[i] for i in chain.carried]
-    found: dict[Var, Any] = dict(zip(last, carry, strict=True))
+    found: dict[Var, Array] = dict(zip(last, carry, strict=True))
     for position, results in zip(kept, between, strict=True):
         for row, call in enumerate(calls):
             found[call.outvars[position]] = results[row]
@@ -398,16 +403,16 @@ def _scan(jaxpr: Jaxpr, chain: Chain, env: Known, how: LayerScan) -> dict[Var, A
 
 
 def grouped_scan(
-    body: Callable[..., Any],
-    carry: Any,
-    stacked: list[Any],
+    body: Function,
+    carry: PyTree,
+    stacked: list[Array],
     length: int,
     group: int,
     protect: Protect,
     *,
     reverse: bool = False,
     unroll: int | bool = 1,
-) -> tuple[Any, list[Any]]:
+) -> tuple[PyTree, list[Array]]:
     """`lax.scan` whose iterations run `group` steps each, under one `jax.checkpoint` each.
 
     Args:
@@ -439,7 +444,7 @@ def grouped_scan(
         return lambda carry, rows: jax.lax.scan(body, carry, rows, size)
 
     whole = length // group * group
-    parts: list[Any] = []
+    parts: list[list[Array]] = []
     if whole:
         times = whole // group
         rows = [x[:whole].reshape(times, group, *x.shape[1:]) for x in stacked]

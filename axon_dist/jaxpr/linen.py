@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import flax.linen as nn
@@ -22,14 +22,19 @@ import numpy as np
 from flax import nnx
 from flax.core import lift
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-from ..core.compat import eval_equation
-from ..core.typing import Path
-from .equality import same_program, same_value
-from .walk import Atom, interpret
+from ..core.compat import eval_equation, eval_jaxpr
+from ..core.typing import Array, Path, PyTree, Shape
+from .walk import Function, Known, same_program, variables
 
 Keys: TypeAlias = tuple[Any, ...]
+
+Gathers: TypeAlias = tuple[Callable[[Array], Array] | None, ...]
+"""How each of the first values of a program is gathered; None for one that is whole."""
+
+RunUnit: TypeAlias = Callable[[ClosedJaxpr, Gathers, list[Array]], list[Array]]
+"""(program, how its values are gathered, values) -> results, as the equation of a unit."""
 
 SAME_SHARE = 0.5
 """The least share of leaves that two modules have alike to be blocks of one kind."""
@@ -116,9 +121,9 @@ def split_number(name: str) -> tuple[str, int | None]:
     return (found[1], int(found[2])) if found else (name, None)
 
 
-def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, Any]:
+def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, PyTree]:
     """The shapes of a bridged module's parameters, by name in nested dicts."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for keys, variable in nnx.iter_graph(bridge):
         if isinstance(variable, nnx.Param):
             *above, last = map(str, keys)
@@ -129,7 +134,9 @@ def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, Any]:
     return tree
 
 
-def _named(tree: Mapping[str, Any], above: Keys = (), name: Keys = ()) -> Iterator[Any]:
+def _named(
+    tree: Mapping[str, PyTree], above: Keys = (), name: tuple[str, ...] = ()
+) -> Iterator[tuple[Keys, tuple[str, ...]]]:
     """Pairs of keys and the parts of a name without numbers."""
     for key, child in tree.items():
         if isinstance(child, dict):
@@ -140,7 +147,7 @@ def _named(tree: Mapping[str, Any], above: Keys = (), name: Keys = ()) -> Iterat
             yield from _named(child, (*above, key), found)
 
 
-def _blocks(tree: Mapping[str, Any], composite: bool) -> list[Keys]:
+def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
     """The blocks in a tree of shapes: of modules that hold others, or of single layers."""
     groups: dict[str, list[tuple[int, str]]] = {}
     for key, child in tree.items():
@@ -166,7 +173,7 @@ def _blocks(tree: Mapping[str, Any], composite: bool) -> list[Keys]:
     return found
 
 
-def _are_alike(trees: Sequence[Mapping[str, Any]]) -> bool:
+def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
     """Whether each of some modules has most of its leaves like those of the one before."""
     leaves = [dict(_leaves(tree)) for tree in trees]
     return all(
@@ -175,7 +182,7 @@ def _are_alike(trees: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _leaves(tree: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def _leaves(tree: Mapping[str, PyTree], above: Keys = ()) -> Iterator[tuple[Keys, Shape]]:
     for key, child in tree.items():
         if isinstance(child, dict):
             yield from _leaves(child, (*above, key))
@@ -184,46 +191,48 @@ def _leaves(tree: Mapping[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, A
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BlockProgram:
-    """What a block computes, its random keys made outside it.
+class UnitPrograms:
+    """The programs of the units of one trace: calls share one where they compute the same.
+
+    That two calls are equal is seen from what they have traced to, and not from their modules and
+    arguments: a call may read globals, context variables, the type of a flag or an object that has
+    changed since the call before.
 
     Args:
-        jaxpr: traced.
-        consts: its constants, concrete; those that depend on other values are inputs.
-        invars: its variables that a call is given, keys last.
-        eqns: its equations but for those that make keys.
+        known: the programs so far, by what is cheap to compare.
     """
 
-    jaxpr: Jaxpr
-    consts: Mapping[Var, Any]
-    invars: tuple[Var, ...]
-    eqns: tuple[JaxprEqn, ...]
+    known: dict[Hashable, list[ClosedJaxpr]] = dataclasses.field(default_factory=dict)
 
-    @property
-    def constvars(self) -> tuple[Var, ...]:
-        """Its variables with constant values."""
-        return tuple(self.consts)
-
-    @property
-    def outvars(self) -> Sequence[Atom]:
-        """What it returns."""
-        return self.jaxpr.outvars
-
-    def run(self, values: Sequence[Any]) -> list[Any]:
-        """Computes it."""
-        return interpret(self, tuple(self.consts.values()), values, eval_equation)
-
-    def is_like(self, other: BlockProgram) -> bool:
-        """Whether another computes the same."""
-        return same_program(self, other) and all(
-            same_value(a, b)
-            for a, b in zip(self.consts.values(), other.consts.values(), strict=True)
-        )
+    def shared(self, program: ClosedJaxpr) -> ClosedJaxpr:
+        """The first program that computes the same as this one."""
+        jaxpr = program.jaxpr
+        names = tuple(equation.primitive.name for equation in jaxpr.eqns)
+        alike = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
+        for other in alike:
+            if same_program(program, other):
+                return other
+        alike.append(program)
+        return program
 
 
-def program_of(
-    closed: ClosedJaxpr, operands: Sequence[Any], keys: Container[int]
-) -> tuple[BlockProgram, Any]:
+def without_tracers(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Array]]:
+    """A program that is given what it has read of the trace around it, and that."""
+    pairs = list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
+    kept = {v: x for v, x in pairs if not isinstance(x, Tracer)}
+    return _given(closed.jaxpr, kept, [v for v, _ in read]), [x for _, x in read]
+
+
+def _given(jaxpr: Jaxpr, consts: Mapping[Var, Array], more: Sequence[Var]) -> ClosedJaxpr:
+    """The program with other constants, and given more."""
+    jaxpr = jaxpr.replace(constvars=[*consts], invars=[*jaxpr.invars, *more])
+    return ClosedJaxpr(jaxpr, [*consts.values()])
+
+
+def without_keys(
+    closed: ClosedJaxpr, operands: Sequence[Array], keys: Container[int]
+) -> tuple[ClosedJaxpr, list[Array]]:
     """Takes what makes keys of given keys and numbers out of a traced program.
 
     Args:
@@ -234,38 +243,24 @@ def program_of(
     Returns:
         The program, and what a call of it is given.
     """
-    jaxpr = closed.jaxpr
-    traced = {v: x for v, x in zip(jaxpr.constvars, closed.consts, strict=True) if _is_traced(x)}
+    closed, read = without_tracers(closed)
+    jaxpr, values, count = closed.jaxpr, [*operands, *read], len(operands)
+    pairs = enumerate(zip(jaxpr.invars, values, strict=True))
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    pairs = enumerate(zip(jaxpr.invars, operands, strict=True))
-    known: dict[Var, Any] = {v: x for number, (v, x) in pairs if number in keys}
+    known: Known[Array] = Known((v, x) for at, (v, x) in pairs if at in keys or at >= count)
+    known.update(consts)
     kept = []
     for equation in jaxpr.eqns:
-        numbers = {v: consts[v] for v in _variables(equation.invars) if v in consts}
-        if equation.primitive.name in MAKES_KEYS and _knows({**known, **numbers}, equation):
-            env = {**known, **numbers}
-            values = [v.val if isinstance(v, Literal) else env[v] for v in equation.invars]
-            known.update(zip(equation.outvars, eval_equation(equation, values), strict=True))
+        is_known = variables(equation.invars) <= known.keys()
+        if equation.primitive.name in MAKES_KEYS and is_known:
+            known.write(equation.outvars, eval_equation(equation, known.read(equation.invars)))
         else:
             kept.append(equation)
-    read = _variables(v for equation in kept for v in equation.invars) | _variables(jaxpr.outvars)
-    made = [v for v in known if v in read and v not in set(jaxpr.invars)]
-    invars = (*jaxpr.invars, *traced, *made)
-    values = [*operands, *traced.values(), *(known[v] for v in made)]
-    concrete = {v: x for v, x in consts.items() if v not in traced and v in read}
-    return BlockProgram(jaxpr, concrete, invars, tuple(kept)), values
-
-
-def _knows(known: Mapping[Var, Any], equation: JaxprEqn) -> bool:
-    return all(variable in known for variable in _variables(equation.invars))
-
-
-def _variables(atoms: Any) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, Tracer)
+    wanted = variables([*(v for equation in kept for v in equation.invars), *jaxpr.outvars])
+    made = [v for v in known if v in wanted and v not in {*jaxpr.invars, *consts}]
+    constants = {v: x for v, x in consts.items() if v in wanted}
+    program = _given(jaxpr.replace(eqns=kept), constants, made)
+    return program, [*values, *(known[v] for v in made)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -274,16 +269,19 @@ class LinenUnits:
 
     Args:
         paths: of the blocks, below the bridge.
-        run: (program, how each value is gathered, values) -> results, as a unit's equation.
+        run: runs a program as the equation of a unit.
         metadata: of a parameter, that which says how it is gathered.
+        programs: of the trace, which gives equal calls the same inner program.
     """
 
     paths: frozenset[Path]
-    run: Callable[..., Any]
+    run: RunUnit
     metadata: str
-    programs: list[BlockProgram] = dataclasses.field(default_factory=list)
+    programs: UnitPrograms
 
-    def __call__(self, call: Any, bridge: nnx.bridge.ToNNX, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, call: Function, bridge: nnx.bridge.ToNNX, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         """Runs the bridge with the calls of its blocks intercepted."""
         params = {
             "/".join(map(str, keys)): variable
@@ -301,14 +299,6 @@ class LinenUnits:
             for path, variable in params.items():
                 variable.set_metadata(**{self.metadata: gathers[path]})
 
-    def shared(self, program: BlockProgram) -> BlockProgram:
-        """The first program of this trace that computes the same."""
-        for other in self.programs:
-            if program.is_like(other):
-                return other
-        self.programs.append(program)
-        return program
-
 
 class Intercepted:
     """Makes the outermost calls of blocks equations, while one call of a bridge runs.
@@ -318,40 +308,51 @@ class Intercepted:
         gathers: how parameters are gathered, by path below the bridge.
     """
 
-    def __init__(self, units: LinenUnits, gathers: Mapping[Path, Callable[[Any], Any]]):
+    def __init__(self, units: LinenUnits, gathers: Mapping[Path, Callable[[Array], Array]]):
         self.units: LinenUnits = units
-        self.gathers: Mapping[Path, Callable[[Any], Any]] = gathers
+        self.gathers: Mapping[Path, Callable[[Array], Array]] = gathers
         self.is_inside = False
 
-    def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def __call__(
+        self,
+        call: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        context: nn.module.InterceptorContext,
+    ) -> PyTree:
         """Runs one method of a module."""
         module, name = context.module, context.method_name
         path = "/".join(module.path)
         if self.is_inside or path not in self.units.paths or name == "setup":
             return call(*args, **kwargs)
-        method = context.orig_method.func
+        method = context.orig_method.func  # pyright: ignore[reportFunctionMemberAccess]
         lifted = nn.transforms.lift_transform(self._lift, method)
         return lifted(module, *args, **kwargs)
 
-    def _lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _lift(self, function: Function) -> Function:
         """A transformation of Flax's: `function` takes scopes in place of a module."""
 
         def inner(
-            scope_fn: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
-        ) -> Any:
+            scope_fn: Function,
+            repack: Function,
+            variables: PyTree,
+            rngs: PyTree,
+            *args: PyTree,
+            **kwargs: PyTree,
+        ) -> PyTree:
             paths = _outermost(scope_fn(variables, rngs))
             leaves, structure = jax.tree.flatten((args, kwargs))
-            arrays = [leaf for leaf in leaves if _is_array(leaf)]
-            made: list[Any] = []
+            arrays = [leaf for leaf in leaves if is_array(leaf)]
+            made: list[PyTree] = []
 
-            def compute(variables: Any, rngs: Any, arrays: Sequence[Any]) -> list[Any]:
+            def compute(variables: PyTree, rngs: PyTree, arrays: Sequence[Array]) -> list[Array]:
                 found = iter(arrays)
-                given = [next(found) if _is_array(leaf) else leaf for leaf in leaves]
+                given = [next(found) if is_array(leaf) else leaf for leaf in leaves]
                 args, kwargs = jax.tree.unflatten(structure, given)
                 scopes = scope_fn(variables, rngs)
                 # A number or a flag that a method returns stays what it is.
                 made[:] = jax.tree.flatten((function(scopes, *args, **kwargs), repack(scopes)))
-                return [leaf for leaf in made[0] if _is_array(leaf)]
+                return [leaf for leaf in made[0] if is_array(leaf)]
 
             self.is_inside = True
             try:
@@ -359,16 +360,21 @@ class Intercepted:
             finally:
                 self.is_inside = False
             outputs, form = made
-            found = [next(results) if _is_array(leaf) else leaf for leaf in outputs]
+            found = [next(results) if is_array(leaf) else leaf for leaf in outputs]
             return jax.tree.unflatten(form, found)
 
         return lift.pack(inner, (True,), (True,), (True,), name="unit", enable_kwargs=True)
 
     def _run(
-        self, compute: Any, variables: Any, rngs: Any, arrays: Sequence[Any], paths: Sequence[Path]
-    ) -> list[Any]:
-        leaves, structure = jax.tree.flatten((variables, rngs, arrays))
-        gathers = self._gathers(variables, paths)
+        self,
+        compute: Function,
+        state: PyTree,
+        rngs: PyTree,
+        arrays: Sequence[Array],
+        paths: Sequence[Path],
+    ) -> list[Array]:
+        leaves, structure = jax.tree.flatten((state, rngs, arrays))
+        gathers = self._gathers(state, paths)
         gathers += (None,) * (len(leaves) - len(gathers))
         # Traced with whole weights: the gathers stand before the program, where they compare.
         whole = [
@@ -377,20 +383,21 @@ class Intercepted:
         ]
         given = jax.tree.unflatten(structure, whole)
         closed = jax.make_jaxpr(compute)(*given)
-        first = len(jax.tree.leaves(variables))
+        first = len(jax.tree.leaves(state))
         keys = range(first, first + len(jax.tree.leaves(rngs)))
-        program, values = program_of(closed, leaves, keys)
-        if not program.eqns:
+        program, values = without_keys(closed, leaves, keys)
+        if not program.jaxpr.eqns:
             # A method that says a size or gives a parameter is no call that computes.
-            returned = _variables(program.outvars)
-            pairs = itertools.zip_longest(program.invars, values, gathers)
-            return program.run([g(x) if g and v in returned else x for v, x, g in pairs])
-        return self.units.run(self.units.shared(program), gathers, values)
+            returned = variables(program.jaxpr.outvars)
+            pairs = itertools.zip_longest(program.jaxpr.invars, values, gathers)
+            given = [g(x) if g and v in returned else x for v, x, g in pairs]
+            return eval_jaxpr(program, given)
+        return self.units.run(self.units.programs.shared(program), gathers, values)
 
-    def _gathers(self, variables: Any, paths: Sequence[Path]) -> tuple[Any, ...]:
+    def _gathers(self, variables: PyTree, paths: Sequence[Path]) -> Gathers:
         """How each leaf of the variables of each scope is gathered, or None."""
 
-        def one(path: Path, keys: Any) -> Any:
+        def one(path: Path, keys: Keys) -> Callable[[Array], Array] | None:
             # The first key is the collection, of which a bridged module knows nothing.
             _, *names = (str(key.key) for key in keys if hasattr(key, "key"))
             return self.gathers.get("/".join(filter(None, (path, *names))))
@@ -404,7 +411,7 @@ class Intercepted:
         )
 
 
-def _outermost(scopes: Any) -> list[Path]:
+def _outermost(scopes: PyTree) -> list[Path]:
     """The paths of those scopes that lie in no other, as Flax packs their variables."""
     paths = list(dict.fromkeys(scope.path for scope in jax.tree.leaves(scopes)))
 
@@ -414,5 +421,6 @@ def _outermost(scopes: Any) -> list[Path]:
     return ["/".join(p) for p in paths if not any(is_below(p, other) for other in paths)]
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
+    """Whether a leaf of a tree is an array, or what a trace has in place of one."""
     return isinstance(leaf, (jax.Array, np.ndarray))

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Path
-from .equality import hashable_params, same_params
+from .rows import select_case
+from .walk import Aval, called, interpret, same, struct_of
 
 Owner: TypeAlias = Hashable
 """Whoever has values of its own; None stands for all."""
@@ -45,7 +46,7 @@ class ConstantOperand:
     """
 
     value: Any
-    aval: Any
+    aval: Aval
 
 
 Atom: TypeAlias = "int | ConstantOperand"
@@ -84,15 +85,19 @@ class OwnedOperation:
         """A key that only operations have that compute the same; None where none is known."""
         if not isinstance(self.equation, JaxprEqn) or self.equation.effects:
             return None
-        params = hashable_params(self.equation.params)
-        return None if params is None else (self.equation.primitive, params)
+        key = self.equation.primitive, tuple(sorted(self.equation.params.items()))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
 
     def computes_as(self, other: OwnedOperation) -> bool:
         """Whether another operation computes the same of its inputs."""
         mine, theirs = self.equation, other.equation
         if not isinstance(mine, JaxprEqn) or not isinstance(theirs, JaxprEqn):
             return mine is theirs
-        return mine.primitive is theirs.primitive and same_params(mine.params, theirs.params)
+        return mine.primitive is theirs.primitive and same(mine.params, theirs.params)
 
     def run(self, operands: Sequence[Array]) -> Sequence[Array]:
         """Computes the outputs."""
@@ -120,7 +125,7 @@ class OwnedProgram:
     outputs: tuple[Atom, ...]
     homes: tuple[Owner, ...]
     owners: tuple[Owner, ...]
-    avals: tuple[Any, ...]
+    avals: tuple[Aval, ...]
     levels: tuple[int, ...]
 
     @property
@@ -128,14 +133,14 @@ class OwnedProgram:
         """Rounds in which owners run their parts, everybody's operations before each."""
         pairs = zip(self.outputs, self.homes, strict=True)
         handed = [a for a, home in pairs if self.owner_of(a) not in (None, home)]
-        read = [self.levels[a] + 1 for a in handed]  # type: ignore[index]
+        read = [self.levels[a] + 1 for a in _values(handed)]
         return 1 + max([0, *(op.level for op in self.operations), *read])
 
     def owner_of(self, atom: Atom) -> Owner:
         """Whose an atom is; constants are everybody's."""
         return None if isinstance(atom, ConstantOperand) else self.owners[atom]
 
-    def aval_of(self, atom: Atom) -> Any:
+    def aval_of(self, atom: Atom) -> Aval:
         """The shape and dtype of an atom."""
         return atom.aval if isinstance(atom, ConstantOperand) else self.avals[atom]
 
@@ -176,7 +181,7 @@ class OwnedProgram:
 
 
 def owned(
-    closed: Any,
+    closed: ClosedJaxpr,
     owners: Sequence[Owner],
     names: Sequence[Path],
     homes: Sequence[Owner],
@@ -221,13 +226,13 @@ class _Flat:
 
     def __init__(self, small: int):
         self.small = small
-        self.avals: list[Any] = []
+        self.avals: list[Aval] = []
         self.owners: list[Owner] = []
         self.names: list[Path] = []
         self.operations: list[OwnedOperation] = []
         self.common: set[int] = set()
 
-    def new(self, aval: Any, owner: Owner, name: Path) -> int:
+    def new(self, aval: Aval, owner: Owner, name: Path) -> int:
         self.avals.append(aval)
         self.owners.append(owner)
         self.names.append(name)
@@ -236,29 +241,19 @@ class _Flat:
     def owner(self, atom: Atom) -> Owner:
         return None if isinstance(atom, ConstantOperand) else self.owners[atom]
 
-    def follow(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Atom]) -> list[Atom]:
-        env: dict[Any, Atom] = {
-            v: ConstantOperand(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)
-        }
-        env.update(zip(jaxpr.invars, values, strict=True))
+    def follow(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Atom]) -> list[Atom]:
+        pairs = zip(consts, jaxpr.constvars, strict=True)
+        given: list[Atom] = [ConstantOperand(x, v.aval) for x, v in pairs]
+        return interpret(jaxpr, given, values, self._equation, _literal)
 
-        def read(v):
-            return ConstantOperand(v.val, v.aval) if isinstance(v, Literal) else env[v]
-
-        for equation in jaxpr.eqns:
-            operands = [read(v) for v in equation.invars]
-            made = self._equation(equation, operands)
-            env.update(zip(equation.outvars, made, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _equation(self, equation: Any, operands: list[Atom]) -> Sequence[Atom]:
-        if (inner := _called(equation)) is not None:
-            jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-            return self.follow(jaxpr, consts, operands)
+    def _equation(self, equation: JaxprEqn, operands: Sequence[Atom]) -> Sequence[Atom]:
+        inner = called(equation) if equation.primitive.name in LOOKED_INTO else None
+        if inner is not None and len(inner.jaxpr.invars) == len(operands):
+            return self.follow(inner.jaxpr, inner.consts, operands)
         if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):
             return self._choose(equation, operands)
         owner = self._whose(operands)
-        named = [self.names[a] for a in operands if self.owner(a) is not None]  # type: ignore[index]
+        named = [self.names[a] for a in _values(operands) if self.owners[a] is not None]
         name = named[0] if named else ""
         outputs = tuple(self.new(v.aval, owner, name) for v in equation.outvars)
         self.operations.append(OwnedOperation(equation, tuple(operands), outputs, owner))
@@ -266,11 +261,9 @@ class _Flat:
             self.common.update(outputs)
         return outputs
 
-    def _whose(self, operands: list[Atom]) -> Owner:
+    def _whose(self, operands: Sequence[Atom]) -> Owner:
         """Whose an operation is: arrays draw it to their owner, numbers follow."""
-        arrays = [
-            a for a in operands if not isinstance(a, ConstantOperand) and _size(self.avals[a]) > 1
-        ]
+        arrays = [a for a in _values(operands) if _size(self.avals[a]) > 1]
         if arrays:
             mine = {self.owners[a] for a in arrays} - {None}
         else:
@@ -279,13 +272,13 @@ class _Flat:
             mine = mine if self.common.isdisjoint(operands) else set()
         return next(iter(mine)) if len(mine) == 1 else None
 
-    def _is_shared_choice(self, equation: Any, operands: list[Atom]) -> bool:
+    def _is_shared_choice(self, equation: JaxprEqn, operands: Sequence[Atom]) -> bool:
         """Whether a branch is taken for several owners at once, by a number that all know."""
         which, *rest = operands
-        whose = {self.owner(atom) for atom in rest if not isinstance(atom, ConstantOperand)}
+        whose = {self.owners[value] for value in _values(rest)}
         return self.owner(which) is None and not equation.effects and len(whose) > 1
 
-    def _choose(self, equation: Any, operands: list[Atom]) -> list[Atom]:
+    def _choose(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """Runs all branches, and selects: owner by owner, which one equation could not."""
         which, *rest = operands
         found = [self.follow(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
@@ -294,12 +287,17 @@ class _Flat:
             if all(case is cases[0] for case in cases):
                 results.append(cases[0])
                 continue
-            select = _selection(equation.invars[0].aval, variable.aval, len(cases))
+            shapes = struct_of(equation.invars[0]), *[struct_of(variable)] * len(cases)
+            select = jax.make_jaxpr(lambda which, *cases: select_case(which, cases))(*shapes)
             results += self.follow(select.jaxpr, select.consts, [which, *cases])
         return results
 
     def finish(
-        self, inputs: list[int], outputs: list[Atom], homes: tuple[Owner, ...], results: Any
+        self,
+        inputs: list[int],
+        outputs: list[Atom],
+        homes: tuple[Owner, ...],
+        results: Sequence[Path],
     ) -> OwnedProgram:
         self._drop_unused(outputs)
         self._settle(outputs, homes)
@@ -316,12 +314,12 @@ class _Flat:
         )
 
     def _drop_unused(self, outputs: list[Atom]) -> None:
-        wanted = {atom for atom in outputs if not isinstance(atom, ConstantOperand)}
+        wanted = {*_values(outputs)}
         kept = []
         for op in reversed(self.operations):
             if _has_effects(op) or not wanted.isdisjoint(op.outputs):
                 kept.append(op)
-                wanted.update(a for a in op.inputs if not isinstance(a, ConstantOperand))
+                wanted.update(_values(op.inputs))
         self.operations = kept[::-1]
 
     def _settle(self, outputs: list[Atom], homes: tuple[Owner, ...]) -> None:
@@ -348,18 +346,16 @@ class _Flat:
         if _has_effects(op):
             return op.owner
         sizes = [_size(self.avals[v]) for v in op.outputs]
-        owned = [
-            a
-            for a in op.inputs
-            if not isinstance(a, ConstantOperand) and self.owners[a] is not None
-        ]
+        owned = [a for a in _values(op.inputs) if self.owners[a] is not None]
         if op.owner is None:
             is_free = not owned and max(sizes, default=0) > self.small and len(readers) == 1
             return next(iter(readers)) if is_free else None
         is_number = max([*sizes, *(_size(self.avals[a]) for a in owned)]) <= 1
         return None if is_number and op.owner not in readers else op.owner
 
-    def _check(self, outputs: list[Atom], homes: tuple[Owner, ...], results: Any) -> None:
+    def _check(
+        self, outputs: list[Atom], homes: tuple[Owner, ...], results: Sequence[Path]
+    ) -> None:
         for op in self.operations:
             for atom in op.inputs:
                 self._check_small(atom, op.owner, f"the operation {op.name!r}")
@@ -381,8 +377,8 @@ class _Flat:
     def _levels(self) -> tuple[int, ...]:
         levels = [0] * len(self.avals)
         for index, op in enumerate(self.operations):
-            known = [a for a in op.inputs if not isinstance(a, ConstantOperand)]
-            level = max([0, *(levels[a] + (self.owners[a] not in (None, op.owner)) for a in known)])
+            read = _values(op.inputs)
+            level = max([0, *(levels[a] + (self.owners[a] not in (None, op.owner)) for a in read)])
             self.operations[index] = dataclasses.replace(op, level=level)
             for value in op.outputs:
                 levels[value] = level
@@ -393,33 +389,16 @@ def _has_effects(op: OwnedOperation) -> bool:
     return isinstance(op.equation, JaxprEqn) and bool(op.equation.effects)
 
 
-def _called(equation: Any) -> Any | None:
-    """The program that an equation runs once, and is not more than."""
-    if equation.primitive.name not in LOOKED_INTO:
-        return None
-    found = (equation.params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    inner = next((program for program in found if program is not None), None)
-    jaxpr = getattr(inner, "jaxpr", inner)
-    if jaxpr is None or len(jaxpr.invars) != len(equation.invars):
-        return None
-    return inner
+def _literal(atom: Literal) -> Atom:
+    return ConstantOperand(atom.val, atom.aval)
 
 
-def _selection(which: Any, case: Any, count: int) -> Any:
-    """The program of `lax.select_n` of some cases, by a number or a boolean."""
-
-    def select(which: Any, *cases: Any) -> Any:
-        if which.dtype != bool:
-            which = jnp.clip(which, 0, count - 1).astype(jnp.int32)
-        return jax.lax.select_n(which, *cases)
-
-    def shape(aval):
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-    return jax.make_jaxpr(select)(shape(which), *[shape(case)] * count)
+def _values(atoms: Iterable[Atom]) -> list[int]:
+    """The atoms that are no constants."""
+    return [atom for atom in atoms if not isinstance(atom, ConstantOperand)]
 
 
-def _size(aval: Any) -> int:
+def _size(aval: Aval) -> int:
     return math.prod(aval.shape)
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from ..core.compat import CALLS, REMATS, eval_equation
 from ..core.typing import Array, PyTree
@@ -20,11 +21,11 @@ from .walk import (
     LOOPS,
     Atom,
     Inner,
-    JaxprLike,
     Known,
     called,
     inners,
     made_by,
+    struct_of,
     variables,
 )
 
@@ -42,7 +43,7 @@ class Piece:
 
     equations: tuple[JaxprEqn, ...]
     outputs: tuple[Atom, ...]
-    needs: frozenset[Any]
+    needs: frozenset[Var]
     pinned: frozenset[Var] = frozenset()
 
     @property
@@ -50,7 +51,7 @@ class Piece:
         """The variables that it computes."""
         return made_by(self.equations)
 
-    def run(self, known: Mapping[Var, Any]) -> list[Array]:
+    def run(self, known: Mapping[Var, Array]) -> list[Array]:
         """Computes the outputs.
 
         Args:
@@ -69,7 +70,7 @@ class Piece:
 
 
 def cut(
-    jaxpr: JaxprLike,
+    jaxpr: Jaxpr,
     outputs: Sequence[Atom],
     known: Iterable[Var] = (),
     pinned: frozenset[Var] = frozenset(),
@@ -99,7 +100,7 @@ def cut(
     return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
 
 
-def whole(x: Any) -> Array:
+def whole(x: Array) -> Array:
     """Keeps the compiler from splitting a value over the axes that are left to it."""
     return _laid(x, lambda _: PartitionSpec())
 
@@ -114,7 +115,7 @@ def as_it_lies(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: _laid(x, lambda ndim: PartitionSpec(*(free,) * ndim)), tree)
 
 
-def _laid(x: Any, spec_of: Callable[[int], PartitionSpec]) -> Array:
+def _laid(x: Array, spec_of: Callable[[int], PartitionSpec]) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return x
@@ -141,15 +142,15 @@ class TableRows:
         fill: what these rows are filled with, where they are filled; None is not a number.
     """
 
-    equation: Any
-    operands: tuple[Any, ...]
+    equation: JaxprEqn
+    operands: tuple[Atom, ...]
     ids: Callable[[Sequence[Array]], Array]
-    casts: tuple[Any, ...]
-    mode: Any
-    fill: Any
+    casts: tuple[DTypeLike, ...]
+    mode: jax.lax.GatherScatterMode
+    fill: float | None
 
     @property
-    def result(self) -> Array:
+    def result(self) -> Var:
         """The variable of the rows."""
         return self.equation.outvars[0]
 
@@ -165,11 +166,11 @@ class Readers:
     """
 
     rows: tuple[TableRows, ...]
-    others: tuple[Any, ...]
-    forms: Collection[Any]
+    others: tuple[JaxprEqn | None, ...]
+    forms: Collection[Var]
 
 
-def readers_of(jaxpr: Jaxpr, table: Any) -> Readers:
+def readers_of(jaxpr: Jaxpr, table: Var) -> Readers:
     """What reads a table `[N, D]`, in a program and the calls that it makes.
 
     Args:
@@ -186,9 +187,9 @@ def readers_of(jaxpr: Jaxpr, table: Any) -> Readers:
         >>> [rows.result.aval.shape for rows in readers_of(jaxpr, jaxpr.invars[0]).rows]
         [(2, 3, 4)]
     """
-    forms: dict[Any, tuple[Any, ...]] = {table: ()}
+    forms: dict[Var, tuple[DTypeLike, ...]] = {table: ()}
     rows: list[TableRows] = []
-    others: list[Any] = []
+    others: list[JaxprEqn | None] = []
     for equation in jaxpr.eqns:
         read = variables(equation.invars) & forms.keys()
         if not read:
@@ -205,7 +206,7 @@ def readers_of(jaxpr: Jaxpr, table: Any) -> Readers:
     return Readers(tuple(rows), tuple(others), frozenset(forms))
 
 
-def _rows_of(equation: Any, read: set[Any]) -> TableRows | None:
+def _rows_of(equation: JaxprEqn, read: set[Var]) -> TableRows | None:
     """The rows that an equation reads of a table with some forms; None where it does otherwise."""
     places = [i for i, atom in enumerate(equation.invars) if atom in read]
     if len(places) != 1:
@@ -243,9 +244,9 @@ def _rows_of(equation: Any, read: set[Any]) -> TableRows | None:
     return dataclasses.replace(found, equation=equation, operands=others, ids=ids)
 
 
-def _is_by_rows(equation: Any) -> bool:
+def _is_by_rows(equation: JaxprEqn) -> bool:
     """Whether a gather takes whole rows of a matrix, an id each."""
-    table, ids = (atom.aval for atom in equation.invars)
+    table, ids = map(struct_of, equation.invars)
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     return (
         table.ndim == 2
@@ -276,25 +277,33 @@ def read_outside_units(
 def _read(
     jaxpr: Jaxpr, names: dict[Var, str], is_unit: Callable[[JaxprEqn], bool]
 ) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        given = _names(equation, names)
-        if not any(given) or is_unit(equation):
+    for equation, given in _readers(jaxpr, names):
+        if is_unit(equation):
             continue
-        if equation.primitive.name == "convert_element_type":
-            names[equation.outvars[0]] = given[0] or ""
-        elif has_units(equation, is_unit) and (programs := inners(equation)):
+        if has_units(equation, is_unit) and (programs := inners(equation)):
             for inner in programs:
                 yield from _read(inner.program.jaxpr, _given(inner, given), is_unit)
         else:
             yield from {v: n for v, n in zip(equation.invars, given, strict=True) if n}.values()
 
 
-def _names(equation: JaxprEqn, names: Mapping[Var, str]) -> list[str | None]:
-    """The input that each operand of an equation is, if it is one."""
-    return [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
+Names: TypeAlias = list[str | None]
+"""The input that each operand of an equation is, if it is one."""
 
 
-def _given(inner: Inner, given: Sequence[str | None], count: int | None = None) -> dict[Var, str]:
+def _readers(
+    jaxpr: Jaxpr, names: dict[Var, str], passed: Collection[str] = CASTS
+) -> Iterator[tuple[JaxprEqn, Names]]:
+    """The equations that read inputs with names; some operations pass a name on."""
+    for equation in jaxpr.eqns:
+        given = [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
+        if any(given) and equation.primitive.name in passed:
+            names[equation.outvars[0]] = given[0] or ""
+        elif any(given):
+            yield equation, given
+
+
+def _given(inner: Inner, given: Names, count: int | None = None) -> dict[Var, str]:
     """The names of the first inputs of a program, as the equation's operands have them."""
     pairs = zip(inner.program.jaxpr.invars, inner.inputs(given), strict=True)
     return {v: name for v, name in itertools.islice(pairs, count) if name}
@@ -324,14 +333,9 @@ _MANY = 2
 def _count(jaxpr: Jaxpr, names: dict[Var, str], counts: Counter[str]) -> None:
     returned = [names.get(v) for v in jaxpr.outvars if not isinstance(v, Literal)]
     counts.update({name: _MANY for name in returned if name})
-    for equation in jaxpr.eqns:
-        given = _names(equation, names)
-        if not any(given):
-            continue
+    for equation, given in _readers(jaxpr, names):
         kind = equation.primitive.name
-        if kind == "convert_element_type":
-            names[equation.outvars[0]] = given[0] or ""
-        elif is_unit(equation):
+        if is_unit(equation):
             counts.update(filter(None, given))
         elif kind == "scan" and has_units(equation):
             (loop,) = inners(equation)
@@ -373,17 +377,11 @@ def read_in_loops(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
 
 
 def _in_loops(jaxpr: Jaxpr, names: dict[Var, str], is_loop: bool, found: set[str]) -> None:
-    for equation in jaxpr.eqns:
-        given = _names(equation, names)
-        if not any(given):
-            continue
+    for equation, given in _readers(jaxpr, names, PASSED):
         kind = equation.primitive.name
-        is_call = kind in CALLS | REMATS or is_unit(equation)
-        if kind in PASSED:
-            names[equation.outvars[0]] = given[0] or ""
-        elif is_unit(equation) and is_loop:
+        if is_unit(equation) and is_loop:
             continue
-        elif is_call or kind in LOOPS or kind == "cond":
+        if is_unit(equation) or kind in CALLS | REMATS | LOOPS | {"cond"}:
             for inner in inners(equation):
                 # What turns change is no input any more.
                 own = _given(inner, given, inner.num_shared)

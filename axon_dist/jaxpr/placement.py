@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from .factors import Factors, Role, factors, guessed
+from .factors import ELEMENTWISE, Factors, Role, factors, guessed
 from .tape import ATTENTION, LINEAR, Node, Sent
-from .walk import ELEMENTWISE
 
 Axes: TypeAlias = frozenset[str]
 Splits: TypeAlias = tuple[Axes, ...]

@@ -29,9 +29,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.compat import eval_equation, in_place_of, inner_programs
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, PyTree
-from .walk import Run, interpret
+from .walk import Function, Params, Run, interpret, shape_of
 
-Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any] | None]
+Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Array]], Sequence[Array] | None]
 """(equation, operands) -> its results, or None where it may stay as it is."""
 
 OPENED = frozenset(
@@ -54,7 +54,7 @@ class Rewriting:
     replace: Mapping[str, Replace]
     hidden: Callable[[JaxprEqn], None]
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def of(self, function: Function) -> Function:
         """Makes a function whose program is rewritten; traced once more here.
 
         Args:
@@ -65,7 +65,7 @@ class Rewriting:
         """
 
         def rewritten(*args: object) -> PyTree:
-            numbers: list[Any] = []
+            numbers: list[float | None] = []
 
             def traced(*args: object) -> PyTree:
                 results = function(*args)
@@ -97,7 +97,7 @@ class Rewriting:
         return Rewriting({**self.replace, **other.replace}, hidden)
 
     def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array], one: Run
+        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array], one: Run[Array]
     ) -> list[Array]:
         """Runs one program, each equation as `one` does it."""
         return interpret(jaxpr, consts, values, one)
@@ -132,7 +132,7 @@ class _Run:
     ) -> list[Array]:
         return self.rewriting.run(jaxpr, consts, values, self.equation)
 
-    def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Any]:
+    def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
         name = equation.primitive.name
         if name in self.rewriting.replace:
             with in_place_of(equation):
@@ -146,7 +146,7 @@ class _Run:
                 self.rewriting.hidden(equation)
         return eval_equation(equation, operands)
 
-    def _opened(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def _opened(self, params: Params) -> Params:
         new = dict(params)
         for name, value in params.items():
             if isinstance(value, (tuple, list)):
@@ -277,7 +277,7 @@ def whole_slices() -> Rewriting:
     return Rewriting(dict.fromkeys(SHIFTS, _shift), lambda equation: None)
 
 
-def _shift(equation: Any, operands: Sequence[Array]) -> list[Array] | None:
+def _shift(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return None
@@ -295,11 +295,11 @@ def _shift(equation: Any, operands: Sequence[Array]) -> list[Array] | None:
     return [pinned(x) for x in eval_equation(equation, [pinned(x) for x in operands])]
 
 
-def _moved(equation: Any) -> set[int]:
+def _moved(equation: JaxprEqn) -> set[int]:
     """The dims along which elements move."""
     if equation.primitive.name == "rev":
         return set(equation.params["dimensions"])
-    shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]
+    shapes = list(map(shape_of, (*equation.invars, *equation.outvars)))
     first = shapes[0]
     return {
         dim

@@ -14,20 +14,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from ..core.compat import CALLS, REMATS, eval_equation, inner_programs, new_operation
-from ..core.typing import Array
-from .factors import Role, factors
+from ..core.typing import Array, PyTree
+from .factors import ELEMENTWISE, Role, factors
 from .layer_scan import has_units, is_unit
-from .walk import ELEMENTWISE, called, equations, inners, interpret, opened, shape_of, struct_of
+from .walk import (
+    Function,
+    Params,
+    called,
+    equations,
+    inners,
+    interpret,
+    opened,
+    shape_of,
+    struct_of,
+)
 
 
 class Stacked:
@@ -38,11 +48,11 @@ class Stacked:
         whole: makes the array, where there is a shorter way than to stack the rows.
     """
 
-    def __init__(self, rows: Sequence[Any]):
-        self.rows: tuple[Any, ...] = tuple(rows)
+    def __init__(self, rows: Sequence[Array]):
+        self.rows: tuple[Array, ...] = tuple(rows)
 
     @property
-    def whole(self) -> Any:
+    def whole(self) -> Array:
         """The array."""
         return jnp.stack([jnp.asarray(row) for row in self.rows])
 
@@ -53,22 +63,26 @@ class Stacked:
         return jax.ShapeDtypeStruct((len(self.rows), *row.shape), row.dtype)
 
 
+RowValue: TypeAlias = Array | Stacked
+"""A value of a program, known as a whole or as its rows."""
+
+
 class _Repeated(Stacked):
     """An array of which all rows are the same."""
 
-    def __init__(self, array: Any, row: Callable[[], Any]):
+    def __init__(self, array: Array, row: Callable[[], Array]):
         self._array, self._row = array, row
 
     @property
-    def whole(self) -> Any:
+    def whole(self) -> Array:
         return self._array
 
     @cached_property
-    def rows(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def rows(self) -> tuple[Array, ...]:  # type: ignore[override]
         return (self._row(),) * self._array.shape[0]
 
 
-def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_rows(function: Function) -> Function:
     """Makes a function some of whose arguments and results may be `Stacked`.
 
     Args:
@@ -85,7 +99,7 @@ def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         ['mul', 'mul', 'add']
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         values, structure = jax.tree.flatten(args)
         shapes = [value.shape if isinstance(value, Stacked) else value for value in values]
         trace = jax.make_jaxpr(lambda *xs: function(*structure.unflatten(xs)), return_shape=True)
@@ -96,12 +110,12 @@ def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def whole(value: Any) -> Any:
+def whole(value: RowValue) -> Array:
     """The array itself, where it is known as rows."""
     return value.whole if isinstance(value, Stacked) else value
 
 
-def _run(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]:
     has_rows = any(isinstance(x, Stacked) for x in operands)
     calls_units = not is_unit(equation) and has_units(equation)
     if has_rows or calls_units:
@@ -119,13 +133,13 @@ def _run(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     return [_repeated(equation, operands[0], results[0])] if _repeats(equation) else results
 
 
-def _scan(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def _scan(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
     """A loop over layers, each iteration by itself."""
     (loop,), closed = inners(equation), equation.params["jaxpr"]
     consts, carry, stacked = loop.parts(operands)
     order = range(equation.params["length"])
     columns = [_rows_of(x, len(order)) for x in stacked]
-    made: dict[int, list[Any]] = {}
+    made: dict[int, list[Array]] = {}
     for number in reversed(order) if equation.params["reverse"] else order:
         values = [*consts, *carry, *(column[number] for column in columns)]
         carry, rows = loop.outputs(interpret(closed.jaxpr, closed.consts, values, _run))
@@ -133,7 +147,7 @@ def _scan(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return [*carry, *(Stacked([made[number][i] for number in order]) for i in range(len(made[0])))]
 
 
-def _rows_of(value: Any, length: int) -> Sequence[Any]:
+def _rows_of(value: RowValue, length: int) -> Sequence[Array]:
     if isinstance(value, Stacked):
         return value.rows
     return [jax.lax.index_in_dim(value, i, keepdims=False) for i in range(length)]
@@ -147,27 +161,27 @@ def _repeats(equation: JaxprEqn) -> bool:
     return len(shape) > 0 and 0 not in dims and shape[0] > 1
 
 
-def _repeated(equation: JaxprEqn, operand: Any, made: Any) -> Stacked:
+def _repeated(equation: JaxprEqn, operand: RowValue, made: Array) -> Stacked:
     shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
     within = [dim - 1 for dim in dims]
     return _Repeated(made, lambda: jax.lax.broadcast_in_dim(whole(operand), shape[1:], within))
 
 
-def _elementwise(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def _elementwise(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
     length = _length(operands)
     columns = [_column(x, length) for x in operands]
     made = [eval_equation(equation, row) for row in zip(*columns, strict=True)]
     return [Stacked(results) for results in zip(*made, strict=True)]
 
 
-def _column(value: Any, length: int) -> Sequence[Any]:
+def _column(value: RowValue, length: int) -> Sequence[Array]:
     """What each row is computed with: a number is the same for all, as is a dim of size one."""
     if isinstance(value, Stacked) or (jnp.ndim(value) > 0 and value.shape[0] == length):
         return _rows_of(value, length)
     return [value if jnp.ndim(value) == 0 else _rows_of(value, 1)[0]] * length
 
 
-def _by_row(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+def _by_row(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
     """An operation that keeps the rows apart, or one that reduces each row and then all of them."""
     stacked, *more = operands
     known = factors(equation)
@@ -195,7 +209,7 @@ def _by_row(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     return [Stacked([run(x) for x in stacked.rows])] if is_kept else None
 
 
-def _of_a_row(params: Mapping[str, Any]) -> dict[str, Any]:
+def _of_a_row(params: Params) -> Params:
     """The parameters of the same operation on arrays without dim 0."""
     found = dict(params)
     for name in NUMBERS_OF_DIMS & found.keys():
@@ -208,7 +222,7 @@ def _of_a_row(params: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _cond(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+def _cond(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue] | None:
     """Takes all branches and selects, row by row; a branch would need all rows in one place."""
     which, *values = operands
     if equation.effects or has_units(equation) or isinstance(which, Stacked):
@@ -218,19 +232,27 @@ def _cond(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     return [_select(which, cases) for cases in zip(*found, strict=True)]
 
 
-def _select(which: Any, cases: Sequence[Any]) -> Any:
+def _select(which: Array, cases: Sequence[RowValue]) -> RowValue:
     if all(case is cases[0] for case in cases):
         return cases[0]
-    if which.dtype != bool:
-        which = jnp.clip(which, 0, len(cases) - 1).astype(jnp.int32)
     if not any(isinstance(case, Stacked) for case in cases):
-        return jax.lax.select_n(which, *cases)
-    length = _length(cases)
+        return select_case(which, [whole(case) for case in cases])
+    length, number = _length(cases), _case_number(which, len(cases))
     columns = zip(*(_rows_of(case, length) for case in cases), strict=True)
-    return Stacked([jax.lax.select_n(which, *row) for row in columns])
+    return Stacked([jax.lax.select_n(number, *row) for row in columns])
 
 
-def _length(values: Sequence[Any]) -> int:
+def select_case(which: Array, cases: Sequence[Array]) -> Array:
+    """What a branch gives, by its number or a boolean, where all of them are computed."""
+    return jax.lax.select_n(_case_number(which, len(cases)), *cases)
+
+
+def _case_number(which: Array, count: int) -> Array:
+    is_number = which.dtype != bool
+    return jnp.clip(which, 0, count - 1).astype(jnp.int32) if is_number else which
+
+
+def _length(values: Sequence[RowValue]) -> int:
     return next(len(x.rows) for x in values if isinstance(x, Stacked))
 
 
@@ -238,7 +260,7 @@ NUMBERS_OF_DIMS = frozenset({"axes", "broadcast_dimensions", "dimensions", "perm
 SIZES = frozenset({"shape", "new_sizes"})
 """The parameters that say dims by their numbers, and the sizes of all dims."""
 
-MONOIDS: MappingProxyType[str, Callable[[Any, Any], Any]] = MappingProxyType(
+MONOIDS: MappingProxyType[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
         "reduce_sum": jax.lax.add,
         "reduce_max": jax.lax.max,

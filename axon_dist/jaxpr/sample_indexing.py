@@ -8,6 +8,7 @@ from typing import Any
 
 from .factors import Role
 from .sample_values import (
+    LOOPED,
     MOVING,
     NUMBERS,
     PICKED,
@@ -42,6 +43,9 @@ _SCATTERS = tuple(
 
 def _gather(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
+    if table.kind is Kind.CARRY:
+        # What a loop adds to has to stay at its places.
+        raise Coupling(LOOPED)
     if not table.is_rows:
         if indices.is_rows and indices.dim is not None:
             _check_index(indices)

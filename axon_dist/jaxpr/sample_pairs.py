@@ -18,6 +18,7 @@ from ..core.tree import is_key
 from .sample_values import (
     CONSTANT,
     DIFFERS,
+    LOOPED,
     ONE_EACH,
     SIZES,
     Kind,
@@ -284,6 +285,8 @@ def draws(called: ClosedJaxpr) -> str:
 def promised(pair: Pair, operands: list[Value]) -> list[Value]:
     """What a marked function gives: rows of rows."""
     found = next((v for v in operands if v.kind is Kind.COUPLED), None)
+    if any(v.kind is Kind.CARRY for v in operands):
+        found = coupled(LOOPED, "")
     results = []
     for shapes in operation(pair).outputs:
         if found is not None:

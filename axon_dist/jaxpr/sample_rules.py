@@ -12,7 +12,7 @@ import math
 from types import MappingProxyType
 
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
-from .factors import TRAILING, Role
+from .factors import ALONG_ONE, ELEMENTWISE, REDUCTIONS, TRAILING, WINDOWS, Role
 from .sample_indexing import INDEXING
 from .sample_values import (
     CONSTANT,
@@ -40,13 +40,12 @@ from .sample_values import (
     times,
     total,
 )
-from .walk import ELEMENTWISE
 
 
 def _linear(op: Operation, values: list[Value]) -> Value:
     """One array, changed element by element in a way that keeps sums."""
     value = values[0]
-    if value.kind is Kind.CARRY and op.name in ("neg", "real", "imag"):
+    if value.kind is Kind.CARRY and op.name in ("neg", "real", "imag", "conj"):
         raise Coupling(LOOPED)
     if value.numbers and op.name == "neg":
         raise Coupling(NUMBERS)
@@ -101,10 +100,13 @@ def _broadcast(op: Operation, values: list[Value]) -> Value:
 
 def _reshape(op: Operation, values: list[Value]) -> Value:
     value = values[0]
-    if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
+    is_turned = is_transposed(op)
+    if value.kind is Kind.CARRY and (op.inputs[0] != op.outputs[0] or is_turned):
         raise Coupling(LOOPED)
     if not value.is_rows or value.dim is None:
         return value
+    if is_turned:
+        raise Coupling(RESHAPED)
     shape, new = op.inputs[0][0], op.outputs[0][0]
     dims = grown(op.outputs[0])
     blocks = math.prod(shape[: value.dim]) * value.outer
@@ -114,6 +116,12 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     if new[dims[0]] % outer:
         raise Coupling(RESHAPED)
     return only_numbers(value).at(dims[0], outer)
+
+
+def is_transposed(op: Operation) -> bool:
+    """Whether a reshape takes the dims in another order first, as `lax.reshape` is asked to."""
+    orders = (params.get("dimensions") for params in (op.params, op.others))
+    return op.name == "reshape" and any(orders)
 
 
 def _transpose(op: Operation, values: list[Value]) -> Value:
@@ -352,12 +360,8 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
         "transpose": _transpose,
         "reduce_sum": _reduce_sum,
-        **{f"reduce_{kind}": _reduce for kind in ("max", "min", "prod", "and", "or", "xor")},
-        **dict.fromkeys(("argmax", "argmin", "reduce"), _reduce),
-        **dict.fromkeys(TRAILING, _along),
-        **{f"cum{kind}": _along for kind in ("sum", "prod", "max", "min", "logsumexp")},
-        **dict.fromkeys(("sort", "top_k", "approx_top_k"), _along),
-        **{f"reduce_window{kind}": _along for kind in ("", "_sum", "_max", "_min")},
+        **dict.fromkeys(REDUCTIONS, _reduce),
+        **dict.fromkeys((*TRAILING, *ALONG_ONE, *WINDOWS), _along),
         "dot_general": _dot,
         "conv_general_dilated": _conv,
         **INDEXING,

@@ -14,13 +14,14 @@ import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..core.typing import Shape
+from .factors import ELEMENTWISE
 from .sample_pairs import PairValues
-from .sample_rules import RULES
+from .sample_rules import RULES, is_transposed
 from .sample_values import Coupling, Kind, Operation, Shapes, Value, total
-from .walk import ELEMENTWISE, JaxprLike, shape_of
+from .walk import shape_of
 
 RELAYS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 """What may keep the entries of an array in their order."""
@@ -29,7 +30,7 @@ Aligned: TypeAlias = tuple[JaxprEqn | None, JaxprEqn | None]
 """An equation of the part and the same of the whole; None where one of them has no such relay."""
 
 
-def aligned_equations(part: JaxprLike, whole: JaxprLike) -> Iterator[Aligned] | None:
+def aligned_equations(part: Jaxpr, whole: Jaxpr) -> Iterator[Aligned] | None:
     """The equations of two programs side by side, but for relays; None where others differ."""
     found: list[Aligned] = []
     mine, theirs = list(part.eqns), list(whole.eqns)
@@ -62,6 +63,8 @@ def relay(known: PairValues, pair: Aligned, ratio: float) -> bool:
         source, result = part.invars[0], part.outvars[0]
         sizes = {math.prod(shape_of(atom)) for atom in (source, result)}
         known.relay(source, result)
+        if part.primitive.name == "reshape" and part.params["dimensions"]:
+            return False
         return len(part.invars) == 1 == len(sizes) and isinstance(source, Var)
     assert whole is not None
     given, made = whole.invars[0], whole.outvars[0]
@@ -119,7 +122,7 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
     """
     (small, large), (_, result) = op.inputs[0], op.outputs[0]
     given = canonical(value, small, large, ratio)
-    if given is None:
+    if given is None or is_transposed(op):
         return None
     if not value.is_rows or value.dim is None:
         is_constant = value.is_constant and math.prod(small) == 1

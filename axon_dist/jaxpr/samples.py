@@ -324,7 +324,10 @@ class Walk:
         bodies = loop.program, other.program
         if loop.times != other.times:
             return self._scan_samples(pair, bodies, consts, carry, stacked, at)
-        each = []
+        each, has_rows = [], any(v.kind is Kind.CARRY for v in stacked)
+        if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
+            # What the rows of a sum become could then be put at the places of others.
+            return [coupled(LOOPED, at)] * len(pair[0].outvars)
         for value in stacked:
             if value.is_rows and value.dim is not None:
                 value = value.at(value.dim - 1, value.outer)
@@ -337,6 +340,8 @@ class Walk:
         for number, value in enumerate(outputs):
             if value.is_rows and value.dim is not None:
                 outputs[number] = value.at(value.dim + 1, value.outer)
+            elif value.kind is Kind.CARRY and not has_rows:
+                outputs[number] = coupled(LOOPED, at)
         return [*carry, *outputs]
 
     def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: list[Value]) -> list[Value]:

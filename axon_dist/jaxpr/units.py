@@ -9,24 +9,32 @@ every block is one equation, and equal blocks have the same inner program.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Primitive
 
 from ..core.compat import eval_jaxpr
 from ..core.errors import UnsupportedError
 from ..core.modules import layers_of, num_stacked, wrap_calls
 from ..core.tree import path_str
-from ..core.typing import Array, Path
-from .equality import same_program, same_value
-from .linen import BlockProgram, LinenUnits, bridges_of, linen_modules
+from ..core.typing import Array, Path, PyTree
+from .linen import (
+    Gathers,
+    Keys,
+    LinenUnits,
+    RunUnit,
+    UnitPrograms,
+    bridges_of,
+    is_array,
+    linen_modules,
+    without_tracers,
+)
+from .walk import Aval, Function
 
 UNIT_NAME = "axon_unit"
 """The name of the equation that a marked call becomes."""
@@ -39,6 +47,9 @@ ARRAY, NODE = "array", "node"
 
 MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
 """The primitives that make complex numbers of real ones."""
+
+Attributes: TypeAlias = Mapping[tuple[Keys, str], object]
+"""The plain attributes of modules, by the keys of their module and their name."""
 
 IsUnit: TypeAlias = Callable[[Path, nnx.Module | None], bool]
 """(path, module) -> whether its calls are a unit; None stands for a module within a Linen one."""
@@ -60,7 +71,7 @@ class RealOnly:
 
     policy: RematPolicy
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: Primitive, *avals: Aval, **params: Any) -> Any:
         """What becomes of the result of a primitive."""
         dtypes = [getattr(aval, "dtype", None) for aval in avals] + [params.get("new_dtype")]
         is_complex = any(getattr(dtype, "kind", "") == "c" for dtype in dtypes)
@@ -119,7 +130,7 @@ def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = N
     """
     units = list(units_of(model, is_unit))
     # A function of its own, so that the programs of units live no longer than the trace does.
-    around = {"__call__": AsUnit(UnitPrograms(_named()), remat)}
+    around = {"__call__": AsUnit(UnitPrograms(), _running(remat))}
     for _, module in units:
         if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
             wrap_calls(module, around)
@@ -140,71 +151,25 @@ def _mark_linen_units(
         below = [path for path in found if is_inside(path, _path(keys))]
         if below:
             own = frozenset(path.removeprefix(_path(keys)).lstrip("/") for path in below)
-            wrap_calls(bridge, {"__call__": LinenUnits(own, _running(remat), GATHER)})
+            wrap_calls(
+                bridge, {"__call__": LinenUnits(own, _running(remat), GATHER, UnitPrograms())}
+            )
     return found
 
 
-def _running(remat: RematPolicy | None) -> Callable[..., Any]:
+def _running(remat: RematPolicy | None) -> RunUnit:
     """A jitted function that runs a program, whose equations have the name of units."""
 
-    def axon_unit(program: BlockProgram, gathers: tuple[Any, ...], values: Any) -> Any:
-        def run(values: Any) -> Any:
+    def axon_unit(program: ClosedJaxpr, gathers: Gathers, values: list[Array]) -> list[Array]:
+        def run(values: list[Array]) -> list[Array]:
             pairs = zip_longest(values, gathers)
-            return program.run([x if gather is None else gather(x) for x, gather in pairs])
+            whole = [x if gather is None else gather(x) for x, gather in pairs]
+            return eval_jaxpr(program, whole)
 
         protected = run if remat is None else jax.checkpoint(run, policy=RealOnly(remat))
         return protected(values)
 
     return jax.jit(axon_unit, static_argnums=(0, 1))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class UnitProgram:
-    """What a call of a unit computes, traced once; the same object for all calls that equal it.
-
-    Args:
-        jaxpr: from the leaves of parameters, other state and arguments to those of the results.
-        consts: the values that are part of it.
-    """
-
-    jaxpr: Jaxpr
-    consts: tuple[Any, ...]
-
-    def is_like(self, other: UnitProgram) -> bool:
-        """Whether another computes the same from the same numbers."""
-        return (
-            len(self.consts) == len(other.consts)
-            and all(map(same_value, self.consts, other.consts))
-            and same_program(self.jaxpr, other.jaxpr)
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class UnitPrograms:
-    """The programs of the units of one trace: calls share one where they compute the same.
-
-    That two calls are equal is seen from what they have traced to, and not from their modules and
-    arguments: a call may read globals, context variables, the type of a flag or an object that has
-    changed since the call before.
-
-    Args:
-        run: `axon_unit` jitted, whose equations of one program have one inner jaxpr.
-        known: the programs so far, by what is cheap to compare.
-    """
-
-    run: Callable[..., list[Array]]
-    known: dict[Hashable, list[UnitProgram]] = dataclasses.field(default_factory=dict)
-
-    def shared(self, program: UnitProgram) -> UnitProgram:
-        """The program that stands for all that are like this one."""
-        jaxpr = program.jaxpr
-        names = tuple(equation.primitive.name for equation in jaxpr.eqns)
-        alike = self.known.setdefault((names, *(v.aval for v in jaxpr.invars)), [])
-        for other in alike:
-            if program.is_like(other):
-                return other
-        alike.append(program)
-        return program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,13 +178,15 @@ class AsUnit:
 
     Args:
         programs: of the trace, which gives equal calls the same inner program.
-        remat: the policy of `jax.checkpoint`, or None.
+        run: runs a program as the equation of a unit.
     """
 
     programs: UnitPrograms
-    remat: RematPolicy | None
+    run: RunUnit
 
-    def __call__(self, method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, method: Function, module: nnx.Module, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         """Runs it, and leaves the state of module and arguments as the call did.
 
         Raises:
@@ -231,13 +198,13 @@ class AsUnit:
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
         call = Call(method, graphdef, structure, tuple(map(_static, leaves)), nodes_graph)
-        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
         closed, results = jax.make_jaxpr(
             lambda *flat: call.run(*jax.tree.unflatten(tree, flat)), return_shape=True
         )(*flat)
-        program, given = _without_tracers(closed)
-        found = self.programs.run(self.programs.shared(program), self.remat, [*flat, *given])
+        program, given = without_tracers(closed)
+        found = self.run(self.programs.shared(program), (), [*flat, *given])
         output, rest, changed = jax.tree.unflatten(jax.tree.structure(results), found)
         nnx.update(module, rest)
         nnx.update(nodes, changed)
@@ -248,18 +215,6 @@ class AsUnit:
         """Raises for a module that cannot be called as one."""
         if (count := num_stacked(module)) is not None:
             raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
-
-
-def _without_tracers(closed: ClosedJaxpr) -> tuple[UnitProgram, list[Array]]:
-    """A program that is given what it has read of the trace around it, and that."""
-    jaxpr = closed.jaxpr
-    pairs = list(zip(jaxpr.constvars, closed.consts, strict=True))
-    read = [(v, x) for v, x in pairs if isinstance(x, Tracer)]
-    kept = [(v, x) for v, x in pairs if not isinstance(x, Tracer)]
-    jaxpr = jaxpr.replace(
-        constvars=[v for v, _ in kept], invars=[*jaxpr.invars, *(v for v, _ in read)]
-    )
-    return UnitProgram(jaxpr, tuple(x for _, x in kept)), [x for _, x in read]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -276,14 +231,16 @@ class Call:
             their name; there once it has run.
     """
 
-    method: Any
-    graphdef: Any
-    structure: Any
-    static: tuple[list[Any] | str, ...]
-    nodes: Any
-    attributes: dict[tuple[Any, str], Any] = dataclasses.field(default_factory=dict)
+    method: Function
+    graphdef: nnx.GraphDef
+    structure: PyTree
+    static: tuple[list[object] | str, ...]
+    nodes: nnx.GraphDef
+    attributes: dict[tuple[Keys, str], object] = dataclasses.field(default_factory=dict)
 
-    def run(self, params: Any, rest: Any, arrays: Any, state: Any) -> Any:
+    def run(
+        self, params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
+    ) -> tuple[PyTree, nnx.State, nnx.State]:
         """Runs the call that a unit stands for.
 
         Args:
@@ -316,22 +273,22 @@ class Call:
         return output, nnx.state(module, is_changed), changed
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: nnx.Variable | Array) -> Array:
     """The array of a variable, or of an attribute that is data."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _plain_attributes(module: nnx.Module) -> dict[tuple[Any, str], Any]:
+def _plain_attributes(module: nnx.Module) -> dict[tuple[Keys, str], object]:
     """The attributes of a module and those in it that are neither state nor modules."""
     return {
         (keys, name): value
         for keys, one in nnx.iter_modules(module)
         for name, value in vars(one).items()
-        if not (name.startswith("_pytree__") or _is_node(value) or _is_array(value))
+        if not (name.startswith("_pytree__") or _is_node(value) or is_array(value))
     }
 
 
-def _changes(module_type: type, before: Any, after: Any) -> dict[tuple[Any, str], Any]:
+def _changes(module_type: type, before: Attributes, after: Attributes) -> Attributes:
     """The attributes that a call has set to something else.
 
     Raises:
@@ -348,7 +305,7 @@ def _changes(module_type: type, before: Any, after: Any) -> dict[tuple[Any, str]
     return changes
 
 
-def _set_attributes(module: nnx.Module, attributes: Mapping[tuple[Any, str], Any]) -> None:
+def _set_attributes(module: nnx.Module, attributes: Attributes) -> None:
     """Sets the plain attributes that a call has set on the copy that it ran on."""
     modules = dict(nnx.iter_modules(module)) if attributes else {}
     for (keys, name), value in attributes.items():
@@ -366,25 +323,13 @@ def why_not_as_a_whole(name: str, count: int) -> str:
     )
 
 
-def _named() -> Callable[..., list[Array]]:
-    """A jitted function whose equations have the name of units."""
-
-    def axon_unit(program: UnitProgram, remat: RematPolicy | None, values: list[Array]):
-        closed = ClosedJaxpr(program.jaxpr, program.consts)
-        run = functools.partial(eval_jaxpr, closed)
-        protected = run if remat is None else jax.checkpoint(run, policy=RealOnly(remat))
-        return protected(values)
-
-    return jax.jit(axon_unit, static_argnums=(0, 1))
-
-
-def _is_weight(_: Any, variable: Any) -> bool:
+def _is_weight(_: Keys, variable: object) -> bool:
     if not isinstance(variable, nnx.Variable):
         return False
     return isinstance(variable, nnx.Param) or GATHER in variable.get_metadata()
 
 
-def _check_unchanged(module_type: type, leaves: list[Any], given: Any) -> None:
+def _check_unchanged(module_type: type, leaves: list[object], given: PyTree) -> None:
     """Raises when a call has changed a list or dict among its arguments, as its caller expects."""
     after = jax.tree.leaves(given, is_leaf=_is_node)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
@@ -396,10 +341,10 @@ def _check_unchanged(module_type: type, leaves: list[Any], given: Any) -> None:
         )
 
 
-def gathered(params: Any) -> Any:
+def gathered(params: nnx.State) -> nnx.State:
     """Gathers every parameter that says how; the others stay as they are."""
 
-    def one(variable: Any) -> Any:
+    def one(variable: nnx.Variable) -> nnx.Variable:
         gather = variable.get_metadata().get(GATHER)
         if gather is None:
             return variable
@@ -429,19 +374,15 @@ def names_of(model: nnx.Module) -> list[str]:
     return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
 
 
-def _static(leaf: Any) -> list[Any] | str:
+def _static(leaf: object) -> list[object] | str:
     if _is_node(leaf):
         return NODE
-    return ARRAY if _is_array(leaf) else [leaf]
+    return ARRAY if is_array(leaf) else [leaf]
 
 
-def _is_node(leaf: Any) -> bool:
+def _is_node(leaf: object) -> bool:
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray))
-
-
-def _path(keys: tuple[Any, ...]) -> Path:
+def _path(keys: Keys) -> Path:
     return path_str(tuple(keys))

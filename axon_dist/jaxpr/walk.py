@@ -9,11 +9,16 @@ equation done in another way. They stand here once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+import functools
+import math
+import pathlib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..core.compat import (
@@ -26,13 +31,10 @@ from ..core.compat import (
     inner_programs,
     scan_counts,
 )
-from ..core.typing import Shape
+from ..core.typing import Array, Leaf, PyTree, Shape
 
 Atom: TypeAlias = Var | Literal
 """What an equation reads."""
-
-Run: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
-"""(equation, what is known of its operands) -> what is known of its results."""
 
 OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
 """Calls that `opened` writes out."""
@@ -41,31 +43,19 @@ LOOPS = frozenset({"scan", "while"})
 """Equations that run a program more often than once."""
 
 
-class JaxprLike(Protocol):
-    """Equations between inputs and outputs, as a `Jaxpr` has them."""
+Aval: TypeAlias = Any
+"""What JAX knows of a value that is not there yet: of an array its shape and dtype, and more."""
 
-    @property
-    def constvars(self) -> Sequence[Var]:
-        """The variables of its constants."""
-        ...
-
-    @property
-    def invars(self) -> Sequence[Var]:
-        """The variables of its inputs."""
-        ...
-
-    @property
-    def eqns(self) -> Sequence[JaxprEqn]:
-        """Its equations, in order."""
-        ...
-
-    @property
-    def outvars(self) -> Sequence[Atom]:
-        """What it returns."""
-        ...
-
+Params: TypeAlias = dict[str, Any]
+"""The parameters of an equation."""
 
 T = TypeVar("T")
+
+Run: TypeAlias = Callable[[JaxprEqn, Sequence[T]], Sequence[T]]
+"""(equation, what is known of its operands) -> what is known of its results."""
+
+Function: TypeAlias = Callable[..., PyTree]
+"""A function of arrays, in whatever they are nested."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,22 +121,14 @@ class Inner:
 _TURNS = 9
 
 
-class Known(dict):
-    """What is known of the variables of a jaxpr; a literal is known by itself.
+class Known(dict[Var, T]):
+    """What is known of the variables of a jaxpr; a literal is known by itself."""
 
-    Example:
-        >>> import jax
-        >>> jaxpr = jax.make_jaxpr(lambda x: x * 2.0)(1.0).jaxpr
-        >>> known = Known(zip(jaxpr.invars, [5.0]))
-        >>> [float(value) for value in known.read(jaxpr.eqns[0].invars)]
-        [5.0, 2.0]
-    """
-
-    def read(self, atoms: Iterable[Atom]) -> list[Any]:
+    def read(self, atoms: Iterable[Atom]) -> list[T]:
         """What is known of atoms."""
         return [atom.val if isinstance(atom, Literal) else self[atom] for atom in atoms]
 
-    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+    def write(self, variables: Sequence[Var], values: Sequence[T]) -> None:
         """Notes what variables are."""
         self.update(zip(variables, values, strict=True))
 
@@ -184,7 +166,7 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     return None if equation.primitive.name in LOOPS else called_program(equation)
 
 
-def opened(closed: ClosedJaxpr, values: Sequence[Any]) -> ClosedJaxpr:
+def opened(closed: ClosedJaxpr, values: Sequence[Leaf]) -> ClosedJaxpr:
     """The same program with its calls written out, so that each operation is an equation.
 
     Args:
@@ -237,17 +219,10 @@ def inners(equation: JaxprEqn) -> list[Inner]:
     return [Inner(program, given, len(given))]
 
 
-def is_kept_apart(equation: JaxprEqn) -> bool:
-    """Whether what is recomputed is kept apart from the first computation by a barrier."""
-    prevents = equation.params.get("prevent_cse", False)
-    return any(prevents) if isinstance(prevents, tuple) else bool(prevents)
-
-
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr, each followed by those of the programs that it runs.
 
     Example:
-        >>> import jax
         >>> program = jax.make_jaxpr(lambda x: jax.jit(jax.numpy.sin)(x) + 1)(1.0)
         >>> [equation.primitive.name for equation in equations(program.jaxpr)]
         ['jit', 'sin', 'add']
@@ -273,12 +248,12 @@ def in_branches(jaxpr: Jaxpr, inside: bool = False) -> Iterator[JaxprEqn]:
 
 
 def interpret(
-    jaxpr: JaxprLike,
-    consts: Sequence[Any],
-    values: Sequence[Any],
-    run: Run,
-    literal: Callable[[Literal], Any] | None = None,
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    consts: Sequence[T],
+    values: Sequence[T],
+    run: Run[T],
+    literal: Callable[[Literal], T] | None = None,
+) -> list[T]:
     """Goes through a jaxpr, each equation as `run` does it.
 
     Values may be arrays, and the program is computed; or anything else that follows its flow.
@@ -294,16 +269,15 @@ def interpret(
         What is known of its outputs.
 
     Example:
-        >>> import jax
         >>> program = jax.make_jaxpr(lambda x, y: (x * 2.0, y))(1.0, 1.0)
         >>> tainted = lambda equation, operands: [any(operands)] * len(equation.outvars)
         >>> interpret(program.jaxpr, (), [True, False], tainted, lambda _: False)
         [True, False]
     """
-    known = Known(zip(jaxpr.constvars, consts, strict=True))
+    known: Known[T] = Known(zip(jaxpr.constvars, consts, strict=True))
     known.write(jaxpr.invars, values)
 
-    def read(atoms: Sequence[Atom]) -> list[Any]:
+    def read(atoms: Sequence[Atom]) -> list[T]:
         if literal is None:
             return known.read(atoms)
         return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
@@ -376,8 +350,8 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     values = [struct_of(variable) for variable in program.jaxpr.invars]
     own, others = values[:count], values[count:]
 
-    def moved(tangents: list[Any], own: list[Any], others: list[Any]) -> Any:
-        def run(*own):
+    def moved(tangents: list[Array], own: list[Array], others: list[Array]) -> Array:
+        def run(*own: Array) -> Array:
             return eval_jaxpr(program, [*own, *others])[output].astype(jnp.float32)
 
         return jax.jvp(run, own, tangents)[1]
@@ -386,7 +360,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     return sorted(sources & set(range(count)))
 
 
-def _open(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+def _open(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
     """Runs an equation; calls are run equation by equation."""
     inner = called(equation) if equation.primitive.name in OPENED else None
     if inner is None:
@@ -394,47 +368,132 @@ def _open(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     return interpret(inner.jaxpr, inner.consts, operands, _open)
 
 
-# fmt: off
-EACH = frozenset((
-    "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
-    "clamp", "clz", "complex", "convert_element_type", "copy", "cos", "cosh", "digamma", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
-    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max",
-    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count",
-    "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-))
-# fmt: on
-"""Operations whose every element depends on the elements at the same place, and parameters alone.
+def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether two programs are equal but for the names of their variables, constants included.
 
-A name that is missing costs speed, and nothing else."""
+    Example:
+        >>> trace = lambda f: jax.make_jaxpr(f)(1.0).jaxpr
+        >>> same_program(trace(lambda x: x * 2), trace(lambda y: y * 2))
+        True
+        >>> same_program(trace(lambda x: x * 2), trace(lambda x: x * 3))
+        False
+    """
+    if one is other:
+        return True
+    consts, others = (getattr(program, "consts", ()) for program in (one, other))
+    if len(consts) != len(others) or not all(map(_same_value, consts, others)):
+        return False
+    mine, theirs = (getattr(program, "jaxpr", program) for program in (one, other))
+    names: dict[Var, Var] = {}
 
-# fmt: off
-ELEMENTWISE = EACH | frozenset((
-    "add_any", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "conj", "copy_p", "eq_to",
-    "from_edtype", "igamma", "igamma_grad_a", "igammac", "le_to", "lt_to", "mulhi", "name",
-    "polygamma", "polynomial", "random_clone", "random_fold_in", "random_gamma_grad",
-    "random_unwrap", "regularized_incomplete_beta", "threefry2x32", "tie", "to_edtype", "zeta",
-))
-# fmt: on
-"""Those and others, which compute more, give names, or work on keys."""
+    def defines(left: Sequence[Var], right: Sequence[Var]) -> bool:
+        names.update(zip(left, right, strict=False))
+        return [v.aval for v in left] == [v.aval for v in right]
 
-COMPARES = frozenset(("eq", "ge", "gt", "is_finite", "le", "lt", "ne"))
-"""Those of `EACH` whose results are a byte per element, and their operands' dtype is another."""
+    def reads(left: Sequence[Atom], right: Sequence[Atom]) -> bool:
+        pairs = zip(left, right, strict=False)
+        return len(left) == len(right) and all(_same_atom(names, *pair) for pair in pairs)
 
-# fmt: off
-MOVES = frozenset((
-    "broadcast_in_dim", "concatenate", "expand_dims", "iota", "pad", "reshape", "rev", "slice",
-    "split", "squeeze", "transpose",
-))
-# fmt: on
-"""Operations that put numbers elsewhere, and compute nothing."""
+    return (
+        len(mine.eqns) == len(theirs.eqns)
+        and defines(mine.constvars, theirs.constvars)
+        and defines(mine.invars, theirs.invars)
+        and all(
+            a.primitive is b.primitive
+            and same(a.params, b.params)
+            and reads(a.invars, b.invars)
+            and defines(a.outvars, b.outvars)
+            for a, b in zip(mine.eqns, theirs.eqns, strict=True)
+        )
+        and reads(mine.outvars, theirs.outvars)
+    )
 
-# fmt: off
-KEEPS = frozenset((
-    "device_put", "layout_constraint", "mesh_cast", "optimization_barrier", "pcast", "pvary",
-    "reshard", "sharding_constraint",
-))
-# fmt: on
-"""Other operations that keep every element at its place."""
+
+def _same_atom(names: Mapping[Var, Var], one: Atom, other: Atom) -> bool:
+    if isinstance(one, Literal) and isinstance(other, Literal):
+        return one.aval == other.aval and _same_value(one.val, other.val)
+    return not isinstance(one, Literal) and names.get(one) is other
+
+
+def _same_value(one: object, other: object) -> bool:
+    """Whether two constants have the same bits."""
+    if one is other:
+        return True
+    try:
+        left, right = np.asarray(one), np.asarray(other)
+    except TypeError:  # Typed random keys, and values of a trace.
+        return False
+    alike = left.shape == right.shape and left.dtype == right.dtype
+    return alike and left.tobytes() == right.tobytes()
+
+
+def same(one: Any, other: Any, known: set[tuple[int, int]] | None = None) -> bool:
+    """Whether what two equations hold is the same: values, programs, functions made anew.
+
+    A rule of differentiation is a function that each trace makes again: two are the same where they
+    have the same code and what they close over is the same. What cannot be compared is different.
+
+    Args:
+        one: a value, such as the parameters of an equation.
+        other: another.
+        known: pairs of objects that are being compared, which may refer to each other.
+    """
+    known = set() if known is None else known
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (ClosedJaxpr, Jaxpr)):
+        return same_program(one, other)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(
+            same(*pair, known) for pair in zip(one, other, strict=True)
+        )
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[k], other[k], known) for k in one)
+    if isinstance(one, (np.ndarray, jax.Array)):
+        return _same_value(one, other)
+    try:
+        if bool(one == other):
+            return not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other)
+    except (TypeError, ValueError):
+        return False
+    parts, pair = (_parts(one), _parts(other)), (id(one), id(other))
+    if None in parts or pair in known:
+        return None not in parts
+    known.add(pair)
+    return same(*parts, known)
+
+
+# What JAX's functions close over that says nothing of what they do: results that they have kept,
+# and the trace that they were made in.
+_KEPT = frozenset({"cells", "sentinel", "self", "out_store"})
+_WRAPPED = ("f", "transforms", "params", "in_type")
+_FROM_JAX = str(pathlib.Path(jax.__file__).parent)
+
+
+def _parts(value: Any) -> tuple[object, ...] | None:
+    """What decides what a function does: its code and what it closes over; None of other values."""
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        kept = _KEPT if code.co_filename.startswith(_FROM_JAX) else frozenset[str]()
+        cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
+        closed = {name: _content(cell) for name, cell in cells if name not in kept}
+        return code, closed, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    # A function that JAX has wrapped, or an argument that it has.
+    for names in (_WRAPPED, ("val",)):
+        if type(value).__module__.startswith("jax") and hasattr(value, names[0]):
+            return tuple(getattr(value, name, None) for name in names)
+    return None
+
+
+def _content(cell: types.CellType) -> object:
+    """What a function closes over; a name that has no value yet has itself."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _content

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
 from ..core.typing import Array, PyTree, Shape
-from ..jaxpr.walk import COMPARES, EACH, MOVES
+from ..jaxpr.factors import COMPARES, EACH, MOVES
 from ..ops.fp8 import WEIGHT
 from ..ops.int8 import WIDEN, Int8, Int8Form
 from ..sharding import axes_of, spec_axes, spread

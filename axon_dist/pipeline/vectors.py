@@ -21,8 +21,8 @@ from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
 from ..core.typing import Array
+from ..jaxpr.factors import EACH
 from ..jaxpr.owners import Atom, ConstantOperand, Equation, OwnedOperation, OwnedProgram, sums_of
-from ..jaxpr.walk import EACH
 from .layout import Keys
 from .storage import Cell, FlatStorage, LeafPlace, StoredForm
 

@@ -42,8 +42,7 @@ class Lookup:
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
         """Of the rows of a microbatch."""
-        aval = self.rows.result.aval
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return struct_of(self.rows.result)
 
     def found(self, part: Array, data: Data, axis: str) -> Array:
         """The rows of a microbatch, on every rank of the axis.

@@ -486,3 +486,66 @@ def test_fused_attention_on_gpus_keeps_samples_apart(monkeypatch, dtype):
     assert "dot_product_attention" in str(trace(2))
     (found,) = follow_samples(trace, (2, 4), num_batch=1)
     assert (found.kind.value, found.scale) == ("total", 1.0), found.why
+
+
+TURNED = np.array([1, 0])
+
+
+def last_row_repeated(c, x):
+    """Gives every row of a sum what its last row is, by loops over rows alone."""
+
+    def rows(_, row):
+        return jax.lax.scan(lambda row, _: (row, row), row, None, length=2)[1], None
+
+    return jax.lax.scan(rows, c, c)[0] + x
+
+
+CARRIES = {
+    "added to": (lambda c, x: c + x, True),
+    "added to row by row": (
+        lambda c, x: jax.lax.scan(lambda _, row: (0, row[0] + row[1]), 0, (c, x))[1],
+        True,
+    ),
+    "added to by some": (lambda c, x: jnp.where(x > 0, c + x, c), True),
+    "transposed": (lambda c, x: c.T + x, False),
+    "transposed by a reshape": (lambda c, x: jax.lax.reshape(c, (2, 2), (1, 0)) + x, False),
+    "reversed": (lambda c, x: c[::-1] + x, False),
+    "picked from": (lambda c, x: c[TURNED] + x, False),
+    "joined and picked from": (lambda c, x: jnp.concatenate([c, c])[TURNED] + x, False),
+    "rows by rows": (last_row_repeated, False),
+}
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_what_a_loop_over_samples_adds_to_stays_at_its_places(name):
+    step, is_sum = CARRIES[name]
+    weights = np.arange(1.0, 5.0, dtype=np.float32).reshape(2, 2)
+
+    def total(x):
+        start = jnp.zeros((2, 2))
+        return jnp.sum(weights * jax.lax.scan(lambda c, x: (step(c, x), None), start, x)[0])
+
+    def trace(count):
+        return jax.make_jaxpr(total)(jax.ShapeDtypeStruct((count, 2, 2), jnp.float32))
+
+    (found,) = follow_samples(trace, (2, 4), 1)
+    assert found.kind.value == ("total" if is_sum else "coupled"), found
+
+
+def test_sums_that_change_places_in_a_loop_over_samples_are_coupled():
+    def total(x):
+        step = lambda c, x: ((c[1] + x, c[0] + 2 * x), None)
+        return jax.lax.scan(step, (0.0, 0.0), x)[0][0]
+
+    trace = lambda count: jax.make_jaxpr(total)(jax.ShapeDtypeStruct((count,), jnp.float32))
+    assert "more than add them up" in follow_samples(trace, (2, 4), 1)[0].why
+
+
+def test_a_reshape_that_turns_samples_is_seen():
+    def mean(x):
+        return jnp.mean(jnp.max(jax.lax.reshape(x, x.shape, (1, 0)), -1))
+
+    trace = lambda count: jax.make_jaxpr(mean)(jax.ShapeDtypeStruct((count, 4), jnp.float32))
+    for sizes in ((4, 8), (1, 4)):
+        (found,) = follow_samples(trace, sizes, 1)
+        assert found.kind.value == "coupled", found

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from axon_dist.core.compat import eval_equation
-from axon_dist.jaxpr.walk import called, depends_on, equations, interpret, needed_for, sources_of
+from axon_dist.jaxpr.walk import (
+    called,
+    depends_on,
+    equations,
+    interpret,
+    needed_for,
+    same_program,
+    sources_of,
+)
 
 
 def nested(x, flag):
@@ -49,3 +57,10 @@ def test_only_what_an_output_needs_is_kept_within_calls_too():
     assert inputs == [1]
     assert "sin" not in {e.primitive.name for e in equations(part)}
     assert sources_of(jaxpr) == [{0}, {1}, {2}]
+
+
+def test_programs_with_other_constants_in_a_jitted_function_are_not_the_same():
+    traced = lambda row: jax.make_jaxpr(jax.jit(lambda x: x * row))(jnp.ones(3)).jaxpr
+    first = traced(np.arange(3.0))
+    assert same_program(first, traced(np.arange(3.0)))
+    assert not same_program(first, traced(np.arange(3.0) + 1))
