@@ -276,11 +276,13 @@ class LinenUnits:
         paths: of the blocks, below the bridge.
         run: (program, how each value is gathered, values) -> results, as a unit's equation.
         metadata: of a parameter, that which says how it is gathered.
+        stacked: those of the paths whose parameters stack the layers of a loop, each a block.
     """
 
     paths: frozenset[Path]
     run: Callable[..., Any]
     metadata: str
+    stacked: frozenset[Path] = frozenset()
     programs: list[BlockProgram] = dataclasses.field(default_factory=list)
 
     def __call__(self, call: Any, bridge: nnx.bridge.ToNNX, *args: Any, **kwargs: Any) -> Any:
@@ -291,11 +293,16 @@ class LinenUnits:
             if isinstance(variable, nnx.Variable) and self.metadata in variable.get_metadata()
         }
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
+        shapes = {
+            "/".join(map(str, keys)): variable.get_value().shape
+            for keys, variable in nnx.iter_graph(bridge)
+            if self.stacked and isinstance(variable, nnx.Param)
+        }
         # Linen takes a variable with metadata of ours for a boxed value.
         for variable in params.values():
             variable.del_metadata(self.metadata)
         try:
-            with nn.intercept_methods(Intercepted(self, gathers)):
+            with nn.intercept_methods(Intercepted(self, gathers, shapes)):
                 return call(bridge, *args, **kwargs)
         finally:
             for path, variable in params.items():
@@ -316,11 +323,18 @@ class Intercepted:
     Args:
         units: which blocks, and how.
         gathers: how parameters are gathered, by path below the bridge.
+        shapes: of the parameters as the bridge holds them, likewise; {} where nothing is stacked.
     """
 
-    def __init__(self, units: LinenUnits, gathers: Mapping[Path, Callable[[Any], Any]]):
+    def __init__(
+        self,
+        units: LinenUnits,
+        gathers: Mapping[Path, Callable[[Any], Any]],
+        shapes: Mapping[Path, Any],
+    ):
         self.units: LinenUnits = units
         self.gathers: Mapping[Path, Callable[[Any], Any]] = gathers
+        self.shapes = shapes
         self.is_inside = False
 
     def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -329,9 +343,19 @@ class Intercepted:
         path = "/".join(module.path)
         if self.is_inside or path not in self.units.paths or name == "setup":
             return call(*args, **kwargs)
+        if path in self.units.stacked and self._is_whole(module, path):
+            # The loop itself, which calls the layers.
+            return call(*args, **kwargs)
         method = context.orig_method.func
         lifted = nn.transforms.lift_transform(self._lift, method)
         return lifted(module, *args, **kwargs)
+
+    def _is_whole(self, module: nn.Module, path: Path) -> bool:
+        """Whether a module has its parameters as the bridge holds them: those of all layers."""
+        return any(
+            self.shapes.get("/".join((path, *map(str, keys)))) == leaf.shape
+            for keys, leaf in _leaves(module.variables.get("params", {}))
+        )
 
     def _lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A transformation of Flax's: `function` takes scopes in place of a module."""
