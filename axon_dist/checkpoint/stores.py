@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import collections
 import os
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 from jax.experimental import multihost_utils
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from ..core.compat import stop_leaks_of_saves
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
@@ -50,24 +48,6 @@ class Store(Protocol):
         ...
 
 
-class _KvSpec(dict[str, Any]):
-    """What Orbax says of a folder, which is JSON already."""
-
-    to_json = dict.copy
-
-
-def _stop_leaks() -> None:
-    """Has Orbax ask TensorStore for no JSON, which that (0.1.86) makes dicts of and never frees.
-
-    Every save asks for the counters that Orbax logs, and for the folder of every leaf: 24 objects
-    and 600 bytes a leaf that stay.
-    """
-    if isinstance(tensorstore_utils.ts, types.ModuleType):
-        kinds = types.SimpleNamespace(Spec=_KvSpec, open=ts.KvStore.open)
-        tensorstore_utils.ts = types.SimpleNamespace(**{**vars(ts), "KvStore": kinds})
-        tensorstore_utils.get_tensorstore_raw_bytes = lambda *direction: None
-
-
 class OrbaxStore:
     """Every process writes the shards it owns, and reads those it needs.
 
@@ -77,7 +57,7 @@ class OrbaxStore:
     def begin(self, folder: Path, leaves: Leaves) -> Callable[[], None]:
         """Copies the shards of this process to host memory."""
         stored = {path: leaf for path, leaf in leaves.items() if leaf.size}
-        _stop_leaks()
+        stop_leaks_of_saves()
         checkpointer = ocp.StandardCheckpointer()
         if stored:
             checkpointer.save((folder / ARRAYS).absolute(), stored)
@@ -85,7 +65,7 @@ class OrbaxStore:
 
     def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
         """Reads the slices that the shards of this process need."""
-        _stop_leaks()
+        stop_leaks_of_saves()
         stored = {path: target for path, target in targets.items() if target.size}
         restored = self._read((folder / ARRAYS).absolute(), stored) if stored else {}
         return {

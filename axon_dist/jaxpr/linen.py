@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import lift
+from flax.traverse_util import flatten_dict
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
@@ -272,12 +273,14 @@ class LinenUnits:
         run: runs a program as the equation of a unit.
         metadata: of a parameter, that which says how it is gathered.
         programs: of the trace, which gives equal calls the same inner program.
+        stacked: those of the paths whose parameters stack the layers of a loop, each a block.
     """
 
     paths: frozenset[Path]
     run: RunUnit
     metadata: str
     programs: UnitPrograms
+    stacked: frozenset[Path] = frozenset()
 
     def __call__(
         self, call: Function, bridge: nnx.bridge.ToNNX, *args: PyTree, **kwargs: PyTree
@@ -289,11 +292,16 @@ class LinenUnits:
             if isinstance(variable, nnx.Variable) and self.metadata in variable.get_metadata()
         }
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
+        shapes = {
+            "/".join(map(str, keys)): variable.get_value().shape
+            for keys, variable in nnx.iter_graph(bridge)
+            if self.stacked and isinstance(variable, nnx.Param)
+        }
         # Linen takes a variable with metadata of ours for a boxed value.
         for variable in params.values():
             variable.del_metadata(self.metadata)
         try:
-            with nn.intercept_methods(Intercepted(self, gathers)):
+            with nn.intercept_methods(Intercepted(self, gathers, shapes)):
                 return call(bridge, *args, **kwargs)
         finally:
             for path, variable in params.items():
@@ -306,11 +314,18 @@ class Intercepted:
     Args:
         units: which blocks, and how.
         gathers: how parameters are gathered, by path below the bridge.
+        shapes: of the parameters as the bridge holds them, likewise; {} where nothing is stacked.
     """
 
-    def __init__(self, units: LinenUnits, gathers: Mapping[Path, Callable[[Array], Array]]):
+    def __init__(
+        self,
+        units: LinenUnits,
+        gathers: Mapping[Path, Callable[[Array], Array]],
+        shapes: Mapping[Path, tuple[int, ...]],
+    ):
         self.units: LinenUnits = units
         self.gathers: Mapping[Path, Callable[[Array], Array]] = gathers
+        self.shapes: Mapping[Path, tuple[int, ...]] = shapes
         self.is_inside = False
 
     def __call__(
@@ -325,9 +340,17 @@ class Intercepted:
         path = "/".join(module.path)
         if self.is_inside or path not in self.units.paths or name == "setup":
             return call(*args, **kwargs)
+        if path in self.units.stacked and self._is_whole(module, path):
+            # The loop itself, which calls the layers.
+            return call(*args, **kwargs)
         method = context.orig_method.func  # pyright: ignore[reportFunctionMemberAccess]
         lifted = nn.transforms.lift_transform(self._lift, method)
         return lifted(module, *args, **kwargs)
+
+    def _is_whole(self, module: nn.Module, path: Path) -> bool:
+        """Whether a module has its parameters as the bridge holds them: those of all layers."""
+        here = flatten_dict(module.variables.get("params", {}), sep="/")
+        return any(self.shapes.get(f"{path}/{name}") == leaf.shape for name, leaf in here.items())
 
     def _lift(self, function: Function) -> Function:
         """A transformation of Flax's: `function` takes scopes in place of a module."""

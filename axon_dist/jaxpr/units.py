@@ -52,7 +52,11 @@ Attributes: TypeAlias = Mapping[tuple[Keys, str], object]
 """The plain attributes of modules, by the keys of their module and their name."""
 
 IsUnit: TypeAlias = Callable[[Path, nnx.Module | None], bool]
-"""(path, module) -> whether its calls are a unit; None stands for a module within a Linen one."""
+"""(path, module) -> whether its calls are a unit; None stands for a module within a Linen one.
+
+`path/*` is asked of a Linen module that is a unit: whether its parameters stack those of layers
+that a loop calls, of which each call is a unit.
+"""
 
 RematPolicy: TypeAlias = Callable[..., Any]
 """A policy of `jax.checkpoint`: which intermediate results are kept for the backward pass."""
@@ -150,10 +154,10 @@ def _mark_linen_units(
     for keys, bridge in list(bridges_of(model)):
         below = [path for path in found if is_inside(path, _path(keys))]
         if below:
-            own = frozenset(path.removeprefix(_path(keys)).lstrip("/") for path in below)
-            wrap_calls(
-                bridge, {"__call__": LinenUnits(own, _running(remat), GATHER, UnitPrograms())}
-            )
+            own = {path.removeprefix(_path(keys)).lstrip("/"): path for path in below}
+            stacked = frozenset(name for name, path in own.items() if is_unit(f"{path}/*", None))
+            units = LinenUnits(frozenset(own), _running(remat), GATHER, UnitPrograms(), stacked)
+            wrap_calls(bridge, {"__call__": units})
     return found
 
 

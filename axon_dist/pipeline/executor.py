@@ -74,6 +74,8 @@ class Executor:
         frozen_rest: as `rest`; likewise.
         learned: by number, the first values of the buffers that stages change, each its own: those
             of a microbatch are what the one before has left, and in the order of the table.
+        once: those of them that every microbatch finds as they were at first, as one device does
+            that changes them once for the whole batch.
         parted: the numbers of the rest of which every rank has its part of the vocabulary, where
             that is an action of its own; `last` of the stages then computes the loss of all ranks.
         lookups: those in what is parted, which all ranks do together where the table says so.
@@ -90,6 +92,7 @@ class Executor:
     frozen_weights: list[list[Any]] = dataclasses.field(default_factory=list)
     frozen_rest: list[Any] = dataclasses.field(default_factory=list)
     learned: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+    once: Collection[int] = ()
     parted: Collection[int] = ()
     lookups: Sequence[Lookup] = ()
 
@@ -406,7 +409,7 @@ class Executor:
         data = self.data(tick["microbatch"])
         buffers = list(data.buffers)
         for i, history in learned.items():
-            buffers[i] = get(history, tick["microbatch"])
+            buffers[i] = history[0] if i in self.once else get(history, tick["microbatch"])
         return data._replace(buffers=buffers)
 
     def _learned(

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -45,6 +46,7 @@ class LossTrace:
         buffer_tree: the structure of the buffers.
         looked_up: the variables that are known ahead of the first stage, of rows of tables that lie
             in parts over the ranks.
+        rest: the keys of the parameters outside the blocks that every rank has whole.
     """
 
     jaxpr: Jaxpr
@@ -57,6 +59,7 @@ class LossTrace:
     new_buffers: list[Atom]
     buffer_tree: PyTree
     looked_up: tuple[Var, ...] = ()
+    rest: tuple[Keys, ...] = ()
 
     @property
     def calls(self) -> list[int]:
@@ -89,10 +92,15 @@ class LossTrace:
         part, inputs = needed_for(self.jaxpr, [len(self.loss) + buffer])
         return part, [self.jaxpr.invars[number] for number in inputs]
 
+    @property
+    def known_ahead(self) -> set[Var]:
+        """The inputs that every rank has before a microbatch is run."""
+        return {*self.buffers, *(self.params[keys] for keys in self.rest)}
+
     @cached_property
     def learned(self) -> dict[int, Atom]:
-        """The next values of the buffers that follow from more than buffers, by number."""
-        own = set(self.buffers)
+        """The next values of the buffers that follow from what is not known ahead, by number."""
+        own = self.known_ahead
         found = [i for i in self.changing if not own.issuperset(self.made_of(i)[1])]
         return {i: self.new_buffers[i] for i in found}
 
@@ -153,12 +161,14 @@ def buffers_over_time(
     num_microbatches: int,
     learned: Collection[int] = (),
     once: Collection[Path] = (),
+    rest: Mapping[Keys, Array] = MappingProxyType({}),
 ) -> tuple[Callable[[Array], list[Array]], PyTree]:
     """What the buffers are before each microbatch, and after the last.
 
     A schedule runs microbatches of a stage in any order and each several times, so that a buffer
-    must be known without running the model. The counts of random streams are: their part of the
-    program is cut out and run ahead. What a stage alone changes and reads, it keeps itself.
+    must be known without running the model. The counts of random streams are, and the estimates of
+    a spectral norm: their part of the program is cut out and run ahead. What a stage alone changes
+    and reads, it keeps itself.
 
     Args:
         trace: the jaxpr of the loss of one microbatch on one rank, blocks as calls.
@@ -166,19 +176,19 @@ def buffers_over_time(
         num_microbatches: how many.
         learned: the numbers of the buffers that stages keep, which stay here as they are.
         once: the paths of the buffers that change once, as on one device, and that every microbatch
-            finds as they were at first: the counts of random streams, of whose draws it has rows.
+            finds as they were at first.
+        rest: the values of the parameters that are known ahead.
 
     Returns:
         A function from the index of a microbatch to the leaves of the buffers before it, and the
         buffers after the last.
 
     Raises:
-        UnsupportedError: when another buffer depends on the batch or the parameters, as those of a
-            BatchNorm behind the last block do.
+        UnsupportedError: when another buffer depends on the batch or the parameters of blocks.
     """
     leaves = jax.tree.leaves(buffers)
     changing = [i for i in trace.changing if i not in learned]
-    advance = _advance(trace, buffers, changing)
+    advance = _advance(trace, buffers, changing, rest)
     paths = [path for path, _ in leaves_with_paths(buffers)]
     after = advance(leaves)
     stay = [i for i in changing if paths[i] in once]
@@ -229,27 +239,30 @@ def check_order(
             )
 
 
-def _advance(trace: LossTrace, buffers: PyTree, changing: list[int]) -> Callable:
-    """The part of the program that makes the next buffers, if nothing else goes into it."""
+def _advance(
+    trace: LossTrace, buffers: PyTree, changing: list[int], rest: Mapping[Keys, Array]
+) -> Callable:
+    """The part of the program that makes the next buffers, if only what is known goes into it."""
     paths = [path for path, _ in leaves_with_paths(buffers)]
     pieces = {}
     for index in changing:
         part, needed = trace.made_of(index)
-        if not set(trace.buffers).issuperset(needed):
+        if not trace.known_ahead.issuperset(needed):
+            what = "the batch" if set(trace.batch) & set(needed) else "the parameters of blocks"
             raise UnsupportedError(
-                f"the buffer {paths[index]!r} depends on the batch, as the statistics of BatchNorm "
-                "do, and is not one stage's alone. Stages keep what their own blocks change; of "
-                "the rest of a model only counters may change, for microbatches run out of order. "
+                f"the buffer {paths[index]!r} follows from {what}, and is not one stage's alone: "
+                "several stages read or change it, and they run microbatches at different times. "
                 "Let each block have its own; or use a normalisation without statistics, such as "
                 "nnx.LayerNorm or nnx.RMSNorm, or freeze them with use_running_average=True"
             )
-        pieces[index] = part, [trace.buffers.index(v) for v in needed]
+        pieces[index] = part, needed
+    known = {trace.params[keys]: value for keys, value in rest.items()}
 
     def advance(now: list[Array]) -> list[Array]:
-        after = list(now)
-        for index, (part, sources) in pieces.items():
+        after, values = list(now), {**known, **dict(zip(trace.buffers, now, strict=True))}
+        for index, (part, needed) in pieces.items():
             closed = ClosedJaxpr(part, trace.consts)
-            (after[index],) = eval_jaxpr(closed, [now[i] for i in sources])
+            (after[index],) = eval_jaxpr(closed, [values[v] for v in needed])
         return after
 
     return advance

@@ -353,18 +353,28 @@ class SwitchStages:
 
     @cached_property
     def _learned(self) -> dict[int, int]:
-        """The numbers of the buffers that stages learn of the microbatch, and of their stages."""
-        learned = self.trace.learned.items()
-        made = {i: self._levels.get(v, -1) for i, v in learned}  # type: ignore[arg-type]
-        readers = {i: self._readers_of(self.trace.buffers[i]) for i in made}
-        return {
-            i: at for i, at in made.items() if at in range(self._num_stages) if readers[i] <= {at}
-        }
+        """The numbers of the buffers that stages learn of the microbatch, and of their stages.
 
-    def _readers_of(self, variable: Var) -> set[int]:
-        """The stages whose equations read an input, S for the loss and -1 for all."""
-        reading = [e for e in self.trace.jaxpr.eqns if variable in variables(e.invars)]
-        return {max(self._levels.get(v, -1) for v in equation.outvars) for equation in reading}
+        What follows from no block is the first stage's, and what follows from the last block's
+        result, as the statistics in front of a head do, the last one's.
+        """
+        last, cuts = self._num_stages - 1, self._crossing
+        made = {
+            i: min(max(self._levels.get(v, -1), 0), last)  # type: ignore[arg-type]
+            for i, v in self.trace.learned.items()
+        }
+        ends = [*cuts[1:], self.trace.loss]
+        readers = [(at, self.trace.cut(end, known=cuts[at])) for at, end in enumerate(ends)]
+        new = self.trace.new_buffers
+        for i in self.trace.changing:
+            at = made.get(i, -1)
+            readers.append((at, self.trace.cut([new[i]], known=cuts[max(at, 0)])))
+
+        def is_alone(i: int, stage: int) -> bool:
+            buffer = self.trace.buffers[i]
+            return all(at == stage for at, piece in readers if buffer in piece.needs)
+
+        return {i: at for i, at in made.items() if is_alone(i, at)}
 
     @cached_property
     def _packings(self) -> tuple[Packing, Packing]:

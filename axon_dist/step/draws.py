@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from ..core.errors import UnsupportedError
-from ..core.tree import map_with_path
+from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
 from ..jaxpr.randomness import Drawn, SampleRows, find_rows, with_rank, without_rank
+from ..jaxpr.walk import needed_for
 from .spec import StepSpec
 
 
@@ -29,11 +30,12 @@ class Draws:
 
     Args:
         rows: what is drawn and counts samples, and whose rows of it a part owns.
-        counts: the paths of the counts of random streams, which advance once per step.
+        once: the paths of the buffers that change once per step, as the counts of random streams
+            and all that does not follow from the samples.
     """
 
     rows: Mapping[Drawn, SampleRows]
-    counts: frozenset[Path]
+    once: frozenset[Path]
 
     def before(self, buffers: PyTree, first: PyTree, part: Array) -> PyTree:
         """The buffers that a part begins with: keys of its rows, and counts as at the first.
@@ -44,7 +46,7 @@ class Draws:
             part: scalar, the number of the part among all; those of a microbatch follow each other.
         """
         streams = map_with_path(
-            lambda path, now, then: then if path in self.counts else now, buffers, first
+            lambda path, now, then: then if path in self.once else now, buffers, first
         )
         return with_rank(streams, self.rows, part) if self.rows else streams
 
@@ -74,10 +76,44 @@ def draws_of(spec: StepSpec, batch: Batch, ranks: int) -> Draws | None:
             f"that one device draws for the whole batch: {error}",
             stacklevel=2,
         )
-        return None
-    # A bridged Linen module counts its calls, whether it draws or not.
-    counts = spec.parts.counts
-    return Draws(rows or {}, counts) if rows is not None or counts else None
+        rows, counts = None, frozenset[Path]()
+    else:
+        # A bridged Linen module counts its calls, whether it draws or not.
+        counts = spec.parts.counts
+    once = counts | _of_no_sample(spec, batch, ranks)
+    return Draws(rows or {}, once) if rows is not None or once else None
+
+
+def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
+    """The buffers that change, whatever the samples are: one device changes them once for all.
+
+    Such are counters, and the estimates of a spectral norm, which follow from weights alone.
+    """
+    samples, shapes = _microbatch(spec, batch)
+    parts = spec.parts
+    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
+    streams = {path for path in paths if path in parts.counts}
+    if not {*paths} - streams:
+        return frozenset()
+    jaxpr = spec.separator.program(shapes, samples // ranks).jaxpr
+    first = len(jaxpr.invars) - len(jax.tree.leaves(shapes)) - len(paths)
+    last = len(jaxpr.outvars) - len(paths)
+    found = set()
+    for number, path in enumerate(paths):
+        if path in streams or jaxpr.outvars[last + number] is jaxpr.invars[first + number]:
+            continue
+        _, needed = needed_for(jaxpr, [last + number])
+        is_changed = needed != [first + number] or needed_for(jaxpr, [last + number])[0].eqns
+        if is_changed and all(at < first + len(paths) for at in needed):
+            found.add(path)
+    return frozenset(found)
+
+
+def _microbatch(spec: StepSpec, batch: Batch) -> tuple[int, Batch]:
+    """How many samples a microbatch has, and its shapes."""
+    lead = 0 if spec.num_microbatches == 1 else 1
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
+    return jax.tree.leaves(batch)[0].shape[lead], shapes
 
 
 def sample_rows(spec: StepSpec, batch: Batch, ranks: int) -> Mapping[Drawn, SampleRows] | None:
@@ -88,9 +124,7 @@ def sample_rows(spec: StepSpec, batch: Batch, ranks: int) -> Mapping[Drawn, Samp
         batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
         ranks: how many ranks split a microbatch.
     """
-    lead = 0 if spec.num_microbatches == 1 else 1
-    samples = jax.tree.leaves(batch)[0].shape[lead]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
+    samples, shapes = _microbatch(spec, batch)
 
     def trace(count: int) -> ClosedJaxpr:
         return spec.separator.program(shapes, count)

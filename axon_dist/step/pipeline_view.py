@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire
+from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
@@ -43,7 +45,7 @@ from .buffers import synchronise_statistics
 from .draws import Draws, OfRank, draws_of
 from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
-from .staged_loss import nested_metrics, traced
+from .staged_loss import nested_metrics, traced, unit_paths
 from .view import View, fp8_of, paths_of, spelled
 
 Parted: TypeAlias = dict[int, int]
@@ -162,8 +164,7 @@ class StagedPlan:
     @cached_property
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
-        modules = {self.stacks.in_model(keys) for keys in self.rows.stages.called}
-        blocks = frozenset("/".join(map(str, keys)) for keys in modules)
+        blocks = unit_paths(self.rows.stages.called, self.stacks)
         return View(
             self.strategy.precision,
             blocks,
@@ -276,12 +277,18 @@ class StagedPlan:
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
         looked_up = tuple(each.rows.result for each in lookups)
-        trace = dataclasses.replace(trace, looked_up=looked_up)
+        whole = {keys: i for i, keys in enumerate(self.rows.rest) if i not in parted}
+        trace = dataclasses.replace(trace, looked_up=looked_up, rest=tuple(whole))
         programs, count = self.programs(trace), self.pipeline.num_microbatches
         learned = {i: stage for one in programs for i, stage in one.learns.items()}
-        check_order(trace, drawing, self.pipeline.schedule, learned)
-        counts = frozenset[Path]() if draws is None else draws.counts
-        buffers_at, changed = buffers_over_time(trace, drawing, count, learned, counts)
+        unchanged = frozenset[Path]() if draws is None else draws.once
+        paths = [path for path, _ in leaves_with_paths(drawing)]
+        once = frozenset(i for i in learned if paths[i] in unchanged)
+        in_turn = {i: stage for i, stage in learned.items() if i not in once}
+        check_order(trace, drawing, self.pipeline.schedule, in_turn)
+        rest = [x if x is not None else y for x, y in zip_longest(params[1], frozen[1])]
+        ahead = {keys: rest[i] for keys, i in whole.items()}
+        buffers_at, changed = buffers_over_time(trace, drawing, count, learned, unchanged, ahead)
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
@@ -306,6 +313,7 @@ class StagedPlan:
             frozen_weights=_own_entry(frozen[0]),
             frozen_rest=frozen[1],
             learned={i: first[i] for i in learned},
+            once=once,
             parted=parted,
             lookups=lookups,
         ).run()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.typing import Array, Batch, LossFn, PyTree
+from ..core.typing import Array, Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
+from ..jaxpr.linen import linen_modules
 from ..jaxpr.rows import Stacked, by_rows, whole
 from ..jaxpr.units import mark_units
+from ..jaxpr.walk import inners, opened, variables
 from ..pipeline import Calls, Keys, LossTrace, Stacks, buffers_together, has_apart, trace_loss
+from ..pipeline.layout import flatten
 from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
 
@@ -85,6 +88,54 @@ def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Wei
     return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
 
 
+def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> frozenset[Path]:
+    """The paths of the modules of a model whose calls are those of blocks."""
+    modules = {stacks.in_model(keys) for keys in blocks}
+    paths = ["/".join(map(str, keys)) for keys in modules]
+    layers = ["/".join(map(str, (*keys, "*"))) for keys in modules if stacks.depth_of(keys)]
+    return frozenset([*paths, *layers])
+
+
+def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
+    """The Linen modules whose parameters stack those of the layers that a loop of the loss calls.
+
+    `nn.scan` gives no other sign of them: a kernel of three dims may be one layer's.
+
+    Args:
+        parts: the model's structure, and the shapes of its parameters and buffers.
+        loss_fn: the user's loss.
+        batch: arrays or shapes, with what samples have in common unwrapped.
+
+    Returns:
+        The outermost, by keys, and how many layers each has.
+    """
+    modules = [keys for keys, _ in linen_modules(parts.abstract)]
+    if not modules:
+        return {}
+    weights, buffers = dataclasses.replace(parts, shared={}).arguments
+
+    def run(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+        loss = evaluate(parts, loss_fn, params, buffers, batch, lambda _: None).loss
+        return loss.total, loss.weight
+
+    given = weights, buffers, batch
+    program = opened(jax.make_jaxpr(run)(*given), jax.tree.leaves(given)).jaxpr
+    named = dict(zip(program.invars, flatten(weights), strict=False))
+    lengths: dict[Keys, int] = {}
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            _, _, rows = inners(equation)[0].parts(equation.invars)
+            read = variables(rows) & named.keys()
+            lengths.update((named[v], equation.params["length"]) for v in read)
+    found: dict[Keys, int] = {}
+    for keys in sorted(modules, key=len):
+        below = {lengths.get(leaf) for leaf in named.values() if leaf[: len(keys)] == keys}
+        length = below.pop() if len(below) == 1 else None
+        if length is not None and not any(keys[:end] in found for end in range(len(keys))):
+            found[keys] = length
+    return found
+
+
 def calls_in(
     parts: ModelParts, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
 ) -> Calls:
@@ -100,7 +151,7 @@ def calls_in(
     Returns:
         The calls.
     """
-    modules = {"/".join(map(str, stacks.in_model(keys))) for keys in blocks}
+    modules = unit_paths(blocks, stacks)
 
     def mark(model: nnx.Module) -> None:
         mark_units(model, lambda path, _: path in modules)

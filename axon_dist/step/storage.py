@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from ..pipeline.switch import BATCH, stages_by_calls
 from ..schedule import partition, stage_ranges
 from ..sharding import InPlaceOf
 from .parts import ModelParts
-from .staged_loss import calls_in
+from .staged_loss import calls_in, loops_in
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
@@ -189,8 +190,10 @@ def _stages(
     parts: ModelParts, plan: PipelinePlan, loss_fn: LossFn | None, batch: Batch | None
 ) -> tuple[Stages, Stacks]:
     model, count = parts.abstract, plan.schedule.num_stages
-    blocks = tuple(block_keys(model, plan.classes))
-    stacks = Stacks(tuple(item for item in _stacked(model).items() if (*item[0], 0) in blocks))
+    loops = {} if loss_fn is None or batch is None else loops_in(parts, loss_fn, batch)
+    blocks = tuple(block_keys(model, plan.classes, loops))
+    stacked = {**_stacked(model), **loops}
+    stacks = Stacks(tuple(item for item in stacked.items() if (*item[0], 0) in blocks))
     calls = None
     if loss_fn is not None and batch is not None and blocks:
         calls = calls_in(parts, loss_fn, blocks, stacks, batch)
@@ -268,7 +271,11 @@ def _owner(keys: Keys, blocks: Sequence[Keys]) -> int | None:
     return next((n for n, block in enumerate(blocks) if _is_in(keys, [block])), None)
 
 
-def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
+def block_keys(
+    model: nnx.Module,
+    classes: tuple[str, ...] = (),
+    loops: Mapping[Keys, int] = MappingProxyType({}),
+) -> list[Keys]:
     """The keys of the modules that a pipeline may cut between, in the order of the model.
 
     Args:
@@ -278,6 +285,7 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
             of lists in lists, the modules in the innermost ones; the layers of stacked modules,
             which are numbered as those of a list are; and the blocks that bridged Linen modules
             repeat.
+        loops: the modules within bridged Linen ones that stack layers, and how many.
 
     Returns:
         Keys, nothing inside a block being one.
@@ -288,7 +296,7 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         [('layers', 0)]
     """
     found: dict[Keys, None] = {}
-    stacks = _stacked(model)
+    stacks = {**_stacked(model), **loops}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         # A list in a list only holds blocks; what a block holds in lists is found after the block.
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
@@ -296,7 +304,8 @@ def block_keys(model: nnx.Module, classes: tuple[str, ...] = ()) -> list[Keys]:
         chosen = type(module).__name__ in classes if classes else listed
         if chosen and not _is_in(keys, found):
             found[keys] = None
-    found |= dict.fromkeys(k for k in _in_linen(model, classes) if not _is_in(k, found))
+    in_linen = loops if loops and not classes else _in_linen(model, classes)
+    found |= dict.fromkeys(k for k in in_linen if not _is_in(k, found))
 
     def layers(keys):
         return [(*keys, row) for row in range(stacks[keys])]
