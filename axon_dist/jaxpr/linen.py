@@ -350,7 +350,9 @@ class Intercepted:
     def _is_whole(self, module: nn.Module, path: Path) -> bool:
         """Whether a module has its parameters as the bridge holds them: those of all layers."""
         here = flatten_dict(module.variables.get("params", {}), sep="/")
-        return any(self.shapes.get(f"{path}/{name}") == leaf.shape for name, leaf in here.items())
+        return any(
+            self.shapes.get(f"{path}/{name}") == np.shape(leaf) for name, leaf in here.items()
+        )
 
     def _lift(self, function: Function) -> Function:
         """A transformation of Flax's: `function` takes scopes in place of a module."""
