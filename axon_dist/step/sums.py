@@ -234,7 +234,7 @@ class OfSums(PartLoss):
         buffers = jax.tree.map(lambda term: term.value, changed)
         return Outcome(loss, kept, buffers), ending
 
-    def _replaced(self, numbers: dict[str, Any]) -> Iterator[Term]:
+    def _replaced(self, numbers: dict[str, Any]) -> Iterator[Any]:
         """Total and weight of each number that is replaced, by name."""
         for name in sorted(self.names):
             found: Any = numbers[name]
