@@ -99,14 +99,18 @@ def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
     named = {id(module): keys for keys, module in nnx.iter_modules(model)}
     found = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
     if num_microbatches > 1 and found:
-        path = "/".join(map(str, found[0])) or type(model).__name__
-        warnings.warn(
-            f"BatchNorm at {path!r} takes its statistics of each of {num_microbatches} "
-            "microbatches, and one device would take them of the whole batch: losses and weights "
-            "differ from one device's. Use one microbatch, a normalisation of each sample such as "
-            "nnx.LayerNorm, or freeze the statistics with use_running_average=True",
-            stacklevel=3,
-        )
+        warn_of_parts("/".join(map(str, found[0])) or type(model).__name__, num_microbatches)
+
+
+def warn_of_parts(path: Path, num_microbatches: int) -> None:
+    """Warns of statistics, by their path, of one microbatch and not of the whole batch."""
+    warnings.warn(
+        f"BatchNorm at {path!r} takes its statistics of each of {num_microbatches} "
+        "microbatches, and one device would take them of the whole batch: losses and weights "
+        "differ from one device's. Use one microbatch, a normalisation of each sample such as "
+        "nnx.LayerNorm, or freeze the statistics with use_running_average=True",
+        stacklevel=4,
+    )
 
 
 def own_statistics(model: nnx.Module) -> list[Path]:

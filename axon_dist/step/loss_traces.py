@@ -20,7 +20,7 @@ from ..jaxpr.sample_values import DIFFERS
 from ..jaxpr.samples import RANKS, follow_samples
 from ..jaxpr.walk import moves_with
 from .buffers import has_statistics, synchronise_statistics
-from .objective import Prepare, evaluate
+from .objective import PartLoss, Prepare, evaluate, forward_of
 from .parts import ModelParts
 
 
@@ -32,11 +32,17 @@ class Traced:
         program: (params, buffers, batch) -> total, weight, those of each metric, buffers.
         names: of the metrics.
         is_plain: whether the loss has no weight of its own.
+        ending: what completes the numbers of a `PartLoss`.
     """
 
     program: ClosedJaxpr
     names: tuple[str, ...]
     is_plain: bool
+    ending: Any = None
+
+    def total_of(self, name: str) -> int:
+        """Which output is the total of a metric."""
+        return 2 + 2 * self.names.index(name)
 
 
 class Traces:
@@ -74,11 +80,38 @@ class Traces:
         if key not in self._found:
             structure, *kinds = key
             shapes = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
-            run, names, plain = _forward(self._parts, self._loss_fn, self._adapt, self._over_all)
-            given = jax.tree.unflatten(structure, shapes)
-            program = jax.make_jaxpr(run)(*self._parts.arguments, given)
-            self._found[key] = Traced(program, tuple(names), plain == [True])
+            self._found[key] = self._traced(jax.tree.unflatten(structure, shapes))
         return self._found[key]
+
+    def _traced(self, batch: Batch) -> Traced:
+        """(params, buffers, batch) -> total, weight, those of each metric, buffers."""
+        learned: dict[str, Any] = {}
+
+        def prepare(model: nnx.Module) -> None:
+            if self._adapt is not None:
+                self._adapt(model)
+            if self._over_all:
+                synchronise_statistics(model, (RANKS,))
+
+        def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
+            given, loss_fn, ending = (params, buffers, batch), self._loss_fn, None
+            if isinstance(loss_fn, PartLoss):
+                own = forward_of(self._parts, loss_fn.loss_fn, prepare)
+                outcome, ending = loss_fn.outcome(own, *given)
+            else:
+                outcome = evaluate(self._parts, loss_fn, *given, prepare)
+            names = tuple(sorted(outcome.metrics))
+            is_plain = isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1
+            learned.update(names=names, is_plain=is_plain, ending=ending)
+            numbers = [outcome.loss, *(outcome.metrics[name] for name in names)]
+            pairs = [x if isinstance(x, Weighted) else Weighted(x, 1.0) for x in numbers]
+            scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
+            return [*scalars, *jax.tree.leaves(outcome.buffers)]
+
+        if self._over_all:
+            whole, mesh = PartitionSpec(), AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
+            run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        return Traced(jax.make_jaxpr(run)(*self._parts.arguments, batch), **learned)
 
     def _key(self, batch: Batch, samples: int) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(batch)
@@ -139,36 +172,3 @@ def _check_weight(program: Any, params: list[Path], frozen: frozenset[Path]) -> 
             "Weighted(total, weight) the weight must follow from the batch alone, such as the "
             "number of its tokens, or go through jax.lax.stop_gradient"
         )
-
-
-def _forward(
-    parts: ModelParts, loss_fn: LossFn, adapt: Prepare | None, over_all: bool
-) -> tuple[Any, list[str], list[bool]]:
-    """(params, buffers, batch) -> total, weight, those of each metric, buffers.
-
-    With it come, once it has run, the names of the metrics, and whether the loss has no weight.
-    """
-    names: list[str] = []
-    plain: list[bool] = []
-
-    def prepare(model: nnx.Module) -> None:
-        if adapt is not None:
-            adapt(model)
-        if over_all:
-            synchronise_statistics(model, (RANKS,))
-
-    def run(params: PyTree, buffers: PyTree, batch: Batch) -> list[Any]:
-        outcome = evaluate(parts, loss_fn, params, buffers, batch, prepare)
-        names[:] = sorted(outcome.metrics)
-        plain[:] = [isinstance(outcome.loss.weight, (int, float)) and outcome.loss.weight == 1]
-        numbers = [outcome.loss, *(outcome.metrics[name] for name in names)]
-        pairs = [x if isinstance(x, Weighted) else Weighted(x, 1.0) for x in numbers]
-        scalars = [jnp.asarray(x) for pair in pairs for x in (pair.total, pair.weight)]
-        return [*scalars, *jax.tree.leaves(outcome.buffers)]
-
-    if not over_all:
-        return run, names, plain
-    whole = PartitionSpec()
-    mesh = AbstractMesh((2,), (RANKS,), axis_types=(AxisType.Auto,))
-    run = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return run, names, plain

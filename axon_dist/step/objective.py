@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -43,6 +45,22 @@ Prepare: TypeAlias = Callable[[nnx.Module], None]
 """Adapts a merged model to where it runs, in place; such as statistics over mesh axes."""
 
 
+Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
+"""(params, buffers, batch) -> what the loss function makes of them."""
+
+
+class PartLoss:
+    """A loss function that gives other numbers of a part of a batch than the user's does."""
+
+    loss_fn: LossFn
+
+    def outcome(
+        self, forward: Forward, params: PyTree, buffers: PyTree, batch: Batch
+    ) -> tuple[Outcome, object]:
+        """Evaluates a part by the user's `forward`; with what completes the numbers in the end."""
+        raise NotImplementedError
+
+
 def evaluate(
     parts: ModelParts,
     loss_fn: LossFn,
@@ -68,13 +86,17 @@ def evaluate(
         ConfigError: when the loss is not a floating-point scalar, or the metrics are not a dict,
             or have the name of a number that the step reports itself.
     """
+    if isinstance(loss_fn, PartLoss):
+        own = forward_of(parts, loss_fn.loss_fn, prepare)
+        return loss_fn.outcome(own, params, buffers, batch)[0]
     model = parts.merge(params, buffers)
     if prepare is not None:
         prepare(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
     try:
-        returned = loss_fn(model, batch, **told)
+        with _unplaced():
+            returned = loss_fn(model, batch, **told)
     except Exception as error:
         if not isinstance(error, AxonDistError):
             error.add_note(f"raised by loss_fn(model, batch) for a batch of {_shapes(batch)}")
@@ -112,6 +134,13 @@ def evaluate(
         for part in (value.total, value.weight) if isinstance(value, Weighted) else (value,):
             _check_scalar(f"metric {name!r}", part)
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
+
+
+def _unplaced() -> AbstractContextManager[object]:
+    """Where mesh axes are manual, the axes that Linen models name for activations are no one's."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return nn.logical_axis_rules(())
+    return nullcontext()
 
 
 class GradientResult(NamedTuple):
@@ -202,10 +231,6 @@ class Sums:
 
         metrics = {name: mean(value) for name, value in self.metrics.items()}
         return grads, {"loss": mean_loss(self.loss), **metrics}
-
-
-Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
-"""(params, buffers, batch) -> what the loss function makes of them."""
 
 
 def forward_of(parts: ModelParts, loss_fn: LossFn, prepare: Prepare | None = None) -> Forward:

@@ -224,11 +224,10 @@ class StepOptions:
         separable: True promises that the loss of a batch is the (weighted) mean of those of its
             parts, False that it is not. None reads it from the programs of the loss of the batch
             and of one part, at the sizes that run: a mean, a sum and `Weighted` have the value of
-            the whole batch however it is cut. A loss that couples samples is computed in global
-            view, averaged over microbatches; one that goes by their places, divides one sum by
-            another, or is another program for a part, is refused with microbatches, unless False
-            says that it is to be averaged all the same. A metric that couples samples beside a
-            loss that does not is refused where there are microbatches.
+            the whole batch however it is cut, and so has a function of sums over the samples. A
+            loss that couples samples otherwise is computed in global view, and is refused with
+            microbatches, unless False says that what these find is to be averaged all the same. A
+            metric that couples samples beside a loss that does not is refused with microbatches.
         eval_kwargs: what `evaluate` gives the call of the model in place of its own arguments, such
             as `{"deterministic": True}`. Modules of NNX are told by `eval()`, and bridged Linen
             modules, with the layers of Linen in them, as `evaluation` says; tell models of yours

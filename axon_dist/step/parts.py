@@ -156,6 +156,9 @@ ModelLike: TypeAlias = Union[nnx.Module, Callable[[], nnx.Module]]  # noqa: UP00
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
 
 
+LINEN_BOX = "linen_meta_type"
+"""What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
+
 STEP, SHARED = "axon_step", "axon_shared"
 """The keys among the buffers under which travels what a loss is told beside the samples."""
 
@@ -255,7 +258,21 @@ class ModelParts:
         A parameter in eight bits becomes the value of its Variable as `Int8`.
         """
         values = as_values(weights, self.int8)
-        return nnx.merge(self.graphdef, values, own_and_given(buffers)[0], copy=True)
+        return nnx.merge(self._unboxed, values, own_and_given(buffers)[0], copy=True)
+
+    @cached_property
+    def _unboxed(self) -> nnx.GraphDef:
+        """The structure in which Linen finds arrays where its author has written axes on them.
+
+        Whoever unboxes such a value lays it out over these axes where a mesh is in context, also
+        over one that has none of them; the strategy has read them and decides.
+        """
+        model = nnx.merge(self.graphdef, self.weights, self.buffers)
+        variables = (v for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable))
+        boxed = [v for v in variables if LINEN_BOX in v.get_metadata()]
+        for variable in boxed:
+            variable.del_metadata(LINEN_BOX)
+        return nnx.graphdef(model) if boxed else self.graphdef
 
 
 @dataclasses.dataclass(frozen=True)

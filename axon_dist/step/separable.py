@@ -18,22 +18,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
-from ..core.typing import Batch, LossFn
-from ..core.weighted import Weighted
+from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.rows import output_shapes
 from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use
+from ..jaxpr.walk import moves_with
 from ..parallel import Reduction, Strategy
-from .coupled_metrics import check_metrics
-from .loss_traces import Traces
+from .buffers import warn_of_parts
+from .loss_traces import Traced, Traces
 from .objective import Prepare
 from .parts import ModelParts
+from .sums import LOSS, Completion, OfSums, in_parts, sum_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +46,27 @@ class Separation:
         why: what keeps them from it where they would have; "" otherwise.
         averaged: what makes the loss a mean of those of the microbatches, which that of the whole
             batch is not; "" where it is.
+        complete: computes what `loss_fn` gives sums for, of those of the whole batch; None where it
+            gives all numbers.
     """
 
     loss_fn: LossFn
     is_per_rank: bool
     why: str = ""
     averaged: str = ""
+    complete: Completion | None = None
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
         found = view + (f", because {self.why}" if self.why else "")
         also = "" if self.averaged == self.why else f", for {self.averaged}"
         return found + (f"; averaged over microbatches{also}" if self.averaged else "")
+
+
+BEFORE = (
+    "What follows from the batch alone, as normalised advantages, counts of classes or a shuffled "
+    "partner of each sample do, can be computed before the step and given in the batch"
+)
 
 
 class Separator:
@@ -133,8 +142,11 @@ class Separator:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
         samples = jax.tree.leaves(shapes)[0].shape[0]
         sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._microbatches
-        # One sample in one microbatch has no parts.
-        return "" if sizes[0] == sizes[1] else self._obstacle(self._use(shapes, sizes, 2))
+        if sizes[0] == sizes[1]:
+            # One sample in one microbatch has no parts.
+            return ""
+        use = self._use(shapes, sizes, 2)
+        return self._obstacle(use) if self._in_sums(shapes, sizes, 2, use) is None else ""
 
     @property
     def _is_by_ranks(self) -> bool:
@@ -158,26 +170,68 @@ class Separator:
         if samples // ranks == whole:
             self._check_buffers(self._traces(True).of(batch, whole).program)
             return Separation(self._loss_fn, per_rank)
+        why, is_needed = "", bool(asked) or self._microbatches > 1
         use = self._use(batch, (samples // ranks, whole), ranks)
-        why = self._obstacle(use) if ranks > 1 else ""
+        found = self._in_sums(batch, (samples // ranks, whole), ranks, use) if is_needed else None
         if use.failure and self._microbatches > 1:
             # What all ranks together cannot compute either has another way out.
             self._use(batch, (samples, whole), 1)
-        if why and asked:
-            raise UnsupportedError(self._refusal(why, asked))
-        if why:
-            per_rank, ranks = False, 1
+        if found is None and ranks > 1 and (why := self._obstacle(use)):
+            if asked:
+                raise UnsupportedError(self._refusal(why, asked))
+            ranks = 1
             if samples == whole:
-                return Separation(self._loss_fn, per_rank, why)
+                return Separation(self._loss_fn, False, why)
             use = self._use(batch, (samples, whole), 1)
+            found = self._in_sums(batch, (samples, whole), 1, use)
         self._check_buffers(self.program(batch, whole))
-        self._check_related(use, samples, whole)
+        if found is not None:
+            return dataclasses.replace(found, is_per_rank=per_rank and not why, why=why)
+        if self._promise is None:
+            self._check_related(use, samples, whole, ranks)
         self._check_mixed(use, ranks)
-        if not self._promise:
-            check_metrics(use, self._microbatches, ranks)
-        is_averaged = self._promise is None and self._microbatches > 1
+        is_averaged = self._promise is False and self._microbatches > 1
         averaged = use.coupled if is_averaged else ""
-        return Separation(in_parts(self._loss_fn, use), per_rank, why, averaged)
+        return Separation(in_parts(self._loss_fn, use), per_rank and not why, why, averaged)
+
+    def _in_sums(
+        self, batch: Batch, sizes: tuple[int, int], ranks: int, use: SampleUse
+    ) -> Separation | None:
+        """How numbers that parts do not give are computed of sums that they do; None if not so."""
+        if self._promise is not None or use.failure:
+            return None
+        names = {name for name, found in use.metrics.items() if not found.is_separable}
+        if not use.loss.is_separable:
+            # Metrics that are weighed by the loss lose its weight.
+            names |= {name for name, found in use.metrics.items() if found.kind is Use.WEIGHTED}
+            names.add(LOSS)
+        if not names:
+            return None
+        loss_fn: Any = OfSums(in_parts(self._loss_fn, use), frozenset(names))
+        traces = Traces(self._parts, loss_fn, self._adapted(ranks))
+        of_sums = traces.use(batch, sizes)
+        numbers = (of_sums.loss, *of_sums.metrics.values())
+        is_lost = ranks > 1 and self._obstacle(of_sums) != ""
+        if is_lost or not all(found.is_separable for found in numbers):
+            return None
+        whole = traces.of(batch, sizes[1])
+        completion = Completion(whole.ending, loss_fn)
+        sums = [of_sums.metrics[sum_name(n)] for n in range(len(whole.ending.dtypes))]
+        if any(found.kind is Use.WEIGHTED for found in sums):
+            return None
+        leads = completion.leads(lambda n: self._moves(whole, n)) if LOSS in names else ()
+        if leads is None:
+            return None
+        factors = tuple(found.factor for found in sums)
+        chosen: Any = dataclasses.replace(loss_fn, leads=leads, factors=factors)
+        return Separation(chosen, True, complete=dataclasses.replace(completion, loss_fn=chosen))
+
+    def _moves(self, traced: Traced, number: int) -> bool:
+        """Whether a sum moves with a trained parameter."""
+        paths = [path for path, _ in leaves_with_paths(self._parts.weights)]
+        output = traced.total_of(sum_name(number))
+        moving = moves_with(traced.program, output, len(paths))
+        return any(paths[at] not in self._parts.frozen_paths for at in moving)
 
     def _is_computable(self, batch: Batch, whole: int) -> bool:
         if self._microbatches == 1:
@@ -218,12 +272,17 @@ class Separator:
             self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
         return self._traced[apart]
 
+    def _is_apart(self, ranks: int) -> bool:
+        """Ranks that are no stages leave experts to the compiler, in global view."""
+        return ranks == 1 or self._strategy.pipeline is not None
+
+    def _adapted(self, ranks: int) -> Prepare | None:
+        return None if self._adapt is None else self._adapt(self._is_apart(ranks))
+
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, of a part and of the whole as they run."""
-        # Ranks that are no stages leave experts to the compiler, in global view.
-        apart = ranks == 1 or self._strategy.pipeline is not None
         try:
-            use = self._traces(apart).use(batch, sizes)
+            use = self._traces(self._is_apart(ranks)).use(batch, sizes)
         except AxonDistError:
             raise
         except Exception as error:  # Whatever the user's loss does with fewer samples.
@@ -242,24 +301,39 @@ class Separator:
             "whole"
         )
 
-    def _check_related(self, use: SampleUse, part: int, whole: int) -> None:
-        """Raises where nothing is known of how a part's loss, or a metric, relates to the whole's.
-
-        Other losses that couple samples are averaged over the microbatches.
-        """
-        if self._promise is not None:
+    def _check_related(self, use: SampleUse, part: int, whole: int, ranks: int) -> None:
+        """Raises where the loss or a metric of the whole batch does not follow from the parts'."""
+        count = self._microbatches
+        statistics = [
+            path for path, found in use.buffers.items() if self._is_statistic(path, found)
+        ]
+        if statistics and not use.loss.is_separable:
+            warn_of_parts(statistics[0], count)
             return
-        for name, found in {"loss": use.loss, **use.metrics}.items():
-            # One sample alone is coupled with none: such a loss is 0 of it, or not a number.
-            is_lost = found.is_unrelated or (part == 1 and "of a total" not in found.why)
-            if found.kind is Use.COUPLED and is_lost:
-                what = "the loss" if found is use.loss else f"the metric {name!r}"
+        if use.loss.kind is Use.COUPLED:
+            raise UnsupportedError(
+                f"the loss {use.loss.why}{_place(use.loss)}, so that {count} microbatches of "
+                f"{part} samples do not give that of {whole}. {BEFORE}; make every sample count "
+                "for itself; or leave the batch whole; or, if what the microbatches find is to be "
+                "averaged, say so: build_train_step(separable=False)"
+            )
+        # What is said first is what keeps the others, which sums would give, from being computed.
+        ends = ("of a total", "totals over", "divides one sum")
+        metrics = sorted(use.metrics.items(), key=lambda item: any(e in item[1].why for e in ends))
+        for name, found in metrics:
+            if not found.is_separable:
+                parts = f"{count} microbatches" + (f" on {ranks} ranks" if ranks > 1 else "")
                 raise UnsupportedError(
-                    f"{what} {found.why}{_place(found)}, so that {self._microbatches} microbatches "
-                    f"of {part} samples do not give that of {whole}. Make every sample count for "
-                    "itself, or leave the batch whole; or, if what the microbatches find is to be "
-                    "averaged, say so: build_train_step(separable=False)"
+                    f"the metric {name!r} {found.why}{_place(found)}, and the mean of those of "
+                    f"{parts} is not that of the whole batch. Return what adds up: Weighted(total, "
+                    "weight) for a quotient, sums such as counts of hits and misses, or a function "
+                    "of such numbers; or use one microbatch; or build_train_step(separable=True) "
+                    "for the mean over the parts"
                 )
+
+    def _is_statistic(self, path: Path, found: OutputUse) -> bool:
+        shapes = dict(leaves_with_paths(self._parts.arguments[1]))
+        return not found.is_separable and jnp.issubdtype(shapes[path].dtype, jnp.floating)
 
     def _check_buffers(self, program: ClosedJaxpr) -> None:
         """Raises for a buffer that a microbatch cannot hand on to the next as it got it."""
@@ -294,12 +368,9 @@ class Separator:
         reduction = self._strategy.reduction or Reduction()
         if not reduction.sync_buffers:
             # Each rank keeps statistics of its own then, as it was told to.
-            shapes = dict(leaves_with_paths(self._parts.arguments[1]))
-
-            def is_own(path):
-                return jnp.issubdtype(shapes[path].dtype, jnp.floating)
-
-            kept = {path: found for path, found in use.buffers.items() if not is_own(path)}
+            kept = {
+                p: found for p, found in use.buffers.items() if not self._is_statistic(p, found)
+            }
             use = dataclasses.replace(use, buffers=kept)
         return use.coupled
 
@@ -311,7 +382,7 @@ class Separator:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
-            f"asks for. Either {instead}; or make every sample count for itself; or, if what the "
+            f"asks for. {BEFORE}; {instead}; make every sample count for itself; or, if what "
             "ranks find on their own is to be averaged, say so: build_train_step(separable=True)"
         )
 
@@ -357,46 +428,6 @@ def wants_ranks(
         f"a reduction in {reduction.dtype} beside compute in {compute}": recast,
     }
     return True, [word for word, is_asked in words.items() if is_asked]
-
-
-def in_parts(loss_fn: LossFn, use: SampleUse) -> LossFn:
-    """A loss of parts whose sums of totals and weights make that of the whole.
-
-    Neither microbatches nor ranks are to be noticed: a sum, and a `Weighted` whose weight is the
-    same for any batch, become those of the whole batch.
-
-    Args:
-        loss_fn: the user's loss.
-        use: what it is to the samples.
-
-    Returns:
-        The loss function; the same where nothing is to be changed.
-    """
-    factors = {n: m.factor for n, m in use.metrics.items() if m.kind in _SUMMED}
-    if use.loss.kind is Use.MEAN:
-        factors = {name: factor for name, factor in factors.items() if factor != 1}
-    if use.loss.factor == 1 and not factors:
-        return loss_fn
-
-    def weighed(value: Any, factor: float) -> Weighted:
-        if isinstance(value, Weighted):
-            return Weighted(value.total, value.weight / factor)
-        return Weighted(value, 1 / factor)
-
-    def run(model: nnx.Module, batch: Batch, **told: Any) -> Any:
-        returned = loss_fn(model, batch, **told)
-        loss, *rest = returned if isinstance(returned, tuple) else (returned,)
-        if use.loss.factor != 1:
-            loss = weighed(loss, use.loss.factor)
-        if not rest:
-            return loss
-        metrics = {n: weighed(m, factors[n]) if n in factors else m for n, m in rest[0].items()}
-        return loss, metrics
-
-    return run
-
-
-_SUMMED = (Use.MEAN, Use.SUM, Use.SCALED)
 
 
 def sample_use(

@@ -298,10 +298,10 @@ class StepSpec:
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
         """The same step with another loss for the parts of a batch, such as a weighed one.
 
-        What is derived is kept, all but the separator: it is about the loss itself.
+        What is derived is kept, the separator too: what it knows is about the user's loss.
         """
         other = dataclasses.replace(self, loss_fn=loss_fn)
-        fields = {field.name for field in dataclasses.fields(self)} | {"separator"}
+        fields = {field.name for field in dataclasses.fields(self)}
         derived = {name: x for name, x in self.__dict__.items() if name not in fields}
         other.__dict__.update(derived)
         return other

@@ -180,7 +180,8 @@ def gradient_function(spec: StepSpec) -> GradientFn:
         if here is spec and found.loss_fn is spec.loss_fn and by_rank == spec.is_local:
             return usual(params, frozen, buffers, batch, scale)
         other = _in_view(here.with_loss(found.loss_fn), by_rank)
-        return other(params, frozen, buffers, batch, scale)
+        result = other(params, frozen, buffers, batch, scale)
+        return result if found.complete is None else found.complete(result)
 
     return gradients
 

@@ -162,24 +162,33 @@ def test_buffers_that_count_fillings_are_refused(of):
 
 
 COUPLED = {
-    "perplexity": lambda s, w: jnp.exp(s.mean()),
     "maximum": lambda s, w: s.max(),
     "median": lambda s, w: jnp.median(s),
     "spread": lambda s, w: s.std(),
-    "F1": lambda s, w: 2 * jnp.sum((s > 1) & (w > 1)) / (jnp.sum(s > 1) + jnp.sum(w > 1)),
     "area": lambda s, w: jnp.mean((s[:, None] > s[None]) & (w[:, None] > w[None])),
-    "root": lambda s, w: jnp.sqrt(s.mean()),
     "any": lambda s, w: jnp.any(s > 2).astype(jnp.float32),
-    "quotient": lambda s, w: jnp.sum(s * w) / jnp.sum(w),
 }
+OF_SUMS = {
+    "perplexity": lambda s, w: jnp.exp(s.mean()),
+    "F1": lambda s, w: 2 * jnp.sum((s > 1) & (w > 1)) / (jnp.sum(s > 1) + jnp.sum(w > 1)),
+    "root": lambda s, w: jnp.sqrt(s.mean()),
+    "quotient": lambda s, w: jnp.sum(s * w) / jnp.sum(w),
+    "guarded": lambda s, w: Weighted(jnp.sum(s * w), jnp.maximum(jnp.sum(w), 1)),
+}
+
+
+def with_metrics(metrics):
+    def loss_fn(model, batch):
+        each = squares(model, batch)
+        return each.mean(), {name: of(each, batch["w"]) for name, of in metrics.items()}
+
+    return loss_fn
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_metrics_that_couple_microbatches_are_refused(name):
-    def loss_fn(model, batch):
-        each = squares(model, batch)
-        return each.mean(), {name: COUPLED[name](each, batch["w"])}
-
+    # Beside one that sums would give, the one that keeps it from being computed is named.
+    loss_fn = with_metrics({"root": OF_SUMS["root"], name: COUPLED[name]})
     batch = jax.tree.map(lambda x: x[:8], BATCH)
     with pytest.raises(AxonDistError, match=rf"metric '{name}' .*2 microbatches") as told:
         build(loss_fn, pad=None, batch=batch, accumulate=2)
@@ -187,3 +196,14 @@ def test_metrics_that_couple_microbatches_are_refused(name):
     step = build(loss_fn, pad=None, batch=batch)
     _, metrics = step(step.init(), batch)
     np.testing.assert_allclose(metrics[name], loss_fn(make(), batch)[1][name], rtol=1e-5)
+
+
+def test_metrics_that_are_functions_of_sums_are_those_of_the_whole_batch():
+    loss_fn = with_metrics(OF_SUMS)
+    batch = jax.tree.map(lambda x: x[:8], BATCH)
+    step = build(loss_fn, pad=None, batch=batch, accumulate=2)
+    _, metrics = step(step.init(), batch)
+    assert sorted(metrics) == sorted(["loss", *OF_SUMS])
+    for name, want in loss_fn(make(), batch)[1].items():
+        want = want.mean if isinstance(want, Weighted) else want
+        np.testing.assert_allclose(metrics[name], want, rtol=1e-5, err_msg=name)

@@ -130,7 +130,6 @@ EVERY = frozenset(f"{how}-{count}" for how in STRATEGIES for count in (4, 16))
 SINGLE = frozenset({"buckets-4", "accumulate-4", "pipeline-4"})
 OTHER = frozenset({"buckets-16", "accumulate-16", "pipeline-16"})
 REFUSED = {
-    "log of one is 0": SINGLE,
     "other power": OTHER,
     "other wire": OTHER,
     "every second": SINGLE,
