@@ -153,7 +153,9 @@ def _told_apart(runs: list[Recorded]) -> Runs:
         if others and any(one.folder.resolve().name != mark for one in others):
             run = dataclasses.replace(run, called=f"{run.name} ({mark})")
         elif others and number:
-            run = dataclasses.replace(run, called=f"{run.name} (compared{number * (number > 1)})")
+            run = dataclasses.replace(
+                run, called=f"{run.name} (compared{number if number > 1 else ''})"
+            )
         found.append(run)
     return tuple(found)
 

@@ -21,7 +21,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
 from .own import Own
-from .read import Fraction, Natural, NonNegative, OneOf, Positive
+from .read import Count, Fraction, Natural, NonNegative, OneOf, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,24 +140,15 @@ class InverseSquareRoot(RateSchedule):
     """Falls as one over the root of the step (arXiv:1706.03762).
 
     Args:
-        timescale: steps after the warmup in which it falls to 0.71 of the peak; 0 takes those of
-            the warmup.
+        timescale: steps after the warmup in which it falls to 0.71 of the peak; as many as the
+            warmup has make the schedule of the paper.
     """
 
-    timescale: Natural = 0
+    timescale: Count = 1000
 
     def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
-        """Returns `peak sqrt(timescale / (timescale + step))`.
-
-        Raises:
-            ConfigError: when neither a timescale nor a warmup is given.
-        """
-        scale = self.timescale or warmup
-        if not scale:
-            raise ConfigError(
-                "inverse_sqrt got neither a warmup nor a timescale, one of which says how fast it "
-                "falls; set optimizer.schedule.warmup_steps or optimizer.schedule.timescale"
-            )
+        """Returns `peak sqrt(timescale / (timescale + step))`."""
+        scale = self.timescale
         return lambda step: peak * jnp.sqrt(scale / (scale + jnp.maximum(step, 0)))
 
 

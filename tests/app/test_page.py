@@ -94,8 +94,11 @@ class Page(html.parser.HTMLParser):
 def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     text = report_page(folder)
     page = Page(text)
-    assert {part.key for part in PARTS} == set(page.texts) - {""}
-    assert all(part.missing not in text for part in PARTS)
+    assert {part.key for part in PARTS} - {"runs", "norms"} == set(page.texts) - {"", "absent"}
+    assert "Gradient norm: " in page.texts["absent"]
+    for figure in ("best validation loss", "3.0000 nats/byte, step 4", "100 tokens/s", "1 time"):
+        assert figure in page.texts[""]
+    assert text.count("resumed after step 2<") == text.count("dashed: resumed") > 0
     assert "cannot be drawn" not in text
     assert all(re.match("#|data:,$", address) for address in page.addresses)
     assert "http://" not in text.replace("http://evil.example", "")
@@ -106,7 +109,7 @@ def test_all_parts_are_drawn_and_nothing_is_asked_for(folder):
     assert "img" not in page.tags
     expected = {
         "loss": "training", "validation": "accuracy", "rate": "learning rate",
-        "throughput": "goodput", "steps": "half of the steps within 100 ms", "time": "restart",
+        "throughput": "goodput", "steps": "100 ms", "time": "restart",
         "memory": "3 kB per device", "collectives": "1.5 kB sent", "schedule": "bubble",
         "mesh": "dp=2, pp=2", "parameters": "dim 0 of (2, 3) split 2 ways", "versions": "0.12",
         "config": "name:",
@@ -126,7 +129,7 @@ def test_what_is_missing_or_broken_is_said_and_the_rest_is_drawn(folder, name, d
     else:
         (folder / name).write_text(damage)
     page = Page(report_page(folder))
-    assert {part.key for part in PARTS} == set(page.texts) - {""}
+    assert set(page.texts) - {"", "absent"} <= {part.key for part in PARTS}
     told = "".join(page.texts.values())
     if name != "config.yaml" or damage is None:
         assert name in told
@@ -138,9 +141,12 @@ def test_two_runs_stand_side_by_side(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "summary.json").write_text(json.dumps({**SUMMARY, "name": "other"}))
-    page = Page(report_page(folder, other))
+    (other / "config.yaml").write_text("name: other\ntrain: {steps: 9}\n")
+    page = Page(report_page(folder, [other]))
     assert "training, other" in page.texts["loss"]
     assert page.texts["config"].count("name:") == 2
+    assert "train.steps" in page.texts["runs"]
+    assert "best validation loss" in page.texts["runs"]
     assert "training, other" not in Page(report_page(folder)).texts["loss"]
 
 

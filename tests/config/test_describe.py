@@ -32,7 +32,11 @@ def test_every_strategy_and_variant_is_there():
         ("train.steps", "integer, at least 1", "1000"),
         ("train.clip_norm", "number, above 0, or null", "1.0"),
         ("train.nonfinite", "stop, skip or rollback", "stop"),
-        ("optimizer.schedule", "section with name: cosine, linear or constant", "cosine"),
+        (
+            "optimizer.schedule",
+            "section with name: cosine, linear, constant, wsd or inverse_sqrt",
+            "cosine",
+        ),
         ("parallel.pipeline.num_microbatches", "integer", ""),
         ("mesh", "dp=4,tp=2 or {dp: 4, tp: 2}", "{dp: -1}"),
         ("trainable", "list of text", "[]"),
@@ -45,7 +49,9 @@ def test_types_and_defaults(path, type, default):
 
 def test_a_section_a_key_and_a_mistake(capsys):
     assert {row.path for row in describe("optimizer", parts=False)} == {"optimizer"}
-    assert {row.path for row in describe("optimizer")} == {"optimizer", "optimizer.schedule"}
+    assert {row.path for row in describe("optimizer")} == {
+        "optimizer", "optimizer.schedule", "optimizer.groups",
+    }  # fmt: skip
     assert len(describe(parts=False)) == 1
     ((key,),) = (row.keys for row in describe("train.ema"))
     assert key.path == "train.ema"

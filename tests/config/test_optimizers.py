@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from axon_dist.config.optimizers import (
     OPTIMIZERS,
@@ -13,9 +14,11 @@ from axon_dist.config.optimizers import (
     AdamW,
     ConstantRate,
     Cosine,
+    InverseSquareRoot,
     Linear,
     Lion,
     Muon,
+    WarmupStableDecay,
 )
 from axon_dist.config.read import read
 from axon_dist.core.errors import ConfigError
@@ -36,14 +39,24 @@ def run(transform):
     ("ours", "theirs"),
     [
         (
-            AdamW(b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3),
+            AdamW(b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3, decay="all"),
             optax.adamw(0.01, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.3),
         ),
         (Adam(b1=0.8, b2=0.9, eps=1e-3), optax.adam(0.01, b1=0.8, b2=0.9, eps=1e-3)),
-        (Lion(b1=0.8, b2=0.9, weight_decay=0.3), optax.lion(0.01, 0.8, 0.9, weight_decay=0.3)),
+        (
+            Lion(b1=0.8, b2=0.9, weight_decay=0.3, decay="all"),
+            optax.lion(0.01, 0.8, 0.9, weight_decay=0.3),
+        ),
         (
             Muon(
-                momentum=0.9, nesterov=False, ns_steps=3, rms=0.3, weight_decay=0.3, b1=0.8, b2=0.9
+                momentum=0.9,
+                nesterov=False,
+                ns_steps=3,
+                rms=0.3,
+                weight_decay=0.3,
+                b1=0.8,
+                b2=0.9,
+                decay="all",
             ),
             optax.contrib.muon(
                 0.01,
@@ -68,7 +81,9 @@ def test_every_option_reaches_optax(ours, theirs):
 
 def test_every_row_has_a_case_above():
     assert set(OPTIMIZERS.values()) == {AdamW, Adam, Lion, Muon, SGD}
-    assert set(SCHEDULES.values()) == {ConstantRate, Cosine, Linear}
+    assert set(SCHEDULES.values()) == {
+        ConstantRate, Cosine, InverseSquareRoot, Linear, WarmupStableDecay,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,6 +92,8 @@ def test_every_row_has_a_case_above():
         (ConstantRate(warmup_steps=4), 1.0, 1.0),
         (Cosine(warmup_steps=4, final_fraction=0.2), 0.6, 0.2),
         (Linear(warmup_steps=4, final_fraction=0.2), 0.6, 0.2),
+        (WarmupStableDecay(warmup_steps=4, decay_fraction=0.5, final_fraction=0.3), 0.8, 0.3),
+        (InverseSquareRoot(warmup_steps=4, timescale=4), (4 / 9) ** 0.5, (4 / 14) ** 0.5),
     ],
 )
 def test_schedules_rise_to_the_peak_and_end_where_they_say(schedule, half, last):
@@ -111,3 +128,33 @@ def test_the_rates_of_a_run_are_those_of_its_schedule():
     rate = optimizer.schedule.build(2.0, 8)
     np.testing.assert_allclose(optimizer.rates(8), [float(rate(n)) for n in range(8)], rtol=1e-6)
     assert SGD(learning_rate=2.0, schedule=ConstantRate()).rates(3).tolist() == [2.0] * 3
+
+
+def test_norms_biases_and_embeddings_do_not_decay_unless_all_do():
+    names = ("kernel", "bias", "scale", "embedding")
+    params = {name: jnp.ones((2, 2)) for name in names}
+    for decay, decayed in (("matrices", {"kernel"}), ("all", set(names))):
+        optimizer = AdamW(schedule=ConstantRate(), decay=decay).build(1)
+        still = {name: jnp.zeros((2, 2)) for name in names}
+        updates, _ = optimizer.update(still, optimizer.init(params), params)
+        assert {name for name in names if float(abs(updates[name]).max()) > 0} == decayed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"paths": ["("]}, r"'\(' is no regular expression"),
+        ({"paths": []}, "paths names nothing"),
+        ({"paths": ["head"], "frozen": True, "rate": 2}, "frozen=true beside rate"),
+        ({"paths": ["head"], "weight_decay": 0.1}, "this optimizer has no weight decay"),
+    ],
+)
+def test_groups_that_cannot_be(given, message):
+    with pytest.raises(ConfigError, match=message):
+        read(SGD, {"groups": [given]})
+
+
+def test_a_group_that_no_parameter_is_in():
+    optimizer = read(SGD, {"groups": [{"paths": ["hed"], "rate": 2}]})
+    with pytest.raises(ConfigError, match=r"groups\[0\].paths: no parameter of the model has hed"):
+        optimizer.build(2, lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
