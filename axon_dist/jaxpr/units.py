@@ -43,8 +43,8 @@ MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
 IsUnit: TypeAlias = Callable[[Path, nnx.Module | None], bool]
 """(path, module) -> whether its calls are a unit; None stands for a module within a Linen one.
 
-`path/*` is asked of a Linen module that is a unit: whether its parameters stack those of layers that
-a loop calls, of which each call is a unit.
+`path/*` is asked of a Linen module that is a unit: whether its parameters stack those of layers
+that a loop calls, of which each call is a unit.
 """
 
 RematPolicy: TypeAlias = Callable[..., Any]
