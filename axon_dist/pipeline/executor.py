@@ -65,13 +65,13 @@ class Executor:
         schedule: a valid table.
         stages: the programs of its stages.
         axis: the mesh axis of the pipeline.
-        weights: the rows of this rank's block parameters; None at the places of frozen ones.
-        rest: all other parameters; likewise.
+        weights: the rows of this rank's block parameters, those that are trained.
+        rest: all other parameters; None at the places of frozen ones.
         data: (index of a microbatch) -> what is known of it.
         scale: what the loss is multiplied by on the way back.
         keeps: whether forward passes keep residuals; else backward passes recompute.
-        frozen_weights: as `weights`, and None at the places of trained ones; [] where all are.
-        frozen_rest: as `rest`; likewise.
+        frozen_weights: as `weights`, those that are not; [] where all are.
+        frozen_rest: as `rest`, None at the places of trained ones; likewise.
         learned: by number, the first values of the buffers that stages change, each its own: those
             of a microbatch are what the one before has left, and in the order of the table.
         once: those of them that every microbatch finds as they were at first, as one device does

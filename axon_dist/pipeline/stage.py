@@ -65,15 +65,15 @@ Rest: TypeAlias = dict[int, Array]
 """Parameters outside the blocks, by their position among them."""
 
 
-Weights: TypeAlias = Sequence[Sequence[Array | None]]
-"""Parameters by row; None at the places of those that are left out."""
+Weights: TypeAlias = Sequence[Sequence[Array]]
+"""Parameters by row."""
 
 
 class Frozen(NamedTuple):
     """The parameters that nothing is differentiated by.
 
     Args:
-        weights: by row, None at the places of those that are trained.
+        weights: by row; () where all are trained.
         rest: those outside the blocks.
     """
 
@@ -81,15 +81,10 @@ class Frozen(NamedTuple):
     rest: Rest
 
     def beside(self, weights: Weights) -> Weights:
-        """All weights by row, given those that are trained, None at the places of the others."""
+        """All weights by row: those that are trained, and behind them the others."""
         if not self.weights:
             return weights
-        rows = zip(weights, self.weights, strict=True)
-
-        def either(row, other):
-            return [b if a is None else a for a, b in zip(row, other, strict=True)]
-
-        return [either(row, other) for row, other in rows]
+        return [[*row, *other] for row, other in zip(weights, self.weights, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

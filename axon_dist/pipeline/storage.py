@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.errors import UnsupportedError
-from ..core.tree import path_str
+from ..core.tree import joined, path_str
 from ..core.typing import Array, Path, PyTree
 from .layout import Keys, Stages, flatten, is_like, keys_of, nest
 from .tables import Packing
@@ -31,10 +31,12 @@ class ModelStorage(abc.ABC):
     Args:
         stages: blocks, stages and ranks.
         shapes: nested dict of `ShapeDtypeStruct`, the parameters of the model.
+        frozen: the keys of those that are not trained, which a state keeps in a tree of their own.
     """
 
     stages: Stages
     shapes: PyTree
+    frozen: frozenset[Keys] = frozenset()
 
     @abc.abstractmethod
     def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
@@ -80,10 +82,6 @@ class ModelStorage(abc.ABC):
     def slot_of(self, number: int, keys: Keys) -> Keys | None:
         """The keys of the stored leaf whose entry of the rank is a block's leaf, if one is."""
 
-    @abc.abstractmethod
-    def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
-        """The keys of the stored leaves that are trained or frozen as a block's leaf is."""
-
     def like(self, shapes: PyTree) -> ModelStorage:
         """The same stages' storage of a tree with leaves of the model, of any shapes.
 
@@ -92,6 +90,44 @@ class ModelStorage(abc.ABC):
                 the model, which need not all be there.
         """
         return type(self)(self.stages, shapes)
+
+    @cached_property
+    def trained(self) -> ModelStorage:
+        """The storage of what is trained alone."""
+        return self.like(self._part(is_frozen=False)) if self.frozen else self
+
+    @cached_property
+    def untrained(self) -> ModelStorage:
+        """The storage of what is frozen alone."""
+        return self.like(self._part(is_frozen=True))
+
+    def _part(self, is_frozen: bool) -> PyTree:
+        flat = flatten(self.shapes)
+        return nest({keys: x for keys, x in flat.items() if (keys in self.frozen) == is_frozen})
+
+    def store(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The stored forms of what is trained and of what is frozen of a model's parameters."""
+        flat = flatten(params)
+        kept = nest({keys: flat.pop(keys) for keys in [*flat] if keys in self.frozen})
+        return self.trained.from_model(nest(flat)), self.untrained.from_model(kept)
+
+    def restore(self, params: PyTree, frozen: PyTree) -> PyTree:
+        """The inverse of `store`, exactly."""
+        return joined(self.trained.to_model(params), self.untrained.to_model(frozen))
+
+    def both(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
+        """The leaves of the blocks of a stage, trained and frozen, by their keys in the model.
+
+        Args:
+            stage: which.
+            rows: the rows of its chunk, of one rank, without dim 0; of each what is trained, and
+                behind it what is frozen.
+        """
+        numbers = self.rows_of_chunk(self.stages.chunk_of(stage))
+        ends = [len(self.trained.row_names[number]) for number in numbers]
+        split = list(zip(rows, ends, strict=True))
+        frozen = self.untrained.block_weights(stage, [row[end:] for row, end in split])
+        return self.trained.block_weights(stage, [row[:end] for row, end in split]) | frozen
 
     def block_of(self, keys: Keys) -> int | None:
         """The block that a leaf of the model belongs to; None for what all ranks have."""
@@ -137,9 +173,9 @@ class ModelStorage(abc.ABC):
         return [flat.get(keys) for keys in self.rest]
 
     def assemble(self, rows: Sequence[Sequence[PyTree]], rest: Sequence[PyTree]) -> PyTree:
-        """The stored tree of given rows and rest; the inverse of `rows_of` and `rest_of`."""
+        """The stored tree of trained rows and of the rest, None at the places of frozen ones."""
         flat = dict(zip(self.rest, rest, strict=True))
-        for names, leaves in zip(self.row_names, rows, strict=True):
+        for names, leaves in zip(self.trained.row_names, rows, strict=True):
             flat.update(zip(names, leaves, strict=True))
         return nest({keys: leaf for keys, leaf in flat.items() if leaf is not None})
 
@@ -178,11 +214,11 @@ class RowStorage(ModelStorage):
     @property
     def row_names(self) -> list[list[Keys]]:
         """The keys of the stored leaves that are rows, row by row."""
-        blocks = enumerate(self.stages.blocks)
+        rows = sum(map(self.stages.num_rows, range(self.stages.num_chunks)))
+        blocks = self.stages.blocks[:rows]
         return [
-            [block + leaf for leaf in self._leaves_of_row[row]]
-            for row, block in blocks
-            if row in self._leaves_of_row
+            [block + leaf for leaf in self._leaves_of_row.get(row, ())]
+            for row, block in enumerate(blocks)
         ]
 
     def to_rows(self, flat: dict[Keys, Array]) -> dict[Keys, Array]:
@@ -209,10 +245,6 @@ class RowStorage(ModelStorage):
         row = self.stages.home(number)[1]
         return self.stages.blocks[row] + keys[len(self.stages.blocks[number]) :]
 
-    def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
-        """The row of the leaf, which has that of a block of every rank."""
-        return (self.slot_of(number, keys),)
-
     def rows_of_chunk(self, chunk: int) -> range:
         """One row per block of the chunk's longest stage."""
         first = self.stages.first_row(chunk)
@@ -220,12 +252,39 @@ class RowStorage(ModelStorage):
 
     def block_weights(self, stage: int, rows: Sequence[Sequence[PyTree]]) -> dict[Keys, Array]:
         """The rows are the blocks."""
-        blocks = [self.stages.blocks[number] for number in self.stages.blocks_of(stage)]
-        return {
-            block + leaf: value
-            for block, row in zip(blocks, rows, strict=False)
-            for leaf, value in zip(self.leaves, row, strict=True)
-        }
+        found: dict[Keys, Array] = {}
+        for number, row in zip(self.stages.blocks_of(stage), rows, strict=False):
+            leaves = self._leaves_of_row.get(self.stages.home(number)[1], ())
+            pairs = zip(leaves, row, strict=True)
+            own, block = self._leaves_of_block[number], self.stages.blocks[number]
+            found.update((block + leaf, value) for leaf, value in pairs if leaf in own)
+        return found
+
+    def leaves_at(self, row: int, values: Sequence[Array], stage: Array) -> list[Array]:
+        """The leaves of the block that a stage has in a row, in the order of `leaves`.
+
+        Args:
+            row: which.
+            values: of it, of one rank; what is trained, and behind it what is frozen.
+            stage: which, known when it runs.
+        """
+        if not self.frozen:
+            return list(values)
+        block = self.stages.blocks[row]
+        names = self.trained.row_names[row], self.untrained.row_names[row]
+        trained = dict(zip(names[0], values, strict=False))
+        frozen = dict(zip(names[1], values[len(names[0]) :], strict=True))
+
+        def one(leaf: Keys) -> Array:
+            keys = block + leaf
+            if keys not in trained or keys not in frozen:
+                return (trained if keys in trained else frozen)[keys]
+            blocks = [self.stages.block_at(rank, row) for rank in self.stages.placement]
+            here = [n is not None and self.stages.blocks[n] + leaf for n in blocks]
+            is_frozen = jnp.asarray([keys in self.frozen for keys in here])
+            return jnp.where(is_frozen[stage], frozen[keys], trained[keys])
+
+        return [one(leaf) for leaf in self.leaves]
 
     def _stack(self, flat: dict[Keys, Array], row: int, leaf: Keys) -> Array:
         blocks = [self.stages.block_at(d, row) for d in range(self.stages.num_devices)]
@@ -286,10 +345,6 @@ class FlatStorage(ModelStorage):
         names = self.row_names[self.stages.chunk_of(stage)]
         return names[self._by_stage[stage].index(keys)]
 
-    def trained_with(self, number: int, keys: Keys) -> tuple[Keys, ...]:
-        """All vectors: where a leaf lies in them depends on what else there is."""
-        return self.row_keys
-
     @cached_property
     def vectors(self) -> dict[tuple[int, int], list[tuple[Keys, ...]]]:
         """By chunk and number, what lies in a vector on each rank, in order; {} without vectors."""
@@ -341,7 +396,9 @@ class FlatStorage(ModelStorage):
         ]
 
 
-def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
+def storage_for(
+    stages: Stages, shapes: PyTree, frozen: frozenset[Keys] = frozenset()
+) -> ModelStorage:
     """The storage for the blocks of a model: rows of blocks where they are equal, else vectors."""
     flat = flatten(shapes)
     forms = [
@@ -353,7 +410,7 @@ def storage_for(stages: Stages, shapes: PyTree) -> ModelStorage:
         for block in stages.blocks
     ]
     kind = RowStorage if all(other == forms[0] for other in forms) else FlatStorage
-    return kind(stages, shapes)
+    return kind(stages, shapes, frozen)
 
 
 @dataclasses.dataclass(frozen=True)

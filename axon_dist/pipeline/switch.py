@@ -402,7 +402,7 @@ class SwitchStages:
         rows = iter(weights)
         for home in self._kept_at(stage):
             own = [next(rows) for _ in self._rows_of(home)]
-            for keys, value in self.storage.block_weights(home, own).items():
+            for keys, value in self.storage.both(home, own).items():
                 known[self.trace.params[keys]] = value
         results, count = self._pieces[stage].run(known), len(self._crossing[stage + 1])
         return self._pack(stage + 1, results[:count])._replace(left=results[count:])

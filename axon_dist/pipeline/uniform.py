@@ -222,7 +222,9 @@ class UniformStages:
         starts = jnp.asarray(stages.boundaries)
         always = min(len(stages.blocks_of(s)) for s in stages.stages_of(chunk))
         left = []
-        for row, leaves in enumerate(weights):
+        numbers = self.storage.rows_of_chunk(chunk)
+        for row, values in enumerate(weights):
+            leaves = self.storage.leaves_at(numbers[row], values, stage)
 
             def run(wire, row=row, leaves=leaves):
                 return self._block(leaves, shared, known, starts[stage] + row, wire)

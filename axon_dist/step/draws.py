@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from ..core.errors import UnsupportedError
+from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
+from ..jaxpr.equality import same_program, same_value
 from ..jaxpr.randomness import Drawn, SampleRows, find_rows, with_rank, without_rank
 from ..jaxpr.walk import needed_for
 from .spec import StepSpec
@@ -90,23 +91,29 @@ def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
     Such are counters, and the estimates of a spectral norm, which follow from weights alone.
     """
     samples, shapes = _microbatch(spec, batch)
-    parts = spec.parts
-    paths = [path for path, _ in leaves_with_paths(parts.arguments[1])]
-    streams = {path for path in paths if path in parts.counts}
-    if not {*paths} - streams:
+    paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
+    if not {*paths} - spec.parts.counts:
         return frozenset()
-    jaxpr = spec.separator.program(shapes, samples // ranks).jaxpr
-    first = len(jaxpr.invars) - len(jax.tree.leaves(shapes)) - len(paths)
-    last = len(jaxpr.outvars) - len(paths)
-    found = set()
-    for number, path in enumerate(paths):
-        if path in streams or jaxpr.outvars[last + number] is jaxpr.invars[first + number]:
-            continue
-        _, needed = needed_for(jaxpr, [last + number])
-        is_changed = needed != [first + number] or needed_for(jaxpr, [last + number])[0].eqns
-        if is_changed and all(at < first + len(paths) for at in needed):
-            found.add(path)
-    return frozenset(found)
+    sizes = samples // ranks, samples * spec.num_microbatches
+    try:
+        part, whole = (spec.separator.program(shapes, size) for size in sizes)
+    except AxonDistError:
+        raise
+    except Exception:  # Whatever the user's loss does with more samples.
+        return frozenset()
+    first = len(part.jaxpr.invars) - len(jax.tree.leaves(shapes))
+    last = len(part.jaxpr.outvars) - len(paths)
+    if not all(map(same_value, part.consts, whole.consts)):
+        return frozenset()
+
+    def is_once(number: int) -> bool:
+        made, needed = needed_for(part.jaxpr, [last + number])
+        # A count of samples does not read them either, and grows by how many there are.
+        same = same_program(made, needed_for(whole.jaxpr, [last + number])[0])
+        return same and bool(made.eqns) and max(needed, default=0) < first
+
+    changed = [number for number, path in enumerate(paths) if path not in spec.parts.counts]
+    return frozenset(paths[number] for number in changed if is_once(number))
 
 
 def _microbatch(spec: StepSpec, batch: Batch) -> tuple[int, Batch]:

@@ -60,10 +60,7 @@ def optimizer_for(
         return fitting, storage
     if storage.stacks.depths:
         fitting = UnstackedOptimizer(fitting, storage.stacks, parts.params)
-    rows = storage.rows
-    if parts.frozen_paths:
-        rows = rows.like(storage.stacks.apart(parts.params))
-    staged = StagedOptimizer(fitting, rows, mesh, storage.axis)
+    staged = StagedOptimizer(fitting, storage.rows.trained, mesh, storage.axis)
     return staged, storage.with_state_rows(staged.state_form.row_paths)
 
 

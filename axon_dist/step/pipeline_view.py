@@ -75,13 +75,20 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         params, frozen = plan.view.cast((params, frozen))
         whole, parted = PartitionSpec(), plan.parted(buffers, batch)
         draws = draws_of(spec, batch, plan.num_ranks)
-        lie = plan.row_specs, plan.given_rest(parted)
+        rest_lies = plan.given_rest(parted)
+        lie = plan.row_specs, rest_lies
         per_sample = PartitionSpec(None, spec.strategy.batch_axes)
         mapped = jax.shard_map(
             lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
             mesh=spec.mesh,
             axis_names=frozenset(plan.axes),
-            in_specs=(lie, lie if frozen else whole, whole, per_sample, whole),
+            in_specs=(
+                lie,
+                (plan.specs_of(plan.rows.untrained), rest_lies) if frozen else whole,
+                whole,
+                per_sample,
+                whole,
+            ),
             out_specs=(*plan.grad_specs(parted), whole, whole, whole),
             check_vma=False,
         )
@@ -89,10 +96,12 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
         # As in `gradient_sums`: scaled like the mean of the whole batch.
         scale = None if scale is None else scale / parts
 
-        def of_ranks(stored):
-            return (plan.rows.rows_of(stored), plan.rows.rest_of(stored))
+        def of_ranks(rows, stored):
+            return (rows.rows_of(stored), plan.rows.rest_of(stored))
 
-        given = of_ranks(params), of_ranks(frozen) if frozen else ([], [])
+        given = of_ranks(plan.rows.trained, params), ([], [])
+        if frozen:
+            given = given[0], of_ranks(plan.rows.untrained, frozen)
         rows, rest, unit, loss, buffers = mapped(*given, buffers, batch, scale)
         reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
         reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
@@ -177,12 +186,15 @@ class StagedPlan:
 
     @cached_property
     def row_specs(self) -> list[list[PartitionSpec]]:
-        """Where rows lie in the manual region: by stages, and experts as their tokens find them."""
-        return self.rows.rows_of(self._stored_specs)
+        """Where the rows of trained parameters lie in the manual region."""
+        return self.specs_of(self.rows.trained)
 
-    @cached_property
-    def _stored_specs(self) -> PyTree:
-        stored = jax.eval_shape(self.rows.from_model, self.rows.shapes)
+    def specs_of(self, rows: ModelStorage) -> list[list[PartitionSpec]]:
+        """Where rows lie in the manual region: by stages, and experts as their tokens find them."""
+        return rows.rows_of(self._stored_specs(rows))
+
+    def _stored_specs(self, rows: ModelStorage) -> PyTree:
+        stored = jax.eval_shape(rows.from_model, rows.shapes)
         found = specs(self.spec.storage.strategy.params, stored, self.mesh)
         axes = (self.pipeline.axis, *self.strategy.resident)
         return jax.tree.map(lambda spec: only_axes(spec, axes), found)
@@ -190,14 +202,15 @@ class StagedPlan:
     @cached_property
     def _own_shapes(self) -> PyTree:
         """The shapes of the model's parameters where a rank computes: of its own experts alone."""
-        stored = flatten(self._stored_specs)
+        parts = self.rows.trained, self.rows.untrained
+        stored = [flatten(self._stored_specs(rows)) for rows in parts]
 
         def own(keys: Keys, leaf: Any) -> Any:
-            number = self.rows.block_of(keys)
-            slot = None if number is None else self.rows.slot_of(number, keys)
+            number, kind = self.rows.block_of(keys), keys in self.rows.frozen
+            slot = None if number is None else parts[kind].slot_of(number, keys)
             if slot is None:
                 return leaf
-            lies = PartitionSpec(*stored[slot][1:])
+            lies = PartitionSpec(*stored[kind][slot][1:])
             shape = NamedSharding(self.mesh, lies).shard_shape(leaf.shape)
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
@@ -254,7 +267,7 @@ class StagedPlan:
         def place(i, spec):
             return None if spec is None else self._by_tokens(parted.get(i), spec)
 
-        return self.rows.rows_of(kept), [place(i, spec) for i, spec in rest]
+        return self.rows.trained.rows_of(kept), [place(i, spec) for i, spec in rest]
 
     def run(
         self,
@@ -268,8 +281,8 @@ class StagedPlan:
     ) -> Any:
         """Runs on one rank: its stages and its samples in, reduced sums and new buffers out.
 
-        `params` and `frozen` are each the rows and the rest, None at the places of the other's; of
-        what is `parted` this rank has its part.
+        `params` and `frozen` are each the rows and the rest, of which None is at the places of the
+        other's; of what is `parted` this rank has its part.
         """
         of_rank = None if draws is None else OfRank(draws, self.strategy.batch_axes, self.num_ranks)
         drawing = buffers if of_rank is None else of_rank.before(buffers, buffers, 0)
@@ -407,7 +420,7 @@ class StagedPlan:
         if self.is_whole_mesh:
             return rows, rest
         found = jax.tree.map(lambda sharding: sharding.spec, self.spec.owners)
-        own = self.rows.rows_of(found), self.rows.rest_of(found)
+        own = self.rows.trained.rows_of(found), self.rows.rest_of(found)
 
         stages = self.pipeline.axis
         others = tuple(axis for axis in self.mesh.axis_names if axis != stages)

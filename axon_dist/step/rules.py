@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import Requirement, StrategyConflictError, UnsupportedError, check_all
-from ..core.tree import joined, leaves_with_paths
+from ..core.tree import leaves_with_paths
 from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
 from ..parallel import STRATEGY_RULES, PlacedStrategy, check_sums, has_experts
@@ -67,8 +67,9 @@ def _stage_experts(spec: StepSpec) -> Found:
         held, where = others, "in a module without the methods mix_experts and feed"
     elif not storage.is_by_vectors:
         rows = {"/".join(map(str, keys)) for keys in storage.rows.row_keys}
-        stored = joined(spec.stored_shapes, spec.stored_frozen)
-        held = [path for path in along(storage.strategy.params, stored) if path not in rows]
+        trees = spec.stored_shapes, spec.stored_frozen
+        paths = [path for tree in trees for path in along(storage.strategy.params, tree)]
+        held = [path for path in paths if path not in rows]
         where = "outside its blocks"
     return {"path": held[0], "axis": axis, "where": where} if held else None
 

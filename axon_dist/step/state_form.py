@@ -285,7 +285,8 @@ class StateForm:
     @cached_property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
         """The model's arrays but those of random streams: shape, dtype and sharding by path."""
-        return weight_targets(self.spec, joined(*self._stored_places))
+        is_same = self.spec.storage.rows is None
+        return weight_targets(self.spec, joined(*self._stored_places) if is_same else {})
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
         """The arrays of `weight_targets` with the values of a state."""
@@ -321,7 +322,10 @@ class StateForm:
         donated = () if is_placed else (0,)
         complete = jax.jit(self._around, out_shardings=self.places, donate_argnums=donated)
         state = complete(stored, buffers)
-        self._agree("first parameters", joined(state.params, state.frozen))
+        first = state.params, state.frozen
+        # Of the blocks of one row some may be trained and others frozen, at one place in each tree.
+        is_same = self.spec.storage.rows is None
+        self._agree("first parameters", joined(*first) if is_same else first)
         self.claims.check(state)
         return state
 

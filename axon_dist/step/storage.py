@@ -51,11 +51,12 @@ class Storage:
 
     Args:
         strategy: policies about stored leaves.
-        from_model: the model's nested dict -> the stored tree.
+        from_model: the model's nested dict -> the stored tree, where there are no rows.
         to_model: the inverse, exactly.
         rows: the rows of a pipeline; None without one.
         stacks: the modules of the model that a pipeline takes apart first.
-        frozen: the paths of the stored leaves that the optimizer leaves alone.
+        frozen: the paths of the stored leaves that the optimizer leaves alone, where there are no
+            rows.
     """
 
     strategy: Strategy
@@ -85,16 +86,19 @@ class Storage:
         Returns:
             The trained ones, and the frozen ones.
         """
+        if self.rows is not None:
+            return self.rows.store(self.stacks.apart(weights))
         return parted(self.from_model(weights), self.frozen)
 
     def weights(self, params: PyTree, frozen: PyTree) -> PyTree:
         """The model's nested dict of all parameters; the inverse of `store`."""
+        if self.rows is not None:
+            return self.stacks.together(self.rows.restore(params, frozen))
         return self.to_model(joined(params, frozen))
 
     def forward(self, params: PyTree, frozen: PyTree) -> PyTree:
         """All parameters as a forward pass takes them: what is in eight bits may stay so."""
-        together = joined(params, frozen)
-        return together if self.rows is None else self.to_model(together)
+        return joined(params, frozen) if self.rows is None else self.weights(params, frozen)
 
     def with_state_rows(self, paths: frozenset[Path]) -> Storage:
         """The same, knowing which leaves of the optimizer's state are rows."""
@@ -135,15 +139,11 @@ def storage_of(
             "schedule, which is more than bfloat16 takes. Use frozen_dtype='bfloat16', or fsdp"
         )
     stages, stacks = _stages(parts, strategy.pipeline, loss_fn, batch)
-    rows = storage_for(stages, stacks.apart(parts.weights))
-    return Storage(
-        _staged(strategy, rows, stacks),
-        lambda params: rows.from_model(stacks.apart(params)),
-        lambda stored: stacks.together(rows.to_model(stored)),
-        rows,
-        stacks,
-        _frozen_rows(parts, rows, stacks),
-    )
+    shapes = stacks.apart(parts.weights)
+    paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
+    frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
+    rows = storage_for(stages, shapes, frozen)
+    return Storage(_staged(strategy, rows, stacks), rows=rows, stacks=stacks)
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
@@ -157,33 +157,6 @@ def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
         lambda stored: widened(stored, parts.int8),
         frozen=frozenset(path for path, _ in leaves_with_paths(parts.kept)),
     )
-
-
-def _frozen_rows(parts: ModelParts, rows: ModelStorage, stacks: Stacks) -> frozenset[Path]:
-    """The paths of the stored leaves that hold frozen parameters, and no others.
-
-    Raises:
-        UnsupportedError: when a stored leaf would hold both kinds.
-    """
-
-    def path_of(keys):
-        return "/".join(map(str, keys))
-
-    held: dict[Path, dict[bool, Path]] = {}
-    for keys in flatten(rows.shapes):
-        number = rows.block_of(keys)
-        is_frozen = path_of(stacks.in_model(keys)) in parts.frozen_paths
-        for stored in [keys] if number is None else rows.trained_with(number, keys):
-            held.setdefault(path_of(stored), {}).setdefault(is_frozen, path_of(keys))
-    for kinds in held.values():
-        if len(kinds) == 2:
-            raise UnsupportedError(
-                f"{kinds[False]!r} is trained and {kinds[True]!r} is frozen, and a pipeline keeps "
-                "both in one array, a row of which is on each of its ranks. Train a parameter in "
-                "every block or in none, and of blocks that differ all parameters or none; or "
-                "leave the pipeline out"
-            )
-    return frozenset(path for path, kinds in held.items() if True in kinds)
 
 
 def _stages(
@@ -350,7 +323,8 @@ def _has_params(module: nnx.Module) -> bool:
 
 def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
     plan: Any = strategy.pipeline
-    of_rows = frozenset("/".join(map(str, keys)) for keys in rows.row_keys)
+    held = {*rows.row_keys, *rows.trained.row_keys, *rows.untrained.row_keys}
+    of_rows = frozenset("/".join(map(str, keys)) for keys in held)
 
     def of_blocks(policy):
         return OfBlocks(policy, stacks) if stacks.depths else policy

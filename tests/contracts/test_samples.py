@@ -187,7 +187,6 @@ def test_equals_one_device_or_says_what_couples_the_samples(name, option):
             step(step.init(), batch(0))
         return
     refused = {
-        ("watching", "pipeline_alone"): "only counters may change",
         ("decayed", "pipeline"): "the loss reads a parameter of 'blocks/0'",
         ("decayed", "pipeline_alone"): "the loss reads a parameter of 'blocks/0'",
         ("decayed", "by_hand"): "the loss reads 'blocks/0/kernel' outside 'blocks/0'",
