@@ -19,9 +19,8 @@ from jax.extend.core import ClosedJaxpr
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
-from ..jaxpr.equality import same_program, same_value
 from ..jaxpr.randomness import Drawn, SampleRows, find_rows, with_rank, without_rank
-from ..jaxpr.walk import needed_for
+from ..jaxpr.walk import needed_for, same, same_program
 from .spec import StepSpec
 
 
@@ -103,7 +102,7 @@ def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
         return frozenset()
     first = len(part.jaxpr.invars) - len(jax.tree.leaves(shapes))
     last = len(part.jaxpr.outvars) - len(paths)
-    if not all(map(same_value, part.consts, whole.consts)):
+    if not all(map(same, part.consts, whole.consts)):
         return frozenset()
 
     def is_once(number: int) -> bool:

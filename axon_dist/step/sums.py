@@ -23,10 +23,10 @@ from jax.typing import ArrayLike, DTypeLike
 from ..core.compat import CALLS, eval_equation, inner_programs
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import PER_SAMPLE, Weighted
+from ..jaxpr.factors import EACH
 from ..jaxpr.sample_use import SampleUse, Use
 from ..jaxpr.units import UNIT_NAME
 from ..jaxpr.walk import (
-    EACH,
     called,
     dtype_of,
     equations,
