@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from .weights import load_weights as load_weights
     from .weights import save_weights as save_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DDP",

@@ -21,13 +21,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from ..core.errors import LaunchError
 from .environment import bind_address, split_address
+from .settings import difference_text, read_settings
 
 _HELLO_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
 _NOTE_SECONDS = 15.0
-_HELLO_BYTES, _LINE_BYTES = 2**14, 2**24
+_HELLO_BYTES, _LINE_BYTES = 2**16, 2**24
 _STRANGERS = 64
 """Connections besides those of the run that are listened to at a time."""
 TOKEN = "AXON_RUN_TOKEN"
@@ -46,6 +49,7 @@ class Attendee:
         host: where it runs.
         pid: its id there.
         versions: of the libraries that decide what is computed, by name.
+        settings: of JAX and of the environment that change a program or its numbers.
     """
 
     process: int
@@ -53,6 +57,7 @@ class Attendee:
     host: str
     pid: int
     versions: Mapping[str, str]
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def here(cls, process: int, num_processes: int) -> Attendee:
@@ -63,6 +68,7 @@ class Attendee:
             host=socket.gethostname(),
             pid=os.getpid(),
             versions={name: importlib.import_module(name).__version__ for name in LIBRARIES},
+            settings=read_settings(os.environ, jax.config.values),
         )
 
     def validate(self) -> None:
@@ -78,6 +84,7 @@ class Attendee:
             ("host", str),
             ("pid", int),
             ("versions", dict),
+            ("settings", dict),
         ):
             if type(getattr(self, field)) is not kind:
                 raise TypeError(f"{field} is no {kind.__name__}")
@@ -105,7 +112,7 @@ def call_roll(address: str, me: Attendee, timeout: float, token: str = "") -> tu
 
     Raises:
         LaunchError: on every process that came: who is missing, who came twice, who expects another
-            number of processes or has another version of a library.
+            number of processes, or has another version of a library or another setting.
     """
     deadline = time.monotonic() + timeout
     if me.process == 0:
@@ -143,6 +150,12 @@ def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
                 f"{main} runs {name} {version} and {late} runs {name} {other}; install one "
                 "version everywhere"
             )
+    pair = (main.process, late.process)
+    if said := difference_text(main.settings, late.settings, pair):
+        return (
+            f"{main} and {late} would compute different things: {said}; set the same everywhere, "
+            "in the environment or by jax.config.update before World.init()"
+        )
     return None
 
 

@@ -60,6 +60,11 @@ def test_no_process_0():
         ({"num_processes": 4}, "expects 4; give all the same WORLD_SIZE"),
         ({"versions": {"jax": "0.1"}}, "runs jax 0.1; install one version everywhere"),
         ({"versions": LATE_OPTAX}, "runs optax 0.0; install one version everywhere"),
+        (
+            {"settings": {**Attendee.here(0, 1).settings, "jax_enable_x64": "True"}},
+            "compute different things: jax_enable_x64 is 'False' in process 0 and 'True' in "
+            "process 2; set the same everywhere",
+        ),
     ],
 )
 def test_processes_that_do_not_fit(fields, words):
