@@ -25,12 +25,12 @@ from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
 from .optimizers import OPTIMIZERS as OPTIMIZERS
-from .optimizers import SCHEDULES as SCHEDULES
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .own import Own as Own
 from .parse import CONFIG as CONFIG
 from .parse import load_config as load_config
 from .parse import load_untrusted as load_untrusted
+from .rates import SCHEDULES as SCHEDULES
 from .schema import RunConfig as RunConfig
 from .schema import build_strategy as build_strategy
 from .sections import LOGGERS as LOGGERS
