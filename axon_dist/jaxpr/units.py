@@ -265,6 +265,7 @@ class Call:
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         output = self.method(module, *args, **kwargs)
         _check_unchanged(type(module), leaves, (args, kwargs))
+        _check_nothing_new(type(module), before, module)
         self.attributes.update(_changes(type(module), plain, _plain_attributes(module)))
         # What never changes is not handed on from block to block.
         changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
@@ -280,6 +281,22 @@ class Call:
 def _value(leaf: nnx.Variable | Array) -> Array:
     """The array of a variable, or of an attribute that is data."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _check_nothing_new(module_type: type, before: Mapping[Keys, Array], module: nnx.Module) -> None:
+    """Refuses a call that adds data to its module, for which the caller's module has no place.
+
+    Raises:
+        UnsupportedError: naming the attribute.
+    """
+    for keys, leaf in nnx.to_flat_state(nnx.state(module)):
+        has_place = isinstance(leaf, nnx.Variable) and not isinstance(keys[-1], int)
+        if keys not in before and not has_place:
+            raise UnsupportedError(
+                f"a call of {module_type.__name__} adds an array at {_path(keys)!r}, where the "
+                "module has none before the call: make it in __init__ with the shape that it will "
+                f"have, such as self.{keys[0]} = nnx.data(jnp.zeros(())), and set it in the call"
+            )
 
 
 def _plain_attributes(module: nnx.Module) -> dict[tuple[Keys, str], object]:

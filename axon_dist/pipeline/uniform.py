@@ -54,6 +54,8 @@ class UniformStages:
         chains = find_chains(trace.jaxpr)
         if len(chains) != 1 or list(chains[0].calls) != trace.calls:
             return None
+        if len(trace.calls) != len(storage.stages.blocks):
+            return None  # A block that is not called would run: rows are counted, and not calls.
         found = cls(trace, storage, chains[0])
         return found if found.is_chain else None
 

@@ -552,6 +552,22 @@ def test_calls_that_a_pipeline_cannot_cut_say_why(run, message):
         build(Net(), mean_square, pipelined(2, 4)).lower(regression_batch(0))
 
 
+def test_a_last_block_that_is_not_called_does_not_run():
+    """The rows before it are a chain of equal blocks, which alone says nothing of their number."""
+
+    class Penultimate(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4))
+
+        def __call__(self, x):
+            for block in self.blocks[:-1]:
+                x = x + jnp.tanh(block(x))
+            return x[:, :4]
+
+    with pytest.raises(UnsupportedError, match=r"no call of 1 of .* 4 blocks \('blocks/3'\)"):
+        build(Penultimate(), mean_square, pipelined(2, 4)).lower(regression_batch(0))
+
+
 def test_mesh_and_schedule_must_agree():
     with pytest.raises(MeshError, match=r"for 4 devices.* 2 along 'pp'"):
         build(MODELS["mlp"].make(), mean_square, pipelined(4, 4))
