@@ -157,10 +157,10 @@ def test_an_array_in_a_plain_attribute_is_refused(make_world):
 def test_an_array_where_the_module_had_none_is_refused(make_world):
     class Adds(Block):
         def scale(self, x, flag):
-            self.aux = nnx.data(jnp.mean(x))
+            self.added = nnx.data(jnp.mean(x))
             return 1.0
 
-    with pytest.raises(UnsupportedError, match=r"adds an array at 'aux'.*nnx\.data\(jnp\.zeros"):
+    with pytest.raises(UnsupportedError, match=r"adds an array at 'added'.*nnx\.data\(jnp\.zeros"):
         build_train_step(
             lambda: Net(Adds), optax.sgd(1.0), loss_fn, fsdp(min_elements=4),
             make_world("fsdp=2"), batch=BATCH,
