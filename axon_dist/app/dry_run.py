@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from flax.traverse_util import flatten_dict
 
 from axon_dist.core.told import told
 from axon_dist.core.tree import num_bytes
@@ -48,7 +50,7 @@ class DryRun:
         chip = self.program["chip"]
         fits = f" of {byte_size(self.program['chip_bytes'])} of {chip}" if chip else ""
         return [
-            yaml.safe_dump(self.config, sort_keys=False).rstrip(),
+            *_told(self.config),
             "---",
             *self.opening,
             f"{si(count)} {item} in all",
@@ -61,6 +63,21 @@ class DryRun:
             *(f"  {file}" for file in self.files),
             "dry run: nothing was trained and nothing was written",
         ]
+
+
+def _told(config: Mapping[str, Any]) -> list[str]:
+    """The values of a config that are not those of one that says nothing, and how many are."""
+    every, defaults = (
+        flatten_dict(dict(one), sep=".", is_leaf=lambda _, value: not value)
+        for one in (config, RunConfig().to_dict())
+    )
+    told = {key: x for key, x in every.items() if key not in defaults or defaults[key] != x}
+    left = plural(len(every) - len(told), "further key")
+    return [
+        *(f"{key} = {yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"
+          for key, x in told.items()),
+        f"{left} as by default: axon config --full lists all",
+    ]  # fmt: skip
 
 
 @told(config=CONFIG)
