@@ -33,7 +33,7 @@ from .buffers import warn_of_parts
 from .loss_traces import Traced, Traces
 from .objective import Prepare
 from .parts import ModelParts
-from .sums import LOSS, Completion, OfSums, in_parts, sum_name
+from .sums import LOSS, LossEnding, OfSums, in_parts, sum_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Separation:
     is_per_rank: bool
     why: str = ""
     averaged: str = ""
-    complete: Completion | None = None
+    complete: LossEnding | None = None
 
     def __str__(self) -> str:
         view = "per rank" if self.is_per_rank else "global view"
@@ -215,7 +215,7 @@ class Separator:
         if is_lost or not all(found.is_separable for found in numbers):
             return None
         whole = traces.of(batch, sizes[1])
-        completion = Completion(whole.ending, loss_fn)
+        completion = LossEnding(whole.ending, loss_fn)
         sums = [of_sums.metrics[sum_name(n)] for n in range(len(whole.ending.dtypes))]
         if any(found.kind is Use.WEIGHTED for found in sums):
             return None
