@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from ..core.compat import eval_equation, eval_jaxpr
 from ..core.typing import Array, Path, PyTree, Shape
-from .walk import Function, Known, same_program, variables
+from .walk import Function, Known, inners, same_program, variables
 
 Keys: TypeAlias = tuple[Any, ...]
 
@@ -262,6 +262,17 @@ def without_keys(
     constants = {v: x for v, x in consts.items() if v in wanted}
     program = _given(jaxpr.replace(eqns=kept), constants, made)
     return program, [*values, *(known[v] for v in made)]
+
+
+def looped_inputs(program: Jaxpr) -> dict[int, int]:
+    """Which inputs of a program a scan reads row by row, each with the length of the scan."""
+    numbers = {variable: number for number, variable in enumerate(program.invars)}
+    return {
+        numbers[read]: equation.params["length"]
+        for equation in program.eqns
+        if equation.primitive.name == "scan"
+        for read in variables(inners(equation)[0].parts(equation.invars)[2]) & numbers.keys()
+    }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree, Shape
-from .walk import dtype_of, equations, interpret, shape_of
+from .walk import dtype_of, equations, interpret, needed_for, same, same_program, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,3 +286,29 @@ def _threefry_rows(data: Array, whole: Shape, shape: Shape, dim: int, start: Arr
         data[0], data[1], jnp.zeros_like(index), index
     )
     return high ^ low
+
+
+def results_of_no_sample(
+    part: ClosedJaxpr, whole: ClosedJaxpr, num_samples: int, num_results: int
+) -> list[int]:
+    """Which of the last results are computed from no sample, whatever their number.
+
+    Args:
+        part: the program of a part of a batch.
+        whole: that of the whole batch.
+        num_samples: how many of the last inputs are samples.
+        num_results: how many of the last results are asked about; those handed on unchanged are
+            left out.
+    """
+    if not all(map(same, part.consts, whole.consts)):
+        return []
+    first = len(part.jaxpr.invars) - num_samples
+    last = len(part.jaxpr.outvars) - num_results
+
+    def is_once(number: int) -> bool:
+        made, needed = needed_for(part.jaxpr, [last + number])
+        # A count of samples does not read them either, and grows by how many there are.
+        is_alike = same_program(made, needed_for(whole.jaxpr, [last + number])[0])
+        return is_alike and bool(made.eqns) and max(needed, default=0) < first
+
+    return [number for number in range(num_results) if is_once(number)]

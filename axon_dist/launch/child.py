@@ -107,7 +107,7 @@ def start_child(
     return Child(rank, process, log, pump)
 
 
-class Guard:
+class Reaper:
     """Ends the groups of processes of a launcher that died, as a process of its own.
 
     The kernel can end a process whose parent died, but not what that process started; and asking it
@@ -140,9 +140,9 @@ class Guard:
 
 
 @contextlib.contextmanager
-def guarding() -> Iterator[Guard]:
+def guarding() -> Iterator[Reaper]:
     """A guard for as long as the context lasts."""
-    guard = Guard()
+    guard = Reaper()
     try:
         yield guard
     finally:

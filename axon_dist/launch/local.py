@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from .child import Child, Guard, guarding, lasting, start_child
+from .child import Child, Reaper, guarding, lasting, start_child
 from .emulation import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
 from .rendezvous import TOKEN
@@ -377,7 +377,7 @@ class _Attempt:
             return self.failed.code or 0
         return max(child.code or 0 for child in self.children)
 
-    def _start(self, guard: Guard) -> None:
+    def _start(self, guard: Reaper) -> None:
         plan = self.plan
         port = plan.master_port or (free_port() if plan.nnodes == 1 else DEFAULT_PORT)
         for env in rank_environments(plan, self.base, self.count, port):

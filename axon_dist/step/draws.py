@@ -19,8 +19,14 @@ from jax.extend.core import ClosedJaxpr
 from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
-from ..jaxpr.randomness import Drawn, SampleRows, find_rows, with_rank, without_rank
-from ..jaxpr.walk import needed_for, same, same_program
+from ..jaxpr.randomness import (
+    Drawn,
+    SampleRows,
+    find_rows,
+    results_of_no_sample,
+    with_rank,
+    without_rank,
+)
 from .spec import StepSpec
 
 
@@ -100,19 +106,9 @@ def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
         raise
     except Exception:  # Whatever the user's loss does with more samples.
         return frozenset()
-    first = len(part.jaxpr.invars) - len(jax.tree.leaves(shapes))
-    last = len(part.jaxpr.outvars) - len(paths)
-    if not all(map(same, part.consts, whole.consts)):
-        return frozenset()
-
-    def is_once(number: int) -> bool:
-        made, needed = needed_for(part.jaxpr, [last + number])
-        # A count of samples does not read them either, and grows by how many there are.
-        same = same_program(made, needed_for(whole.jaxpr, [last + number])[0])
-        return same and bool(made.eqns) and max(needed, default=0) < first
-
-    changed = [number for number, path in enumerate(paths) if path not in spec.parts.counts]
-    return frozenset(paths[number] for number in changed if is_once(number))
+    num_samples = len(jax.tree.leaves(shapes))
+    once = results_of_no_sample(part, whole, num_samples, len(paths))
+    return frozenset(paths[number] for number in once) - spec.parts.counts
 
 
 def _microbatch(spec: StepSpec, batch: Batch) -> tuple[int, Batch]:

@@ -12,10 +12,10 @@ from flax import nnx
 
 from ..core.typing import Array, Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.linen import linen_modules
+from ..jaxpr.linen import linen_modules, looped_inputs
 from ..jaxpr.rows import Stacked, by_rows, whole
 from ..jaxpr.units import mark_units
-from ..jaxpr.walk import inners, opened, variables
+from ..jaxpr.walk import opened
 from ..pipeline import Calls, Keys, LossTrace, Stacks, buffers_together, has_apart, trace_loss
 from ..pipeline.layout import flatten
 from .objective import Outcome, evaluate, weighed_metrics
@@ -120,16 +120,11 @@ def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int
 
     given = weights, buffers, batch
     program = opened(jax.make_jaxpr(run)(*given), jax.tree.leaves(given)).jaxpr
-    named = dict(zip(program.invars, flatten(weights), strict=False))
-    lengths: dict[Keys, int] = {}
-    for equation in program.eqns:
-        if equation.primitive.name == "scan":
-            _, _, rows = inners(equation)[0].parts(equation.invars)
-            read = variables(rows) & named.keys()
-            lengths.update((named[v], equation.params["length"]) for v in read)
+    names = list(flatten(weights))
+    lengths = {names[at]: n for at, n in looped_inputs(program).items() if at < len(names)}
     found: dict[Keys, int] = {}
     for keys in sorted(modules, key=len):
-        below = {lengths.get(leaf) for leaf in named.values() if leaf[: len(keys)] == keys}
+        below = {lengths.get(leaf) for leaf in names if leaf[: len(keys)] == keys}
         length = below.pop() if len(below) == 1 else None
         if length is not None and not any(keys[:end] in found for end in range(len(keys))):
             found[keys] = length
