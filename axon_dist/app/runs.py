@@ -16,7 +16,7 @@ from axon_dist.step import TrainState, TrainStep
 from axon_dist.weights import load_weights
 from axon_dist.weights.load import check_weights
 
-from ..config.data import TextData
+from ..config.data import SyntheticImageData, TextData
 from ..config.schema import RunConfig
 from .fewer import step_for
 from .steps import abstract_batch, build_world, check_memory
@@ -268,9 +268,14 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
         return config
     data, named = config.data, ", ".join(files)
     if not hasattr(data, "validation_files"):
+        is_made_up = isinstance(data, SyntheticImageData)
+        found = "images are made up" if is_made_up else "data name none"
+        kind = (
+            "images, files: [...]" if is_made_up else "text, files: [...], validation_files: [...]"
+        )
         raise ConfigError(
-            f"{key}: got {named} for a run whose data name no files; leave them out, or change its "
-            "data, as in data={kind: text, files: [...], validation_files: [...]}"
+            f"got {key} {named} for a run whose {found}; leave them out, or change its "
+            f"data: data={{kind: {kind}}}"
         )
     changes = {"validation_files": tuple(files), "validation_fraction": None}
     if isinstance(data, TextData) and not data.files:

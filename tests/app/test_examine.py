@@ -36,9 +36,9 @@ def read(monkeypatch):
     """The programs that were reported on, as text."""
     texts = []
 
-    def watched(compiled, mesh):
+    def watched(compiled, mesh, **told):
         texts.append(compiled.as_text())
-        return report(compiled, mesh)
+        return report(compiled, mesh, **told)
 
     # The room has a function of the same name, which a dotted path would find first.
     monkeypatch.setattr(sys.modules["axon_dist.app.examine"], "report", watched)

@@ -190,7 +190,9 @@ def every_kind_of_text(folder):
     asked = {"prompt": "q", "response": "a", "sequence_length": 32}
     of = lambda name: {"files": [str(folder / name)], "validation_fraction": 0.2}
     words = tokenizers.models.WordLevel({"to": 0, "or": 1, "<end>": 2}, unk_token="to")
-    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    by_word = tokenizers.Tokenizer(words)
+    by_word.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    by_word.save(str(folder / "tokenizer.json"))
     named = {"tokenizer": str(folder / "tokenizer.json"), "end_token": "<end>"}
     turns = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not"}]
     chats = [{"turns": turns}] * 40
@@ -201,6 +203,8 @@ def every_kind_of_text(folder):
         yield {"kind": kind, **told, **of(f"chats.{kind}")}
         yield {"kind": kind, **asked, **of(f"rows.{kind}")}
         yield {"kind": kind, "text": "a", "sequence_length": 32, **named, **of(f"rows.{kind}")}
+    kept = {"tokenizer": named["tokenizer"], "cache": str(folder / "kept")}
+    yield {"kind": "text", "sequence_length": 32, **kept, **of("rows.jsonl")}
     yield {"kind": "tokens", "sequence_length": 32, **of("ids.npy")}
     sources = [{"kind": kind, **of("rows.jsonl")} for kind in ("jsonl", "text")]
     sources[0] |= {"prompt": "q", "response": "a"}
