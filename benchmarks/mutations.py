@@ -266,7 +266,8 @@ MUTATIONS = (
     ),
     # Blocks of bridged models: one program for equal ones, their own weights, their names.
     row(
-        "jaxpr/linen.py", "if program.is_like(other):", "if not program.is_like(other):",
+        "jaxpr/linen.py", "if same_program(program, other):",
+        "if not same_program(program, other):",
         "jaxpr/test_linen.py",
     ),
     row(

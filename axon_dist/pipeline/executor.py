@@ -70,14 +70,11 @@ class Executor:
         data: (index of a microbatch) -> what is known of it.
         scale: what the loss is multiplied by on the way back.
         keeps: whether forward passes keep residuals; else backward passes recompute.
-        frozen_weights: as `weights`, those that are not; [] where all are.
-        frozen_rest: as `rest`, None at the places of trained ones; likewise.
-        learned: by number, the first values of the buffers that stages change, each its own: those
-            of a microbatch are what the one before has left, and in the order of the table.
-        once: those of them that every microbatch finds as they were at first, as one device does
-            that changes them once for the whole batch.
-        parted: the numbers of the rest of which every rank has its part of the vocabulary, where
-            that is an action of its own; `last` of the stages then computes the loss of all ranks.
+        frozen_weights, frozen_rest: those that are not trained.
+        learned: by number, the first values of the buffers that stages change: those of a
+            microbatch are what the one before has left, in the order of the table.
+        once: those of them that change once for the whole batch.
+        parted: the numbers of the rest of which every rank has a part of the vocabulary.
         lookups: those in what is parted, which all ranks do together where the table says so.
     """
 

@@ -20,7 +20,8 @@ from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, 
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, Stacks, Stages, flatten, is_like, keys_of, nest
 from .rows import RowProgram, Slot, as_array, value_of
-from .storage import Cell, FlatStorage, LeafPlace, ModelStorage, StoredForm
+from .storage import Cell, FlatStorage, ModelStorage
+from .stored_form import LeafPlace, StoredForm
 from .tables import Packing
 from .vectors import Ends, VectorLayout, on_whole_vectors
 

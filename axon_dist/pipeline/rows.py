@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.typing import Array
 from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, sums_of
 from .layout import Keys
-from .storage import Cell, LeafPlace
+from .storage import Cell
+from .stored_form import LeafPlace
 
 Slot: TypeAlias = tuple[int, int, Keys | None]
 """A stored leaf: which tree of the arguments or results, which part of it, and its keys."""

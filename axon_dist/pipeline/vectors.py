@@ -24,7 +24,8 @@ from ..core.typing import Array
 from ..jaxpr.factors import EACH
 from ..jaxpr.owners import Atom, ConstantOperand, Equation, OwnedOperation, OwnedProgram, sums_of
 from .layout import Keys
-from .storage import Cell, FlatStorage, LeafPlace, StoredForm
+from .storage import Cell, FlatStorage
+from .stored_form import LeafPlace, StoredForm
 
 FILL, SUM = "broadcast_in_dim", "reduce_sum"
 

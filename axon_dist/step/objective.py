@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -49,16 +50,16 @@ Forward: TypeAlias = Callable[[PyTree, PyTree, Batch], Outcome]
 """(params, buffers, batch) -> what the loss function makes of them."""
 
 
-class PartLoss:
+class PartLoss(abc.ABC):
     """A loss function that gives other numbers of a part of a batch than the user's does."""
 
     loss_fn: LossFn
 
+    @abc.abstractmethod
     def outcome(
         self, forward: Forward, params: PyTree, buffers: PyTree, batch: Batch
     ) -> tuple[Outcome, object]:
         """Evaluates a part by the user's `forward`; with what completes the numbers in the end."""
-        raise NotImplementedError
 
 
 def evaluate(
