@@ -51,7 +51,8 @@ class Storage:
 
     Args:
         strategy: policies about stored leaves.
-        from_model: the model's nested dict -> the stored tree, where there are no rows.
+        from_model: the model's nested dict -> the stored tree; of what is trained, where there are
+            rows.
         to_model: the inverse, exactly.
         rows: the rows of a pipeline; None without one.
         stacks: the modules of the model that a pipeline takes apart first.
@@ -143,7 +144,13 @@ def storage_of(
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
     rows = storage_for(stages, shapes, frozen)
-    return Storage(_staged(strategy, rows, stacks), rows=rows, stacks=stacks)
+    return Storage(
+        _staged(strategy, rows, stacks),
+        lambda params: rows.trained.from_model(stacks.apart(params)),
+        lambda stored: stacks.together(rows.trained.to_model(stored)),
+        rows,
+        stacks,
+    )
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
