@@ -377,7 +377,7 @@ class Separator:
     def _refusal(self, why: str, asked: list[str]) -> str:
         ranks = "×".join(f"{axis}={size}" for axis, size in self._sizes.items())
         what = " and ".join(asked)
-        instead = "put the pipeline on a mesh without batch axes"
+        instead = "leave the pipeline out, and the step computes it over the whole batch"
         if self._strategy.pipeline is None:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
