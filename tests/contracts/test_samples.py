@@ -229,7 +229,7 @@ def test_a_sum_and_a_term_of_its_own_is_counted_once():
         assert float(metrics["loss"]) == pytest.approx(want.losses[0], rel=1e-5)
         assert_close(state.params, want.params, 1e-5, "parameter")
     step = built("pipeline_alone", loss)
-    with pytest.raises(UnsupportedError, match="reads a parameter of 'blocks/0'|sum over the samp"):
+    with pytest.raises(UnsupportedError, match="reads a parameter of 'blocks/0'"):
         step(step.init(), batch(0))
 
 
