@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from axon_dist import World, build_train_step, compose, ddp, fsdp
+from axon_dist.core.errors import UnsupportedError
 from axon_dist.parallel import pipelined
 
 BATCHES = [
@@ -88,20 +89,20 @@ def test_dropout_draws_what_one_device_draws(row, optimizer):
             np.testing.assert_allclose(got[...], want[...], rtol=1e-5, atol=2e-6, err_msg=str(keys))
 
 
-def test_keys_made_on_the_way_are_told_of():
+def test_keys_made_on_the_way_are_refused():
 
     def noisy(model, batch):
         x = batch["x"] + 0.1 * jax.random.normal(jax.random.key(3), batch["x"].shape)
         return jnp.mean((model(x) - batch["y"]) ** 2)
 
-    with pytest.warns(UserWarning, match="draws random numbers of its own.*key"):
+    with pytest.raises(UnsupportedError, match=r"a key that is made on the way.*2 microbatches"):
         build_train_step(
             nnx.Linear(16, 4, rngs=nnx.Rngs(0)), optax.sgd(0.1), noisy, ddp(),
             World.emulate(2, "dp=2"), accumulate=2, batch=BATCHES[0],
         )  # fmt: skip
 
 
-def test_gamma_noise_of_one_key_is_told_of():
+def test_gamma_noise_of_one_key_is_refused():
     class Noisy(Net):
         def __init__(self):
             super().__init__()
@@ -110,7 +111,7 @@ def test_gamma_noise_of_one_key_is_told_of():
         def __call__(self, x):
             return super().__call__(x * jax.random.gamma(self.noise(), 2.0, x.shape))
 
-    with pytest.warns(UserWarning, match="gamma noise of shape .* sample by sample"):
+    with pytest.raises(UnsupportedError, match=r"goes through `random_gamma`.*2 microbatches"):
         build_train_step(
             Noisy(), optax.sgd(0.1), loss_fn, pipelined(2, 2), World.emulate(2, "pp=2"),
             batch=BATCHES[0],
