@@ -103,7 +103,8 @@ class Optimizer(abc.ABC):
             ConfigError: when the schedule does not fit the run, or a group has no parameter.
 
         Example:
-            >>> AdamW(learning_rate=1e-3).build(num_steps=100).init({"w": 1.0})[0].count.shape
+            >>> adamw = AdamW(learning_rate=1e-3).build(num_steps=100)
+            >>> adamw.init({"w": jnp.ones(2)})[0].count.shape
             ()
         """
         if self.groups and make_model is not None:
@@ -144,6 +145,7 @@ class Optimizer(abc.ABC):
         """The learning rate of every step of a run, `[num_steps]`.
 
         Example:
+            >>> from axon_dist.config.rates import Linear
             >>> SGD(learning_rate=1.0, schedule=Linear(warmup_fraction=0.5)).rates(4).tolist()
             [0.0, 0.5, 1.0, 0.5]
         """
