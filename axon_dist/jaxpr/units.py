@@ -289,14 +289,25 @@ def _check_nothing_new(module_type: type, before: Mapping[Keys, Array], module: 
     Raises:
         UnsupportedError: naming the attribute.
     """
-    for keys, leaf in nnx.to_flat_state(nnx.state(module)):
-        has_place = isinstance(leaf, nnx.Variable) and not isinstance(keys[-1], int)
-        if keys not in before and not has_place:
-            raise UnsupportedError(
-                f"a call of {module_type.__name__} adds an array at {_path(keys)!r}, where the "
-                "module has none before the call: make it in __init__ with the shape that it will "
-                f"have, such as self.{keys[0]} = nnx.data(jnp.zeros(())), and set it in the call"
-            )
+    state = dict(nnx.to_flat_state(nnx.state(module)))
+    added = [
+        keys
+        for keys, leaf in state.items()
+        if keys not in before and (not isinstance(leaf, nnx.Variable) or isinstance(keys[-1], int))
+    ]
+    # What is appended to an nnx.List within a trace is no data of it, so its state lacks it.
+    added += [
+        (*keys, name)
+        for keys, one in nnx.iter_modules(module)
+        for name, value in vars(one).items()
+        if isinstance(one, nnx.List) and is_array(value) and (*keys, int(name)) not in state
+    ]
+    if added:
+        raise UnsupportedError(
+            f"a call of {module_type.__name__} adds an array at {_path(added[0])!r}, where the "
+            "module has none before the call: make it in __init__ with the shape that it will "
+            f"have, such as self.{added[0][0]} = nnx.data(jnp.zeros(())), and set it in the call"
+        )
 
 
 def _plain_attributes(module: nnx.Module) -> dict[tuple[Keys, str], object]:

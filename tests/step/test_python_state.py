@@ -154,13 +154,23 @@ def test_an_array_in_a_plain_attribute_is_refused(make_world):
         )  # fmt: skip
 
 
-def test_an_array_where_the_module_had_none_is_refused(make_world):
+@pytest.mark.parametrize("form", ("added", "listed/0"))
+def test_an_array_where_the_module_had_none_is_refused(make_world, form):
     class Adds(Block):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.listed = nnx.List([])
+
         def scale(self, x, flag):
-            self.added = nnx.data(jnp.mean(x))
+            if form == "added":
+                self.added = nnx.data(jnp.mean(x))
+            else:
+                self.listed.append(jnp.mean(x))
             return 1.0
 
-    with pytest.raises(UnsupportedError, match=r"adds an array at 'added'.*nnx\.data\(jnp\.zeros"):
+    with pytest.raises(
+        UnsupportedError, match=rf"adds an array at '{form}'.*nnx\.data\(jnp\.zeros"
+    ):
         build_train_step(
             lambda: Net(Adds), optax.sgd(1.0), loss_fn, fsdp(min_elements=4),
             make_world("fsdp=2"), batch=BATCH,
