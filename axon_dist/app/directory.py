@@ -74,6 +74,20 @@ class RunDirectory:
         """The loss curves."""
         return self.path / "loss.png"
 
+    def check_files(self) -> None:
+        """Checks that what a run writes in the end replaces nothing but files.
+
+        Raises:
+            ConfigError: naming what stands there, such as a pipe that nobody reads.
+        """
+        for file in (self.config, self.metrics, self.summary, self.program, self.plot):
+            for path in (file, _unfinished(file)):
+                if (kind := kind_at(path)) not in (None, "a file"):
+                    raise ConfigError(
+                        f"run_dir: {str(path)!r} is {kind} and no file, and a run writes it: "
+                        "remove it, or name another folder"
+                    )
+
     def write_config(self, config: RunConfig) -> None:
         """Writes `config.yaml`, whole or not at all."""
         self._replace(self.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
@@ -141,9 +155,13 @@ class RunDirectory:
 
     def _replace(self, path: Path, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
+        unfinished = _unfinished(path)
         unfinished.write_text(text)
         os.replace(unfinished, path)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_suffix(".tmp")
 
 
 def create_directory(config: RunConfig, resume: str | None = None) -> RunDirectory:
@@ -166,6 +184,7 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
     directory = RunDirectory(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        directory.check_files()
         if resume is None:
             with open(directory.config, "x") as file:
                 yaml.safe_dump(config.to_dict(), file, sort_keys=False)

@@ -17,6 +17,7 @@ from rich.console import Console
 from axon_dist.checkpoint import CheckpointManager, on_main
 from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
 from axon_dist.core.told import told
+from axon_dist.core.words import printable
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -268,7 +269,7 @@ def _plot(run: Run, result: TrainResult, directory: RunDirectory) -> None:
 
 
 def _print_line(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_closing(

@@ -19,6 +19,7 @@ from typing import NoReturn, TextIO
 
 from axon_dist import __version__
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
+from axon_dist.core.words import printable
 
 from .verbs import VERBS
 
@@ -93,6 +94,7 @@ def one_line(message: object) -> str:
     """
     # Half a letter, as an argument may hold it, cannot be written.
     text = " ".join(str(message).split()).encode(errors="backslashreplace").decode()
+    text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

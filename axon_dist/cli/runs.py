@@ -35,7 +35,7 @@ from axon_dist.app.verify import SPREAD
 from axon_dist.collectives import is_main_process
 from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.words import plural
+from axon_dist.core.words import plural, printable
 from axon_dist.launch import INTERRUPTED
 from axon_dist.planner import parse_bytes
 from axon_dist.weights import MAX_FILE
@@ -156,14 +156,7 @@ def generate_texts(arguments: argparse.Namespace) -> int:
 
 
 def _text(completion: Completion) -> Text:
-    return Text.assemble((_shown(completion.prompt), "bold"), _shown(completion.text))
-
-
-def _shown(text: str) -> str:
-    """A text for a terminal, which must not obey what a model writes."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    return Text.assemble((printable(completion.prompt), "bold"), printable(completion.text))
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -208,7 +201,7 @@ def check_samples(arguments: argparse.Namespace) -> int:
     check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
     console = Console()
     for line in data_lines(check):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
     return 1 if check.keeps_up is False else 0
 
 

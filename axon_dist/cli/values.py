@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..core.errors import ConfigError
 from ..core.files import as_path, kind_at
+from ..core.words import printable
 
 
 def as_int(text: str) -> int:
@@ -71,7 +72,7 @@ def check_output(option: str, path: str | Path | None) -> None:
 
 def notice(text: str) -> None:
     """Says something of a result that is not the result, on the standard error."""
-    print(f"axon: {text}", file=sys.stderr, flush=True)
+    print(f"axon: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def write_output(option: str, path: Path, text: str) -> None:

@@ -17,6 +17,17 @@ def si(value: float) -> str:
     return f"{value:.3g}T"
 
 
+def printable(text: str) -> str:
+    """A text from outside for a terminal, which must not obey it; lines and tabs stay.
+
+    Example:
+        >>> printable("red: \\x1b[31m")
+        'red: \\ufffd[31m'
+    """
+    allowed = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(allowed)
+
+
 def plural(count: int, one: str, many: str | None = None) -> str:
     """A number and what is counted.
 

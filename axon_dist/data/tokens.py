@@ -229,6 +229,12 @@ def map_tokens(source: TokenSource) -> Text:
     """
     source.validate()
     train = _stream(source, source.files)
+    end, most = source.document_end, np.iinfo(train.dtype).max
+    if end is not None and end > most:
+        raise ConfigError(
+            f"data.document_end={end} cannot stand in files of {train.dtype.name}, whose largest "
+            f"token is {most}, so that no document would end; name the token that the files have"
+        )
     if source.validation_files:
         check_disjoint(find_files(source.files), find_files(source.validation_files))
         validation = _stream(source, source.validation_files)
@@ -243,7 +249,7 @@ def map_tokens(source: TokenSource) -> Text:
     return Text(
         train=train,
         validation=validation,
-        vocab_size=1 + max((int(part.max()) for part in seen if part.size), default=0),
+        vocab_size=1 + max(end or 0, *(int(part.max(initial=0)) for part in seen)),
         description=f"{where}: {len(train)} tokens for training, {len(validation)} for validation"
         + says_little(len(train), len(validation), "tokens"),
         document_end=source.document_end,

@@ -393,6 +393,7 @@ def samples_of(batch: Batch) -> int:
         lists = "; a list is as many leaves as it has entries: give np.asarray(list)"
         raise DivisibilityError(
             f"the leaves of the batch have {shown}{more} samples in dim 0; every leaf needs the "
-            f"same{lists if more else ''}"
+            f"same{lists if more else ''}; an array that all samples share, such as a temperature, "
+            "goes as Shared(array)"
         )
     return sizes.pop()[0]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, UnsupportedError
 from ..core.modules import stacks_of
 from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted, problem_of
 from ..core.typing import Path, PyTree, Shape, Trainable
@@ -354,14 +354,26 @@ def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
 
     What the pass left behind beside them, such as what a module has sown, lives for one call; and
     a statistic does not grow wider because its inputs are.
+
+    Raises:
+        UnsupportedError: for a buffer that was whole numbers and is none after the pass.
     """
     after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
 
-    def keep(new, old):
-        return new if is_key(old) else new.astype(old.dtype)
+    def keep(path, old):
+        new = after[path]
+        if is_key(old):
+            return new
+        if jnp.issubdtype(new.dtype, jnp.inexact) > jnp.issubdtype(old.dtype, jnp.inexact):
+            raise UnsupportedError(
+                f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
+                "pass; a step hands it on to the next in one dtype, which would round it: make it "
+                f"with the dtype that it will have, such as jnp.zeros(shape, jnp.{new.dtype.name})"
+            )
+        return new.astype(old.dtype)
 
     own, given = own_and_given(before)
-    return map_with_path(lambda path, old: keep(after[path], old), own) | given
+    return map_with_path(keep, own) | given
 
 
 def own_and_given(buffers: PyTree) -> tuple[PyTree, PyTree]:

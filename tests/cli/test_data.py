@@ -49,7 +49,8 @@ def test_the_verb(sft, tmp_path, capsys):
     options = ["--samples", "1", "--seconds", "0.01", "--no-step"]
     assert main(["data", "check", str(path), "data.packed=false", *options]) == 0
     shown = capsys.readouterr().out
-    assert "--- sample 1\n[ask?] yes" in shown
+    # The end of a document is a byte that no terminal is to obey.
+    assert "--- sample 1\n[ask?] yes\N{REPLACEMENT CHARACTER}\n" in shown
     assert "(9 of 17 tokens are padding)" in shown
     assert "the step takes" not in shown
 

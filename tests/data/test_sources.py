@@ -125,6 +125,12 @@ def test_other_contents_of_a_mapped_file_are_other_data(bins):
         ),
         ("a.npy", b"123", {}, r"a.npy is not an .npy file .* name raw tokens .bin"),
         ("a.bin", b"12", {"document_end": -1}, r"document_end=-1 must be a token"),
+        (
+            "a.bin",
+            b"12",
+            {"document_end": 2**16},
+            r"=65536 cannot stand in files of uint16",
+        ),
     ],
 )
 def test_files_that_are_no_tokens(tmp_path, name, content, fields, message):

@@ -631,6 +631,13 @@ def test_a_run_folder_whose_config_is_none(capsys, tmp_path, kind):
     refused(capsys, ["eval", str(path.parent)])
 
 
+@pytest.mark.parametrize("name", ["loss.png", "summary.json", "program.tmp"])
+def test_a_run_folder_in_which_something_else_stands(capsys, config, tmp_path, name):
+    folder = odd(tmp_path, name, "pipe").parent
+    refused(capsys, ["train", str(config), f"run_dir={folder}"])
+    assert os.listdir(folder) == [name]
+
+
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda text: ascii(text)[:50])
 def test_odd_overrides(capsys, config, override):
     refused(capsys, ["train", str(config), override])

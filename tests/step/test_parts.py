@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.ops.precision import MixedPrecision
 from axon_dist.step.parts import buffers_like, is_key, stored_as, take_apart
 
@@ -92,6 +92,15 @@ def test_buffers_keep_structure_and_dtype():
     assert after["stat"].dtype == jnp.bfloat16
     assert is_key(after["key"])
     np.testing.assert_array_equal(after["stat"], [1, 1])
+
+
+def test_a_count_that_becomes_a_fraction_is_refused():
+    parts, source = take_apart(Widening())
+    params, buffers = source.arrays
+    model = parts.merge(params, buffers)
+    model(jnp.ones(2))
+    with pytest.raises(UnsupportedError, match="'stat' is int32, and float32 after a forward pass"):
+        buffers_like(buffers | {"stat": jnp.zeros(2, jnp.int32)}, model)
 
 
 @pytest.mark.parametrize("model", [make(), make], ids=["module", "factory"])

@@ -154,7 +154,7 @@ def test_an_array_in_a_plain_attribute_is_refused(make_world):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ("added", "listed/0"))
+@pytest.mark.parametrize("form", ["added", "listed/0"])
 def test_an_array_where_the_module_had_none_is_refused(make_world, form):
     class Adds(Block):
         def __init__(self, *args):
