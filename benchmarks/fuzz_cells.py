@@ -287,9 +287,6 @@ STATEFUL = frozenset(
 RANDOM = frozenset(("dropout", "keys of samples"))
 """Models that draw the bits of the whole batch, however it is cut into microbatches."""
 
-COUPLED = frozenset(("root of the mean", "contrast", "balance"))
-"""Losses of which a whole batch and its microbatches are two runs."""
-
 MODELS: MappingProxyType[str, Model] = MappingProxyType(
     {
         "blocks": Model(_blocks(_UP_DOWN, "self.down(jnp.tanh(self.up(x)))")),
@@ -378,9 +375,18 @@ LOSSES: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
             "jnp.mean(each) + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves("
             "nnx.state(model, nnx.Param)))",
         ),
-        "root of the mean": ("mean", "jnp.sqrt(jnp.mean(each) + 1e-3)"),
-        "contrast": ("mean", "jnp.mean(each) + 0.1 * jnp.mean((each[:, None] - each[None]) ** 2)"),
-        "balance": ("mean", "jnp.mean(each) + 0.1 * jnp.var(each)"),
+        "mean with a perplexity": (
+            "whole",
+            "jnp.mean(each), {'perplexity': jnp.exp(jnp.mean(each))}",
+        ),
+        "mean with a maximum": ("whole", "jnp.mean(each), {'largest': jnp.max(each)}"),
+        "root of the mean": ("whole", "jnp.sqrt(jnp.mean(each) + 1e-3)"),
+        "masked mean with a floor": (
+            "whole",
+            "jnp.sum(each * batch['weight']) / jnp.maximum(jnp.sum(batch['weight']), 1.0)",
+        ),
+        "contrast": ("whole", "jnp.mean(each) + 0.1 * jnp.mean((each[:, None] - each[None]) ** 2)"),
+        "balance": ("whole", "jnp.mean(each) + 0.1 * jnp.var(each)"),
         "times log of the batch": ("whole", "jnp.mean(each) * jnp.log(1.0 + len(each))"),
         "over at most eight": ("whole", "jnp.sum(each) / min(len(each), 8)"),
         "every second sample": ("whole", "2 * jnp.sum(each[1::2]) / len(each)"),
@@ -452,8 +458,6 @@ class Cell:
         factory, samples = draw.random() < 0.5, SAMPLES
         if LOSSES[loss][0] == "whole" and model in STATEFUL:
             model = "blocks"
-        if loss in COUPLED and model in RANDOM:
-            loss = "mean"
         if draw.random() < 0.4:
             # One sample for each rank and microbatch.
             samples = count * layout.num_ranks
@@ -615,9 +619,10 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
         def total(params):
             model = nnx.merge(graphdef, params, rest, copy=True)
             loss = loss_fn(model, batch)
-            loss = loss[0] if isinstance(loss, tuple) else loss
+            loss, more = loss if isinstance(loss, tuple) else (loss, {{}})
             loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
-            return loss.total, (loss.weight, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))
+            rest = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+            return loss.total, (loss.weight, rest, more)
 
         return jax.value_and_grad(total, has_aux=True)(params)
 
@@ -639,7 +644,7 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
             batch = {{k: of_replica(v, replica) for k, v in batch_of(number).items()}}
             for index in range(count):
                 piece = {{k: np.split(v, count)[index] for k, v in batch.items()}}
-                (total, (weight, rest)), grad = part(params, rest, piece)
+                (total, (weight, rest, more)), grad = part(params, rest, piece)
                 totals, weights = totals + total, weights + weight
                 grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
             divisor = 1.0 if reduce == "sum" else weights
@@ -656,7 +661,9 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
             own = [(agreed, *others) for _, *others in own]
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
         mean = lambda *x: sum(x) / whole if is_float(x[0]) else x[0]
-        yield sum(losses) / whole, agreed, jax.tree.map(mean, *(rest for *_, rest in own))
+        rest = jax.tree.map(mean, *(rest for *_, rest in own))
+        # What one part alone tells is not the metric of the whole.
+        yield sum(losses) / whole, agreed, rest, more if count * whole == 1 else {{}}
 
 
 def of_replica(x, replica):
@@ -672,16 +679,16 @@ def fold(rest, replica):
 
 def compare(step):
     wanted, state, losses = list(one_device()), step.init(), []
-    for number in range(len(wanted)):
+    for number, (*_, more) in enumerate(wanted):
         state, metrics = step(state, batch_of(number))
-        losses.append(metrics["loss"])
+        losses.append((metrics["loss"], {{name: metrics[name] for name in more}}))
     graphdef, params, rest = nnx.split(step.merge(state), nnx.Param, ...)
     mine = losses, nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
     off = distances(mine, wanted)
     if any(distance > {tolerance} for distance in off.values()):
         # What two units in the last place of the parameters move as far is rounding's.
         nudged = list(one_device(factor=np.float32(1 + 2**-22)))
-        moved = distances(([loss for loss, *_ in nudged], *nudged[-1][1:]), wanted)
+        moved = distances(([(loss, more) for loss, *_, more in nudged], *nudged[-1][1:3]), wanted)
         known = {{name: 0.0 if np.isinf(far) else far for name, far in moved.items()}}
         limits = {{name: max({tolerance}, 10 * known[name]) for name in off}}
         wrong = {{name: far for name, far in off.items() if far > limits[name]}}
@@ -690,7 +697,10 @@ def compare(step):
 
 def distances(mine, wanted):
     losses, params, rest = mine
-    pairs = {{f"loss of step {{n}}": (x, w[0]) for n, (x, w) in enumerate(zip(losses, wanted))}}
+    pairs = {{}}
+    for n, ((loss, more), want) in enumerate(zip(losses, wanted)):
+        pairs |= {{f"loss of step {{n}}": (loss, want[0])}}
+        pairs |= {{f"{{name}} of step {{n}}": (more[name], want[3][name]) for name in more}}
     for what, got, want in (("parameters", params, wanted[-1][1]), ("state", rest, wanted[-1][2])):
         got, want = (jax.tree_util.tree_leaves_with_path(tree) for tree in (got, want))
         assert [path for path, _ in got] == [path for path, _ in want], f"{{what}}: other leaves"
