@@ -621,8 +621,8 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
             loss = loss_fn(model, batch)
             loss, more = loss if isinstance(loss, tuple) else (loss, {{}})
             loss = loss if isinstance(loss, Weighted) else Weighted(loss, 1.0)
-            rest = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-            return loss.total, (loss.weight, rest, more)
+            after = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+            return loss.total, (loss.weight, after, more)
 
         return jax.value_and_grad(total, has_aux=True)(params)
 
