@@ -83,7 +83,7 @@ def plain(layers: int, is_sharded: bool) -> None:
         def loss(params):
             nnx.replace_by_pure_dict(variables, params)
             total = next_token_loss(nnx.merge(graphdef, variables), batch)
-            return total.total / total.weight if hasattr(total, "weight") else total
+            return total.total / total.weight
 
         value, grads = jax.value_and_grad(loss)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -105,7 +105,7 @@ def _seconds(program: str, layers: int) -> float:
 
 def main() -> int:
     """Measures in turn and prints the table; 1 where a median is beyond its bound."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)
