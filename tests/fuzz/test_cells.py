@@ -10,6 +10,9 @@ from benchmarks.fuzz_cells import LAYOUTS, Cell, Outcome, counts, run
 SEED, CELLS, ALWAYS = 20261122, 24, (6, 8)
 
 
+CRITIC_SEED, CRITIC_CELLS = 20261124, 200
+
+
 def cells():
     draw = random.Random(SEED)
     marks = lambda number: [] if number in ALWAYS else [pytest.mark.full]
@@ -20,6 +23,12 @@ def cells():
 def test_a_random_program_is_equal_or_refused(cell):
     outcome = run(cell)
     assert outcome.kind in ("equal", "refused"), f"{outcome.text}\n{cell.source}"
+
+
+@pytest.mark.critic
+def test_many_random_programs_are_equal_or_refused(tmp_path):
+    given = ["--cells", str(CRITIC_CELLS), "--seed", str(CRITIC_SEED), "--out", str(tmp_path)]
+    assert main(given) == 0
 
 
 def test_what_is_wrong_is_seen_and_written_out(tmp_path, monkeypatch, capsys):
