@@ -82,7 +82,8 @@ def plain(layers: int, is_sharded: bool) -> None:
 
         def loss(params):
             nnx.replace_by_pure_dict(variables, params)
-            of_all, _ = next_token_loss(nnx.merge(graphdef, variables), batch)
+            returned = next_token_loss(nnx.merge(graphdef, variables), batch)
+            of_all = returned[0] if isinstance(returned, tuple) else returned
             return of_all.total / of_all.weight
 
         value, grads = jax.value_and_grad(loss)(params)
