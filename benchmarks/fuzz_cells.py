@@ -667,6 +667,8 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
 
 
 def of_replica(x, replica):
+    if {replicas} == 1:
+        return x
     # Microbatch by microbatch, each replica has its part.
     return np.concatenate(np.split(x, {accumulate} * {replicas})[replica :: {replicas}])
 
