@@ -1,5 +1,6 @@
 """The README's Python runs as it stands, and its commands are the ones that the gate uses."""
 
+import ast
 import pathlib
 import re
 import shlex
@@ -51,3 +52,72 @@ def test_the_test_command_is_the_gates():
     assert '-e ".[dev]"' in gate
     assert "-m pytest -n 2" in README
     assert "-m pytest -q -n 2" in gate
+
+
+PROMISES = {
+    "is one table of strategies": [
+        "contracts/test_strategies.py::test_equals_one_device",
+        "contracts/test_compositions.py::test_pipelines_with_context_and_tensor_parallelism",
+        "contracts/test_pipelines.py::test_equals_one_device",
+        "contracts/test_tensor.py::test_equals_one_device",
+    ],
+    "runs all of it": ["contracts/test_strategies.py::test_equals_one_device_full"],
+    "Dropout draws": ["contracts/test_draws.py::test_dropout_draws_what_one_device_draws"],
+    "BatchNorm sees all ranks": [
+        "contracts/test_draws.py::test_statistics_of_microbatches_are_told_of",
+        "contracts/test_pipelines.py::test_statistics_outside_blocks_are_told_of",
+    ],
+    "is a function of sums over the samples": [
+        "contracts/test_samples.py::test_metrics_are_those_of_the_whole_batch",
+        "contracts/test_samples.py::test_equals_one_device_or_says_what_couples_the_samples",
+        "contracts/test_samples.py::test_a_metric_that_couples_samples_is_not_averaged",
+    ],
+    "Your modules are not edited": ["contracts/test_strategies.py::test_equals_one_device"],
+    "Linen modules go through": ["contracts/test_foreign.py::test_equals_one_device"],
+    "tries models of other packages": ["foreign/test_matrix.py::test_equals_one_device"],
+    "loops over its layers in Python": ["jaxpr/test_layer_scan.py::test_groups_compute_the_same"],
+    "reads a compiled step back": [
+        "inspect/test_report.py::test_the_three_witnesses_agree_with_arithmetic",
+        "inspect/test_aot.py::test_every_chip_that_can_be_planned_can_be_compiled_for",
+    ],
+    "The compiler options of a chip": [
+        "step/test_compiling.py::test_what_runs_is_what_lower_compiles",
+        "step/test_compiling.py::test_a_chip_brings_its_own_and_the_user_comes_last",
+    ],
+    "is named by the others": [
+        "multiprocess/test_faults.py::test_a_lost_process_is_named_by_all_others",
+        "multiprocess/test_stuck.py::test_a_process_that_hangs_is_named_by_all",
+        "multiprocess/test_stuck.py::test_sigterm_in_the_middle_saves_at_the_same_step_everywhere",
+        "step/test_nonfinite.py::test_stopping_keeps_the_state_before_and_gives_the_batches_back",
+        "app/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit",
+    ],
+    "the steps since the last copy": [
+        "multiprocess/test_replicas.py::test_a_killed_replica_costs_a_few_steps_and_no_bit",
+        "multiprocess/test_replicas.py::"
+        "test_a_run_shrinks_onto_a_program_compiled_ahead_and_grows_again",
+    ],
+    "benchmarks.replicas` count": [
+        "multiprocess/test_restart.py::test_a_killed_rank_restarts_the_run"
+    ],
+    "one line that says what was got": [
+        "hostile/test_command.py::test_odd_overrides",
+        "hostile/test_command.py::test_odd_arguments",
+        "hostile/test_api.py::test_odd_batches",
+    ],
+}
+"""What a sentence of the README promises, and the tests that fail where it does not hold."""
+
+
+def test_every_promise_has_a_test_that_would_fail():
+    section = README.partition("## What it promises")[2].partition("\n## ")[0]
+    text = " ".join(section.partition("\n\n")[2].split())
+    sentences = re.split(r"(?<=[a-z`)])\. (?=[A-Z`-])|(?<=\*\*) (?=\S)", text)
+    promised = [one for one in sentences if not re.fullmatch(r"[-* \w,.`]*\*\*", one.strip())]
+    without = [one for one in promised if not any(words in one for words in PROMISES)]
+    assert not without
+    for words, tests in PROMISES.items():
+        assert words in text
+        for test in tests:
+            path, _, name = test.partition("::")
+            tree = ast.parse((ROOT / "tests" / path).read_text())
+            assert name in {x.name for x in tree.body if isinstance(x, ast.FunctionDef)}, test
