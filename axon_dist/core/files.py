@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ MOST_TEXT = 2**24
 """A file that people write, such as a config, or that says what others hold, is no larger."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
+# Path("gs://bucket") has one slash left.
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -46,6 +49,13 @@ def as_path(text: Any, where: str, error: type[AxonDistError] = ConfigError) -> 
         name = os.fsencode(text)
     except UnicodeEncodeError as cause:
         raise error(f"{where}: got {shown}, which no file name can hold; correct it") from cause
+    if _ADDRESS.match(str(text)):
+        # As a path it would be a folder of this machine, which is lost with it.
+        raise error(
+            f"{where}: got {shown}, the address of an object store, and only files of this machine "
+            "are read and written: mount the store as a folder (gcsfuse, mountpoint-s3) and name "
+            "that, or copy to it and from it"
+        )
     if not name:
         raise error(f"{where}: got an empty path; name a file or folder, or leave it out")
     if b"\0" in name:

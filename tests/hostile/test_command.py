@@ -76,6 +76,9 @@ BYTES = {
 }
 KINDS = ("folder", "pipe", "socket", "dangling", "zero", "none", "loop")
 OVERRIDES = [
+    "run_dir=gs://bucket/run",
+    "checkpoint.dir=s3://bucket/run",
+    "data.files=[gs://bucket/text.txt]",
     "=",
     "=3",
     "train.steps",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import struct
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from axon_dist.checkpoint import list_tensors
 from axon_dist.core.errors import CheckpointError, ConfigError
+from axon_dist.core.files import as_path
 from axon_dist.data import JsonlSource, TokenSource, chat
 from axon_dist.data.chat import find_template
 
@@ -120,3 +122,9 @@ def test_a_list_beside_a_template(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="is a list and must be an object"):
         find_template(str(tmp_path / "t.jinja"), None)
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/run", pathlib.Path("s3://bucket/run")])
+def test_an_address_is_no_folder(address):
+    with pytest.raises(ConfigError, match=r"the address of an object store.*mount the store"):
+        as_path(address, "run_dir")
