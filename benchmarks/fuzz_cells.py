@@ -647,7 +647,8 @@ def one_device(count={count}, clip={clip}, reduce="{reduce}", factor=1.0):
                 (total, (weight, rest, more)), grad = part(params, rest, piece)
                 totals, weights = totals + total, weights + weight
                 grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
-            divisor = 1.0 if reduce == "sum" else weights
+            # The samples of a replica may all weigh nothing: a loss of 0.
+            divisor = 1.0 if reduce == "sum" or weights == 0 else weights
             grads = jax.tree.map(lambda g: g / divisor, grads)
             params, state = update(grads, state, params, totals / divisor)
             own[replica] = params, state, rest
