@@ -427,8 +427,6 @@ class _Reader:
     ) -> tuple[Tape, list[Sharded]]:
         reader = _Reader(self.axes, self.platform)
         inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
-        for place in carry:
-            inputs[place].is_carried = True
         results = reader.run(closed.jaxpr, closed.consts, inputs)
         for place, value in enumerate(results):
             own = inputs[carry[place]].buffer if place < len(carry) else -1

@@ -137,14 +137,12 @@ class Sharded:
         splits: by its dims.
         partial: the sums that it is a part of, until a collective adds them up.
         known: its value, where it says which platform the program is for.
-        is_carried: whether it is what a turn of a loop got from the one before.
     """
 
     buffer: int
     splits: Splits
     partial: tuple[Sum, ...] = ()
     known: int | None = None
-    is_carried: bool = False
 
 
 @dataclasses.dataclass(eq=False)
