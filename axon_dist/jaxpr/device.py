@@ -11,34 +11,42 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
-from jax.extend.core import ClosedJaxpr, Literal
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..core.compat import called_program, scan_counts
 from ..core.typing import Array
 from .liveness import postponed
 from .placement import (
     ADDS,
+    COLLECTIVES,
+    IN_PLACE,
     NONE,
+    SCATTERS,
+    SPREAD,
+    SUMS,
+    VIEWS,
     Axes,
+    Node,
+    Sent,
     Sharded,
     Splits,
     Sum,
+    Tape,
     either,
     flops_of,
-    gathers,
-    gathers_rows,
     handed,
     is_added_to,
+    kind_of,
     of_spec,
     once,
     placed,
+    union,
     whole,
 )
-from .tape import COLLECTIVES, IN_PLACE, SPREAD, SUMS, VIEWS, Node, Sent, Tape, kind_of, live
-from .walk import LOOPS
+from .walk import Atom, called, dtype_of, inners, interpret, needed_for, shape_of
 
 
 def tape_of(
@@ -69,16 +77,14 @@ def tape_of(
         >>> tape.flops, [sent.kind for sent, _ in tape.sends()]
         (64.0, ['all-reduce'])
     """
-    reader = _Reader(sizes, platform)
-    inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
-    outputs = reader.run(closed.jaxpr, closed.consts, inputs)
+    reader, jaxpr = _Reader(sizes, platform), closed.jaxpr
+    inputs = [reader.input(v, s) for v, s in zip(jaxpr.invars, splits, strict=True)]
+    needed, read = needed_for(jaxpr, range(len(jaxpr.outvars)))
+    outputs = reader.run(needed, closed.consts, [inputs[place] for place in read])
     outputs = [reader.resolved(value) for value in outputs]
-    for place, variable in enumerate(closed.jaxpr.outvars[:num_kept]):
-        outputs[place] = reader.placed(outputs[place], splits[place], variable.aval)
-    reader.finish()
-    places = [one.buffer for one in inputs], [one.buffer for one in outputs]
-    tape = Tape(reader.nodes, reader.sizes, *places)
-    tape = live(tape, range(len(tape.outputs)))
+    for place, variable in enumerate(jaxpr.outvars[:num_kept]):
+        outputs[place] = reader.placed(outputs[place], splits[place], variable)
+    tape = reader.tape(inputs, outputs)
     return postponed(tape) if platform == "cuda" else tape
 
 
@@ -93,81 +99,68 @@ class _Reader:
         self.wholes: dict[tuple[int, Splits], Sharded] = {}
         self.joint: list[tuple[Sum, Axes, Axes]] = []
 
-    def input(self, aval: Any, splits: Splits) -> Sharded:
-        return Sharded(self.buffer(aval, splits), splits)
+    def input(self, atom: Atom, splits: Splits) -> Sharded:
+        return self.buffer(self.local_bytes(atom, splits), splits)
 
-    def buffer(self, aval: Any, splits: Splits) -> int:
-        self.sizes.append(self.local_bytes(aval, splits))
-        return len(self.sizes) - 1
+    def buffer(self, num_bytes: int, splits: Splits) -> Sharded:
+        self.sizes.append(num_bytes)
+        return Sharded(len(self.sizes) - 1, splits)
 
     def ways(self, axes: Axes) -> int:
         return math.prod(self.axes[axis] for axis in axes)
 
-    def local_bytes(self, aval: Any, splits: Splits) -> int:
-        shape = getattr(aval, "shape", ())
-        count = math.prod(-(-n // self.ways(a)) for n, a in zip(shape, splits, strict=True))
-        return count * getattr(getattr(aval, "dtype", None), "itemsize", 8)
+    def local_bytes(self, atom: Atom, splits: Splits) -> int:
+        pairs = zip(shape_of(atom), splits, strict=True)
+        count = math.prod(-(-size // self.ways(axes)) for size, axes in pairs)
+        return count * getattr(dtype_of(atom), "itemsize", 8)
 
-    def run(self, jaxpr: Any, consts: Sequence[Array], values: Sequence[Sharded]) -> list[Sharded]:
-        known: dict[Any, Sharded] = {}
-        for variable in jaxpr.constvars:
-            known[variable] = self.input(variable.aval, whole(variable.aval.ndim))
-        known.update(zip(jaxpr.invars, values, strict=True))
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Sharded]
+    ) -> list[Sharded]:
+        given = [self.input(v, whole(len(shape_of(v)))) for v in jaxpr.constvars]
+        return interpret(jaxpr, given, values, self.equation, _literal)
 
-        def read(atom: Any) -> Sharded:
-            if isinstance(atom, Literal):
-                return Sharded(-1, whole(getattr(atom.aval, "ndim", 0)))
-            return known[atom]
-
-        for equation in jaxpr.eqns:
-            results = self.equation(equation, [read(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def equation(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
+    def equation(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         name = equation.primitive.name
-        if name == "platform_index":
-            return [Sharded(-1, (), known=self._platform(equation.params["platforms"]))]
-        if name == "cond":
-            return self._cond(equation, operands)
-        if name == "scan":
-            return self._scan(equation, operands)
-        if name == "while":
-            return self._while(equation, operands)
-        if name == "shard_map":
-            return self._mapped(equation, operands)
-        inner = None if name in LOOPS or name == "pallas_call" else called_program(equation)
-        if inner is not None:
-            apart = equation.params.get("prevent_cse", False)
-            apart = any(apart) if isinstance(apart, tuple) else apart
-            if equation.params.get("differentiated") and apart:
-                operands = self._behind_barrier(operands)
-            return self.run(inner.jaxpr, inner.consts, operands[-len(inner.jaxpr.invars) :])
-        if name == "optimization_barrier":
-            return self._behind_barrier(operands)
-        if name == "sharding_constraint":
-            return [self._constrained(equation, operands[0])]
-        return self._operation(equation, operands)
+        if name in _SPECIAL:
+            return _SPECIAL[name](self, equation, operands)
+        inner = None if name == "pallas_call" else called(equation)
+        if inner is None:
+            return self._operation(equation, operands)
+        if equation.params.get("differentiated") and np.any(equation.params["prevent_cse"]):
+            operands = self.behind_barrier(equation, operands)
+        return self.run(inner.jaxpr, inner.consts, inners(equation)[0].inputs(operands))
 
-    def _behind_barrier(self, operands: list[Sharded]) -> list[Sharded]:
+    def behind_barrier(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         """The same values, which are in memory before and cannot be computed again behind."""
-        operands = [self.resolved(one) for one in operands]
-        results = []
-        for one in operands:
+        found = [self.resolved(one) for one in operands]
+        for number, one in enumerate(found):
             if one.buffer >= 0:
-                self.sizes.append(0)
-                made = Sharded(len(self.sizes) - 1, one.splits)
-                node = Node("barrier", "barrier", (one.buffer,), (made.buffer,))
-                self.nodes.append(node)
-                one = made
-            results.append(one)
-        return results
+                behind = self.buffer(0, one.splits)
+                found[number] = self._after(one, behind, "barrier", "barrier")
+        return found
 
-    def _platform(self, platforms: Any) -> int:
-        for number, names in enumerate(platforms):
-            if names is None or self.platform in names:
-                return number
-        return 0
+    def _after(
+        self, value: Sharded, made: Sharded, name: str, kind: str, sent: tuple[Sent, ...] = ()
+    ) -> Sharded:
+        """Notes a node that makes one value of another."""
+        self.nodes.append(Node(name, kind, (value.buffer,), (made.buffer,), 0.0, sent))
+        return made
+
+    def _sent_to(
+        self, value: Sharded, splits: Splits, atom: Atom, axes: Axes, kind: str = "all-gather"
+    ) -> Sharded:
+        """The value as it lies once a collective over axes has moved it."""
+        made = self.input(atom, splits)
+        sent = Sent(kind, tuple(sorted(axes)), self.sizes[made.buffer])
+        return self._after(value, made, "sharding_constraint", "other", (sent,))
+
+    def platform_of(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
+        return [Sharded(-1, (), known=self._platform(equation.params["platforms"]))]
+
+    def _platform(self, platforms: Sequence[Sequence[str] | None]) -> int:
+        ours = (n for n, names in enumerate(platforms) if names is None or self.platform in names)
+        return next(ours, 0)
 
     def resolved(self, value: Sharded, scatter: Axes = NONE) -> Sharded:
         """The whole sum where a value is a part of one; over some axes only a shard of it."""
@@ -178,20 +171,16 @@ class _Reader:
         value.partial = ()
         return value
 
-    def placed(self, value: Sharded, splits: Splits, aval: Any) -> Sharded:
+    def placed(self, value: Sharded, splits: Splits, atom: Atom) -> Sharded:
         """The value where it has to lie in the end; what is split and shall not be is gathered."""
-        lost = frozenset().union(*value.splits) - frozenset().union(*splits)
+        lost = union(value.splits) - union(splits)
         if not lost or value.buffer < 0:
             return value
-        whole = self.input(aval, splits)
-        sent = Sent("all-gather", tuple(sorted(lost)), self.sizes[whole.buffer])
-        reads, writes = (value.buffer,), (whole.buffer,)
-        self.nodes.append(Node("sharding_constraint", "other", reads, writes, 0.0, (sent,)))
-        return whole
+        return self._sent_to(value, splits, atom, lost)
 
     def _add_up(self, one: Sum, scatter: Axes) -> None:
         shard, rest = one.axes & scatter, one.axes - scatter
-        if shard and gathers_rows(one, shard, self.ways, self.sizes):
+        if shard and self._gathers_rows(one, shard):
             self._send_sum(one, NONE, rest, one.num_bytes // self.ways(shard))
             return
         # XLA:CPU has no reduce-scatter, and takes a slice of the whole sum.
@@ -202,6 +191,22 @@ class _Reader:
             self.joint.append((one, shard, rest))
             return
         self._send_sum(one, shard, rest, one.num_bytes)
+
+    def _gathers_rows(self, one: Sum, over: Axes) -> bool:
+        """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
+
+        XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer
+        bytes than the table; nothing is left to be added up over these axes then.
+        """
+        node = one.node
+        rows = self.sizes[node.reads[2]] if node.name in SCATTERS else 0
+        if not 0 < rows * self.ways(one.axes) < one.num_bytes:
+            return False
+        ways = self.ways(over)
+        node.sent += (Sent("all-gather", tuple(sorted(over)), rows * ways),)
+        for buffer in (*node.reads[:1], *node.writes):
+            self.sizes[buffer] = one.num_bytes // ways
+        return True
 
     def finish(self) -> None:
         """Adds up what is summed over all axes at once, if the compiler does not take them apart.
@@ -216,15 +221,14 @@ class _Reader:
             split = (shard, rest) if is_apart else (NONE, shard | rest)
             self._send_sum(one, *split, one.num_bytes)
         self.joint.clear()
-        self._scatter_what_is_sliced()
+        if self.platform != "cpu":
+            self._scatter_what_is_sliced()
 
     def _scatter_what_is_sliced(self) -> None:
         """Of an all-reduce that is said, of which a rank reads its slice alone, is made a scatter.
 
         XLA does that (ReduceScatterCreator) where it has reduce-scatters.
         """
-        if self.platform == "cpu":
-            return
         for node in self.nodes:
             whole = [sent for sent in node.sent if sent.kind == "all-reduce"]
             if node.name not in SUMS or len(whole) != 1 or len(node.writes) != 1:
@@ -247,13 +251,11 @@ class _Reader:
             size *= one.trips if self.platform == "cpu" else 1
             one.node.sent += (Sent("all-reduce", tuple(sorted(rest)), size),)
 
-    def _operation(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
-        name = equation.primitive.name
+    def _operation(self, equation: JaxprEqn, given: Sequence[Sharded]) -> list[Sharded]:
+        name, operands = equation.primitive.name, list(given)
         if name in ADDS:
             # Where the other summand lies split over the ranks, each needs its share of the sum.
-            split = frozenset().union(
-                *(a for one in operands if not one.partial for a in one.splits)
-            )
+            split = union(axes for one in operands if not one.partial for axes in one.splits)
             for one in operands:
                 if any(part.axes & split for part in one.partial):
                     self.resolved(one, scatter=split)
@@ -263,36 +265,31 @@ class _Reader:
         if name == "dot_general":
             operands = self._met(equation, operands)
         found = placed(equation, [one.splits for one in operands])
-        if self._is_view(equation) and operands[0].buffer >= 0:
+        is_view = name in VIEWS or (name == "transpose" and len(found[0][0]) <= 2)
+        if is_view and operands[0].buffer >= 0:
             return [Sharded(operands[0].buffer, found[0][0], parts)]
-        kind = kind_of(name)
-        node = Node(name, kind, tuple(one.buffer for one in operands), ())
+        node = Node(name, kind_of(name), tuple(one.buffer for one in operands), ())
         results = []
         for variable, (splits, summed) in zip(equation.outvars, found, strict=True):
-            value = self.input(variable.aval, splits)
+            value = self.input(variable, splits)
             value.partial = parts
             if summed and not parts:
                 value.partial = (Sum(node, summed, self.sizes[value.buffer]),)
             results.append(value)
         node.writes = tuple(value.buffer for value in results)
-        self._describe(node, equation, operands, results)
+        places = [one.splits for one in operands], results[0].splits
+        node.flops = flops_of(equation, *places, self.axes, self.platform)
+        if name in SPREAD:
+            self.spread.update(node.writes)
+        if name in IN_PLACE and operands[0].buffer in self.spread:
+            # What starts as zeros is split as what it becomes.
+            self.sizes[operands[0].buffer] = self.sizes[node.writes[0]]
         if name in COLLECTIVES:
             node.sent = tuple(self._sent(equation, operands, results))
         self.nodes.append(node)
         return results
 
-    def _describe(
-        self, node: Node, equation: Any, operands: list[Sharded], results: list[Sharded]
-    ) -> None:
-        places = [one.splits for one in operands], results[0].splits
-        node.flops = flops_of(equation, *places, self.axes, self.platform)
-        if node.name in SPREAD:
-            self.spread.update(node.writes)
-        if node.name in IN_PLACE and operands[0].buffer in self.spread:
-            # What starts as zeros is split as what it becomes.
-            self.sizes[operands[0].buffer] = self.sizes[node.writes[0]]
-
-    def _met(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
+    def _met(self, equation: JaxprEqn, operands: list[Sharded]) -> list[Sharded]:
         """The operands of a product; where both are split by one axis, one of them is gathered.
 
         Of activations and a kernel these are the activations, as for sequence parallelism.
@@ -300,34 +297,25 @@ class _Reader:
         (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
         one, other = (operand.splits for operand in operands)
         paired = {*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)}
-        clash = {
-            axis
+        clash = union(
+            axes & others
             for a, axes in enumerate(one)
             for b, others in enumerate(other)
             if (a, b) not in paired
-            for axis in axes & others
-        }
+        )
         if not clash:
             return operands
         at = 0 if len(one) >= len(other) else 1
         splits = tuple(axes - clash for axes in operands[at].splits)
         key = operands[at].buffer, splits
         if key not in self.wholes:
-            value = self.input(equation.invars[at].aval, splits)
-            sent = Sent("all-gather", tuple(sorted(clash)), self.sizes[value.buffer])
-            reads, writes = (operands[at].buffer,), (value.buffer,)
-            self.nodes.append(Node("sharding_constraint", "other", reads, writes, 0.0, (sent,)))
-            self.wholes[key] = value
-        kept = list(operands)
-        kept[at] = self.wholes[key]
-        return kept
+            self.wholes[key] = self._sent_to(operands[at], splits, equation.invars[at], clash)
+        operands[at] = self.wholes[key]
+        return operands
 
-    @staticmethod
-    def _is_view(equation: Any) -> bool:
-        name = equation.primitive.name
-        return name in VIEWS or (name == "transpose" and equation.outvars[0].aval.ndim <= 2)
-
-    def _sent(self, equation: Any, operands: list[Sharded], results: list[Sharded]) -> list[Sent]:
+    def _sent(
+        self, equation: JaxprEqn, operands: list[Sharded], results: list[Sharded]
+    ) -> list[Sent]:
         kind, parameter = COLLECTIVES[equation.primitive.name]
         axes = equation.params[parameter]
         axes = (axes,) if isinstance(axes, str) else tuple(a for a in axes if isinstance(a, str))
@@ -335,10 +323,11 @@ class _Reader:
         sizes = [self.sizes[one.buffer] for one in sides if one.buffer >= 0]
         return [Sent(kind, axes, sum(sizes))] if axes and self.ways(frozenset(axes)) > 1 else []
 
-    def _constrained(self, equation: Any, operand: Sharded) -> Sharded:
+    def constrained(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
+        """The value as a constraint has it lie."""
+        (operand,), atom = operands, equation.outvars[0]
         ((splits, _),) = placed(equation, [operand.splits])
-        axes = frozenset().union(*splits)
-        summed = frozenset().union(*(one.axes for one in operand.partial))
+        axes, summed = union(splits), union(one.axes for one in operand.partial)
         if not summed & axes:
             # What has to be whole behind a loop is added up there, and scattered once.
             for one in operand.partial:
@@ -348,152 +337,163 @@ class _Reader:
                 one.trips = one.trips if self.platform == "cpu" else 1
         if splits != operand.splits or summed & axes:
             self.resolved(operand, scatter=axes)
-        before = frozenset().union(*operand.splits)
-        gathered, moved = (
-            before - axes,
-            {
-                axis
-                for dim, one in enumerate(splits)
-                for axis in one & before
-                if axis not in operand.splits[dim]
-            },
-        )
         if splits == operand.splits or operand.buffer < 0:
-            return Sharded(operand.buffer, splits, operand.partial)
+            return [Sharded(operand.buffer, splits, operand.partial)]
+        before = union(operand.splits)
+        pairs = zip(splits, operand.splits, strict=True)
+        gathered, moved = before - axes, union((one & before) - old for one, old in pairs)
         # Equal constraints on one value are one transfer, as for queries, keys and values.
         key = operand.buffer, splits
         if key in self.wholes:
-            return self.wholes[key]
-        value = self.input(equation.outvars[0].aval, splits)
-        node = Node("sharding_constraint", "fused", (operand.buffer,), (value.buffer,))
-        if gathered or moved:
-            self.wholes[key] = value
-            node.kind = "other"
-            kind = "all-gather" if gathered else "all-to-all"
-            over = tuple(sorted(gathered or moved))
-            node.sent = (Sent(kind, over, self.sizes[value.buffer]),)
-        self.nodes.append(node)
-        return value
+            return [self.wholes[key]]
+        if not gathered and not moved:
+            return [self._after(operand, self.input(atom, splits), "sharding_constraint", "fused")]
+        kind = "all-gather" if gathered else "all-to-all"
+        self.wholes[key] = self._sent_to(operand, splits, atom, gathered or moved, kind)
+        return [self.wholes[key]]
 
-    def _mapped(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
+    def mapped(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
+        """A program of ranks, in `shard_map`."""
         params = equation.params
-        manual = params.get("newly_manual_axes", params.get("manual_axes"))
-        inner: list[Sharded] = []
-        for variable, operand, spec in zip(
-            equation.invars, operands, params["in_specs"], strict=True
-        ):
-            said = of_spec(spec, variable.aval.ndim)
-            self.resolved(operand, scatter=frozenset().union(*said))
-            keep = once([(a - manual) | s for a, s in zip(operand.splits, said, strict=True)])
-            lost = frozenset().union(*operand.splits) & manual - frozenset().union(*said)
-            value = operand
-            if keep != operand.splits and operand.buffer >= 0:
-                places = operand.splits, keep
-                size = functools.partial(self.local_bytes, variable.aval)
-                self.nodes += gathers(self.nodes, operand.buffer, places, lost, size, self.sizes)
-                value = Sharded(self.nodes[-1].writes[0], keep)
-            inner.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
+        manual: Axes = params.get("newly_manual_axes", params.get("manual_axes", NONE))
+        given = []
+        for atom, value, spec in zip(equation.invars, operands, params["in_specs"], strict=True):
+            said = of_spec(spec, len(value.splits))
+            self.resolved(value, scatter=union(said))
+            keep = once([(a - manual) | s for a, s in zip(value.splits, said, strict=True)])
+            if keep != value.splits and value.buffer >= 0:
+                lost = union(value.splits) & manual - union(said)
+                value = self._gather(value, keep, lost, atom)
+            given.append(Sharded(value.buffer, tuple(axes - manual for axes in keep)))
         program = params["jaxpr"]
-        results = self.run(getattr(program, "jaxpr", program), (), inner)
+        results = self.run(getattr(program, "jaxpr", program), (), given)
         found = []
-        for variable, value, spec in zip(
-            equation.outvars, results, params["out_specs"], strict=True
-        ):
-            self.resolved(value)
-            said = of_spec(spec, variable.aval.ndim)
-            splits = once([a | s for a, s in zip(value.splits, said, strict=True)])
-            found.append(Sharded(value.buffer, splits))
+        for value, spec in zip(results, params["out_specs"], strict=True):
+            pairs = zip(value.splits, of_spec(spec, len(value.splits)), strict=True)
+            found.append(Sharded(self.resolved(value).buffer, once([a | s for a, s in pairs])))
         return found
 
-    def _cond(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
-        branches, which = equation.params["branches"], operands[0].known
-        if which is None and equation.params.get("branches_platforms") is not None:
-            which = self._platform(equation.params["branches_platforms"])
+    def _gather(self, value: Sharded, splits: Splits, lost: Axes, atom: Atom) -> Sharded:
+        """Gathers a value before a program of ranks that is given it less split, or cuts it.
+
+        XLA gathers dim by dim, the last one first; and a cast to fewer bytes it does before the
+        last gather alone, so the others send what is cast.
+        """
+        dims = [dim for dim in reversed(range(len(splits))) if value.splits[dim] & lost]
+        if not dims:
+            return self._after(value, self.input(atom, splits), "shard_map", "fused")
+        wider, now = self._narrowed(value.buffer), list(value.splits)
+        for dim in dims:
+            over, now[dim] = now[dim] & lost, now[dim] - lost
+            size = self.local_bytes(atom, splits)
+            if dim != dims[-1]:
+                size = int(self.local_bytes(atom, tuple(now)) * wider)
+            sent = Sent("all-gather", tuple(sorted(over)), size)
+            made = self.buffer(size, splits)
+            value = self._after(value, made, "shard_map", "other", (sent,))
+        return value
+
+    def _narrowed(self, buffer: int) -> float:
+        """How many times as many bytes a value had before it was cast, if it was cast to fewer."""
+        for node in reversed(self.nodes):
+            if buffer in node.writes and node.name == "convert_element_type":
+                return max(1.0, self.sizes[node.reads[0]] / self.sizes[buffer])
+        return 1.0
+
+    def choose(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
+        """A conditional: the branch of a platform, or all branches as bodies."""
+        which, platforms = operands[0].known, equation.params.get("branches_platforms")
+        if which is None and platforms is not None:
+            which = self._platform(platforms)
         if which is not None:
-            chosen = branches[which]
+            chosen = equation.params["branches"][which]
             return self.run(chosen.jaxpr, chosen.consts, operands[1:])
-        operands = [self.resolved(one) for one in operands]
-        bodies, splits = [], None
-        for branch in branches:
-            body, results = self._body(branch, [one.splits for one in operands[1:]])
-            bodies.append(body)
-            own = [one.splits for one in results]
-            joined = own if splits is None else list(map(either, splits, own))
-            splits = joined
-        return self._loop(equation, operands[1:], tuple(bodies), splits or [], 1, 0, 0)
+        operands = [self.resolved(one) for one in operands][1:]
+        each = [
+            self._body(branch, [one.splits for one in operands])
+            for branch in equation.params["branches"]
+        ]
+        places = [[one.splits for one in results] for _, results in each]
+        splits = [functools.reduce(either, found) for found in zip(*places, strict=True)]
+        return self._run_bodies(equation, operands, [body for body, _ in each], splits)
 
     def _body(
         self, closed: ClosedJaxpr, splits: Sequence[Splits], carry: range = range(0)
     ) -> tuple[Tape, list[Sharded]]:
         reader = _Reader(self.axes, self.platform)
-        inputs = [reader.input(v.aval, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
-        for place in carry:
-            inputs[place].is_carried = True
+        inputs = [reader.input(v, s) for v, s in zip(closed.jaxpr.invars, splits, strict=True)]
         results = reader.run(closed.jaxpr, closed.consts, inputs)
         for place, value in enumerate(results):
             own = inputs[carry[place]].buffer if place < len(carry) else -1
             if not is_added_to(own, value.buffer, reader.nodes):
                 reader.resolved(value)
-        reader.finish()
-        places = [one.buffer for one in inputs], [one.buffer for one in results]
-        return Tape(reader.nodes, reader.sizes, *places), results
+        return reader.tape(inputs, results), results
 
-    def _scan(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
-        consts, carry = scan_counts(equation)
+    def tape(self, inputs: Sequence[Sharded], outputs: Sequence[Sharded]) -> Tape:
+        self.finish()
+        return Tape(self.nodes, self.sizes, *([x.buffer for x in xs] for xs in (inputs, outputs)))
+
+    def loop(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
+        """A loop: what it carries lies as it does when another turn changes nothing."""
+        loop = inners(equation)[-1]
         operands = [self.resolved(one) for one in operands]
-        inner = equation.params["jaxpr"]
-        splits = [one.splits for one in operands]
-        rows = [s[1:] for s in splits[consts + carry :]]
+        shared, carried, rows = ([x.splits for x in part] for part in loop.parts(operands))
+        counts = loop.num_shared, loop.num_carried
         while True:
-            carries = range(consts, consts + carry)
-            body, results = self._body(inner, [*splits[: consts + carry], *rows], carries)
+            inside = [*shared, *carried, *(splits[1:] for splits in rows)]
+            body, results = self._body(loop.program, inside, range(counts[0], sum(counts)))
             found = [one.splits for one in results]
-            carried = list(map(either, splits[consts : consts + carry], found[:carry]))
-            if carried == splits[consts : consts + carry]:
+            settled = list(map(either, carried, found))
+            if settled == carried:
                 break
-            splits[consts : consts + carry] = carried
-        self._lay_out(equation.invars[consts:], operands[consts:], carried)
-        stacked = [(NONE, *s) for s in found[carry:]]
-        length = equation.params["length"]
-        places = [*carried, *stacked]
-        values = self._loop(equation, operands, (body,), places, length, consts, carry)
+            carried = settled
+        # What a loop begins with lies as what it hands on, where it is one number repeated.
+        repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
+        begins = loop.parts(equation.invars)[1], loop.parts(operands)[1], carried
+        for atom, value, splits in zip(*begins, strict=True):
+            if value.buffer in repeated:
+                self.sizes[value.buffer] = self.local_bytes(atom, splits)
+                value.splits = splits
+        places = [*carried, *((NONE, *splits) for splits in found[counts[1] :])]
+        trips, operands = loop.times or 1, loop.inputs(operands)
+        values = self._run_bodies(equation, operands, [body], places, trips, counts)
         for value, result in zip(values, results, strict=True):
-            axes = frozenset().union(*(one.axes for one in result.partial))
-            if axes:
-                sums = (Sum(self.nodes[-1], axes, self.sizes[value.buffer], length),)
-                value.partial = sums
+            if axes := union(one.axes for one in result.partial):
+                value.partial = (Sum(self.nodes[-1], axes, self.sizes[value.buffer], trips),)
         return values
 
-    def _lay_out(self, given: Sequence[Any], values: list[Sharded], splits: list[Splits]) -> None:
-        """Splits what a loop begins with as what it hands on, where that is one number repeated."""
-        repeated = {n.writes[0] for n in self.nodes if n.name == "broadcast_in_dim"}
-        for variable, value, split in zip(given, values, splits, strict=False):
-            if value.buffer in repeated:
-                self.sizes[value.buffer] = self.local_bytes(variable.aval, split)
-                value.splits = split
-
-    def _while(self, equation: Any, operands: list[Sharded]) -> list[Sharded]:
-        params = equation.params
-        operands = [self.resolved(one) for one in operands][params["cond_nconsts"] :]
-        consts = params["body_nconsts"]
-        carry = len(operands) - consts
-        body, results = self._body(params["body_jaxpr"], [one.splits for one in operands])
-        found = [one.splits for one in results]
-        return self._loop(equation, operands, (body,), found, 1, consts, carry)
-
-    def _loop(
+    def _run_bodies(
         self,
-        equation: Any,
-        operands: list[Sharded],
-        bodies: tuple[Tape, ...],
+        equation: JaxprEqn,
+        operands: Sequence[Sharded],
+        bodies: Sequence[Tape],
         splits: Sequence[Splits],
-        trips: int,
-        consts: int,
-        carry: int,
+        trips: int = 1,
+        counts: tuple[int, int] = (0, 0),
     ) -> list[Sharded]:
-        results = [self.input(v.aval, s) for v, s in zip(equation.outvars, splits, strict=True)]
+        results = [self.input(v, s) for v, s in zip(equation.outvars, splits, strict=True)]
         reads, writes = (tuple(one.buffer for one in side) for side in (operands, results))
         name = equation.primitive.name
-        node = Node(name, "loop", reads, writes, 0.0, (), bodies, trips, consts, carry)
+        node = Node(name, "loop", reads, writes, 0.0, (), tuple(bodies), trips, *counts)
         self.nodes.append(node)
         return results
+
+
+def _literal(atom: Literal) -> Sharded:
+    return Sharded(-1, whole(len(shape_of(atom))))
+
+
+_SPECIAL: MappingProxyType[str, Callable[[_Reader, JaxprEqn, Sequence[Sharded]], list[Sharded]]] = (
+    MappingProxyType(
+        {
+            "platform_index": _Reader.platform_of,
+            "cond": _Reader.choose,
+            "scan": _Reader.loop,
+            "while": _Reader.loop,
+            "shard_map": _Reader.mapped,
+            "optimization_barrier": _Reader.behind_barrier,
+            "sharding_constraint": _Reader.constrained,
+        }
+    )
+)
+"""What is no operation on arrays that lie somewhere, by the name of the primitive."""

@@ -159,15 +159,6 @@ def is_unit(equation: JaxprEqn) -> bool:
     return equation.params.get("name") == UNIT_NAME and "jaxpr" in equation.params
 
 
-def handed_on(jaxpr: Jaxpr) -> list[Aval]:
-    """The shapes of what the units of chains hand on to the next."""
-    return [
-        jaxpr.eqns[chain.calls[0]].outvars[place].aval
-        for chain in find_chains(jaxpr)
-        for place in chain.carried
-    ]
-
-
 def find_chains(jaxpr: Jaxpr) -> list[Chain]:
     """Finds the chains of at least two units in a jaxpr, each as long as it can be."""
     calls = [index for index, equation in enumerate(jaxpr.eqns) if is_unit(equation)]

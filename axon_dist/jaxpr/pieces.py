@@ -10,12 +10,14 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..core.compat import CALLS, REMATS, eval_equation
+from ..core.compat import CALLS, REMATS, eval_equation, inner_programs
 from ..core.typing import Array, PyTree
+from ..core.weighted import PER_SAMPLE
+from .factors import EACH
 from .layer_scan import has_units, is_unit
 from .walk import (
     LOOPS,
@@ -23,10 +25,16 @@ from .walk import (
     Inner,
     Known,
     called,
+    dtype_of,
     inners,
+    interpret,
     made_by,
+    shape_of,
     struct_of,
     variables,
+)
+from .walk import (
+    equations as every_equation,
 )
 
 
@@ -98,6 +106,80 @@ def cut(
     read = variables(v for equation in equations for v in equation.invars) | variables(outputs)
     needs = frozenset(read - (made - known))
     return Piece(tuple(reversed(equations)), tuple(outputs), needs, pinned & made)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ending:
+    """The last operations of a program: scalars of scalars.
+
+    Args:
+        piece: computes the results of the sums that it begins with.
+        sums: those.
+        consts: values of the program that it reads.
+    """
+
+    piece: Piece
+    sums: tuple[Var, ...]
+    consts: Mapping[Var, Array]
+
+    @classmethod
+    def of(cls, program: ClosedJaxpr, results: Sequence[Atom]) -> Ending:
+        """The last operations that lead to results of a program; see `scalars_written_out`."""
+        jaxpr = program.jaxpr
+        consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        piece = cut(jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results)
+        read = [*(v for equation in piece.equations for v in equation.invars), *results]
+        free = piece.needs - consts.keys()
+        sums = dict.fromkeys(v for v in read if isinstance(v, Var) and v in free)
+        kept = {v: x for v, x in consts.items() if v in piece.needs}
+        return cls(piece, tuple(sums), kept)
+
+    def __call__(self, sums: Sequence[Array]) -> list[Array]:
+        """Runs them.
+
+        Args:
+            sums: those of the whole batch.
+        """
+        pairs = zip(self.sums, sums, strict=True)
+        given = {v: jnp.asarray(x).astype(dtype_of(v)) for v, x in pairs}
+        return [jnp.asarray(x) for x in self.piece.run({**self.consts, **given})]
+
+
+def scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
+    """The same program, with calls that give scalars of arrays written out.
+
+    Args:
+        program: a closed jaxpr.
+        values: what it is traced with.
+    """
+
+    def run(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
+        is_plain = equation.primitive.name in CALLS and not is_unit(equation)
+        is_plain = is_plain and equation.params.get("name") != PER_SAMPLE
+        inner = called(equation) if is_plain and not _is_ending(equation) else None
+        if inner is None or not any(map(_is_number, equation.outvars)):
+            return eval_equation(equation, operands)
+        return interpret(inner.jaxpr, inner.consts, operands, run)
+
+    return jax.make_jaxpr(lambda *xs: interpret(program.jaxpr, program.consts, xs, run))(*values)
+
+
+def _is_number(atom: Atom) -> bool:
+    kinds = (jnp.number, jnp.bool_)
+    return shape_of(atom) == () and any(jnp.issubdtype(dtype_of(atom), kind) for kind in kinds)
+
+
+_OF_SCALARS = EACH | CALLS | {
+    "broadcast_in_dim", "copy_p", "custom_jvp_call", "reshape", "select_n", "squeeze",
+    "stop_gradient",
+}  # fmt: skip
+"""What may stand in an ending: it computes of scalars whatever device it runs on."""
+
+
+def _is_ending(equation: JaxprEqn) -> bool:
+    inside = (e for program in inner_programs(equation) for e in every_equation(program))
+    names = {e.primitive.name for e in (equation, *inside)}
+    return names <= _OF_SCALARS and all(map(_is_number, (*equation.invars, *equation.outvars)))
 
 
 def whole(x: Array) -> Array:

@@ -1,4 +1,7 @@
-"""Where the arrays of a traced program lie: which mesh axes split which of their dims.
+"""What one device has and does: where arrays lie, sums of which it has a part, and its tape.
+
+A tape is a list of operations with their bytes, products and sends; `device.py` writes it. Where an
+array lies is said by the mesh axes that split its dims.
 
 The compiler lays intermediate values out as their operands lie: products keep the split dims that
 they do not sum over, elementwise operations take what any operand has, reshapes keep the major
@@ -11,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from .factors import ELEMENTWISE, Factors, Role, factors, guessed
-from .tape import ATTENTION, LINEAR, Node, Sent
 
 Axes: TypeAlias = frozenset[str]
 Splits: TypeAlias = tuple[Axes, ...]
@@ -86,8 +88,8 @@ def placed(equation: JaxprEqn, operands: Sequence[Splits]) -> list[ResultLayout]
     is_first = known is None or name in ELEMENTWISE
     axes_of = _axes(found, operands, is_first)
     results = [once([_laid(found, numbers, axes_of) for numbers in dims]) for dims in found.results]
-    summed = _union(axes_of[n] for n, role in enumerate(found.roles) if role in ADDED_UP)
-    return [(splits, summed - _union(splits)) for splits in results]
+    summed = union(axes_of[n] for n, role in enumerate(found.roles) if role in ADDED_UP)
+    return [(splits, summed - union(splits)) for splits in results]
 
 
 LYING = frozenset({Role.PASSES, Role.ALONG, Role.JOINED, Role.INDEXED})
@@ -98,7 +100,8 @@ ADDED_UP = frozenset({Role.SUMMED, Role.INDEXED})
 looked up a rank gives those that it has, and zeros."""
 
 
-def _union(axes: Iterable[Axes]) -> Axes:
+def union(axes: Iterable[Axes]) -> Axes:
+    """All axes of some dims."""
     return NONE.union(*axes)
 
 
@@ -113,7 +116,7 @@ def _axes(found: Factors, operands: Sequence[Splits], is_first: bool) -> list[Ax
 
 
 def _laid(found: Factors, numbers: Sequence[int], axes_of: Sequence[Axes]) -> Axes:
-    return _union(axes_of[number] for number in numbers if found.roles[number] in LYING)
+    return union(axes_of[number] for number in numbers if found.roles[number] in LYING)
 
 
 def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
@@ -121,6 +124,144 @@ def _constrained(equation: JaxprEqn, operand: Splits) -> Splits:
     free = equation.params.get("unconstrained_dims") or ()
     said = of_spec(getattr(sharding, "spec", ()), len(operand))
     return once([operand[d] if d in free else axes for d, axes in enumerate(said)])
+
+
+VIEWS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "name", "reshard", "copy_p"}
+    | {"bitcast_convert_type", "optimization_barrier", "sharding_constraint"}
+)
+"""Operations that move nothing; a transpose of a matrix is one for the product that reads it."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "pallas_call", "ragged_dot_general"})
+"""Operations whose operands and results are in memory."""
+
+ATTENTION = "dot_product_attention"
+"""How the names of the primitives of fused attention begin."""
+
+OTHERS = frozenset(
+    {"gather", "scatter-add", "scatter_add", "scatter", "sort", "top_k", "fft", "cholesky"}
+    | {"reduce_window", "reduce_window_max", "reduce_window_sum", "select_and_scatter_add"}
+    | {"select_and_gather_add", "dynamic_update_slice", "cumsum", "cumlogsumexp", "cumprod"}
+)
+"""Operations whose results are in memory."""
+
+LINEAR = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "neg", "copy", "reduce_sum"}
+    | {"slice", "pad", "name", "reduce_precision"}
+)
+"""Operations on one operand that may as well be done before ranks add up their parts of it."""
+
+COLLECTIVES: Mapping[str, tuple[str, str]] = {
+    "psum": ("all-reduce", "axes"),
+    "psum_invariant": ("all-reduce", "axes"),
+    "all_gather": ("all-gather", "axis_name"),
+    "all_gather_invariant": ("all-gather", "axis_name"),
+    "reduce_scatter": ("reduce-scatter", "axis_name"),
+    "ppermute": ("collective-permute", "axis_name"),
+    "all_to_all": ("all-to-all", "axis_name"),
+}
+"""What is sent where every rank runs a program of its own, and which parameter names the axes."""
+
+SUMS = frozenset({"psum", "psum_invariant"})
+"""Those of `COLLECTIVES` that give every rank the whole sum."""
+
+SPREAD = frozenset({"broadcast_in_dim", "iota"})
+"""Operations that read nothing of the size of what they make."""
+
+IN_PLACE = frozenset({"scatter-add", "scatter_add", "scatter", "dynamic_update_slice"})
+"""Operations that overwrite their first operand where nothing else reads it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """One collective.
+
+    Args:
+        kind: as the compiler calls it.
+        axes: the mesh axes.
+        num_bytes: of the whole: what an all-gather gives, what the others take.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One operation on one device.
+
+    Args:
+        name: of the primitive.
+        kind: `"fused"`, `"reduction"`, `"product"`, `"other"`, `"barrier"` or `"loop"`.
+        reads: buffers.
+        writes: buffers.
+        flops: of its products.
+        sent: collectives.
+        bodies: what a loop runs in every turn; of a conditional all branches.
+        trips: turns.
+        num_consts: of the buffers that it reads, the first so many are the same in every turn.
+        num_carry: the next so many are handed on from turn to turn.
+        ahead: bytes that are there in every turn for the one after it.
+    """
+
+    name: str
+    kind: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    flops: float = 0.0
+    sent: tuple[Sent, ...] = ()
+    bodies: tuple[Tape, ...] = ()
+    trips: int = 1
+    num_consts: int = 0
+    num_carry: int = 0
+    ahead: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Tape:
+    """A program of one device.
+
+    Args:
+        nodes: in the order of the program.
+        sizes: bytes of each buffer.
+        inputs: buffers that are there before.
+        outputs: buffers that are there after.
+    """
+
+    nodes: list[Node]
+    sizes: list[int]
+    inputs: list[int]
+    outputs: list[int]
+
+    @property
+    def flops(self) -> float:
+        """Operations of all products; of branches the dearest."""
+        return sum(
+            node.flops + node.trips * max((body.flops for body in node.bodies), default=0.0)
+            for node in self.nodes
+        )
+
+    def sends(self, times: int = 1) -> list[tuple[Sent, int]]:
+        """Every collective, and how often it runs; of branches all."""
+        found = [(sent, times) for node in self.nodes for sent in node.sent]
+        for node in self.nodes:
+            for body in node.bodies:
+                found += body.sends(times * node.trips)
+        return found
+
+
+def kind_of(name: str) -> str:
+    """The kind of the node of a primitive that runs no program of its own."""
+    if name in PRODUCTS or name.startswith(ATTENTION):
+        return "product"
+    if name in OTHERS or name in COLLECTIVES:
+        return "other"
+    return (
+        "reduction"
+        if name.startswith(("reduce_", "arg")) and name != "reduce_precision"
+        else "fused"
+    )
 
 
 ADDS = frozenset({"add", "add_any"})
@@ -137,14 +278,12 @@ class Sharded:
         splits: by its dims.
         partial: the sums that it is a part of, until a collective adds them up.
         known: its value, where it says which platform the program is for.
-        is_carried: whether it is what a turn of a loop got from the one before.
     """
 
     buffer: int
     splits: Splits
     partial: tuple[Sum, ...] = ()
     known: int | None = None
-    is_carried: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -243,11 +382,13 @@ def flops_of(
         return math.prod(-(-n // ways(a)) for n, a in zip(shape, where, strict=True))
 
     out = equation.outvars[0].aval.shape
-    if name == "dot_general":
-        dims = equation.params["dimension_numbers"][0]
-        summed = math.prod(shapes[0][dim] for dim in dims[0])
-        over = [splits[0][a] | splits[1][b] for a, b in zip(*dims, strict=True)]
-        shared = ways(frozenset().union(*over) - frozenset().union(*result))
+    known = factors(equation) if name in ("dot_general", "conv_general_dilated") else None
+    if known is not None:
+        roles = enumerate(known.roles)
+        of_kernel = [n for n, role in roles if role in (Role.SUMMED, Role.REDUCED)]
+        places = [at for n in of_kernel for at in known.dims(n, known.operands)]
+        summed = math.prod(shapes[1][dim] for operand, dim in places if operand == 1)
+        shared = ways(union(splits[operand][dim] for operand, dim in places) - union(result))
         return 2.0 * local(out, result) * summed / shared
     if name == "ragged_dot_general":
         numbers = equation.params["ragged_dot_dimension_numbers"]
@@ -256,86 +397,6 @@ def flops_of(
         products = 2.0 * local(out, result) * math.prod(shapes[0][dim] for dim in summed)
         dense = products * (1 if ragged in summed else shapes[2][0])
         return dense / shapes[2][0] if platform == "tpu" else dense
-    if name == "conv_general_dilated":
-        numbers = equation.params["dimension_numbers"]
-        summed = math.prod(shapes[1][dim] for dim in numbers.rhs_spec[1:])
-        shared = ways(splits[0][numbers.lhs_spec[1]])
-        return 2.0 * local(out, result) * summed / shared
     if name.startswith(ATTENTION):
         return (4.0 if "fwd" in name else 10.0) * local(shapes[0], splits[0]) * shapes[1][1]
     return 0.0
-
-
-def gathers(
-    nodes: Sequence[Node],
-    buffer: int,
-    splits: tuple[Splits, Splits],
-    lost: Axes,
-    bytes_of: Callable[[Splits], int],
-    sizes: list[int],
-) -> list[Node]:
-    """Gathers a value before a program of ranks that is given it less split.
-
-    XLA gathers dim by dim, the last one first; and a cast to fewer bytes it does before the last
-    gather alone, so the others send what is cast.
-
-    Args:
-        nodes: what made the value, among others.
-        buffer: where it is.
-        splits: how it lies, and how it shall lie.
-        lost: the axes that it shall not be split over any more.
-        bytes_of: of the value on a device, by how it lies.
-        sizes: bytes of each buffer; those of new ones are added.
-
-    Returns:
-        The gathers, one after another; or, of axes that are not lost, what cuts the value.
-    """
-    before, after = splits
-    dims = [dim for dim in reversed(range(len(before))) if before[dim] & lost]
-    wider, now, found = _narrowed(nodes, buffer, sizes), list(before), []
-    for dim in dims:
-        is_last = dim == dims[-1]
-        over, now[dim] = before[dim] & lost, before[dim] - lost
-        size = bytes_of(after) if is_last else int(bytes_of(tuple(now)) * wider)
-        sizes.append(size)
-        sent = Sent("all-gather", tuple(sorted(over)), size)
-        read = found[-1].writes if found else (buffer,)
-        found.append(Node("shard_map", "other", read, (len(sizes) - 1,), 0.0, (sent,)))
-    if not dims:
-        sizes.append(bytes_of(after))
-        found.append(Node("shard_map", "fused", (buffer,), (len(sizes) - 1,)))
-    return found
-
-
-def gathers_rows(one: Sum, over: Axes, ways_of: Callable[[Axes], int], sizes: list[int]) -> bool:
-    """Lets a rank gather what all scatter, and add what belongs to its own part of the table.
-
-    XLA's partitioner does so where the rows of all ranks, as of a step's tokens, are fewer bytes
-    than the table.
-
-    Args:
-        one: the sum of what ranks scatter into a table, of which each keeps a part.
-        over: the axes over which the table is kept split.
-        ways_of: how many ranks axes have.
-        sizes: bytes of each buffer; the table's become those of a part.
-
-    Returns:
-        Whether it is so; if it is, nothing is left to be added up over these axes.
-    """
-    node = one.node
-    rows = sizes[node.reads[2]] if node.name in SCATTERS else 0
-    if not 0 < rows * ways_of(one.axes) < one.num_bytes:
-        return False
-    ways = ways_of(over)
-    node.sent += (Sent("all-gather", tuple(sorted(over)), rows * ways),)
-    for buffer in (*node.reads[:1], *node.writes):
-        sizes[buffer] = one.num_bytes // ways
-    return True
-
-
-def _narrowed(nodes: Sequence[Node], buffer: int, sizes: Sequence[int]) -> float:
-    """How many times as many bytes a value had before it was cast, if it was cast to fewer."""
-    for node in reversed(nodes):
-        if buffer in node.writes and node.name == "convert_element_type":
-            return max(1.0, sizes[node.reads[0]] / sizes[buffer])
-    return 1.0

@@ -8,21 +8,13 @@ from typing import Any
 
 from .factors import Role
 from .sample_values import (
-    LOOPED,
-    MOVING,
-    NUMBERS,
-    PICKED,
-    SIZES,
-    SOME,
-    TURNED,
-    UNEVEN,
-    WRITTEN,
     Coupling,
     Kind,
     Operation,
     Rule,
     Shapes,
     Value,
+    Why,
     aligned,
     all_constant,
     as_rows,
@@ -45,7 +37,7 @@ def _gather(op: Operation, values: list[Value]) -> Value:
     table, indices = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if table.kind is Kind.CARRY:
         # What a loop adds to has to stay at its places.
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if not table.is_rows:
         if indices.is_rows and indices.dim is not None:
             _check_index(indices)
@@ -57,7 +49,7 @@ def _gather(op: Operation, values: list[Value]) -> Value:
             raise Coupling("is an index that depends on several samples")
         return aligned([indices], table.scale) if indices.is_rows else table
     if table.numbers:
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     if table.dim is None:
         return aligned([table, indices], table.scale)
     if is_turn(indices, op.inputs[_TABLE][0][table.dim]) and table.outer == 1:
@@ -73,7 +65,7 @@ _TABLE, _INDICES, _UPDATES = range(3)
 
 def _check_index(indices: Value) -> None:
     if indices.numbers:
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
 
 
 def _factor(op: Operation, value: Value, operand: int) -> int | None:
@@ -109,7 +101,7 @@ def _gather_rows(op: Operation, table: Value, indices: Value) -> Value:
         is_fixed = indices.is_constant and not grown(op.inputs[_INDICES])
         if is_fixed and op.factors.role(_TABLE, dim or 0) is Role.PASSES:
             return op.moved(table)
-    raise Coupling(PICKED)
+    raise Coupling(Why.PICKED)
 
 
 def _scatter(op: Operation, values: list[Value]) -> Value:
@@ -122,7 +114,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
     if factor is None:
         raise Coupling("writes to samples by an index")
     if op.name.endswith("mul") and (table.is_scaled or updates.is_scaled):
-        raise Coupling(SIZES)
+        raise Coupling(Why.SIZES)
     if updates.is_rows:
         is_own = _factor(op, updates, _UPDATES) == factor
         return either(table, updates.at(table.dim, updates.outer)) if is_own else _stray()
@@ -164,14 +156,14 @@ def _scatter_total(op: Operation, table: Value, indices: Value, updates: Value) 
         return plus(table, total(updates.scale * large / small))
     if ok and indices.is_constant and updates.kind in (Kind.TOTAL, Kind.CONSTANT):
         return plus(table, updates)
-    raise Coupling(WRITTEN)
+    raise Coupling(Why.WRITTEN)
 
 
 def _dynamic_slice(op: Operation, values: list[Value]) -> Value:
     if not all_constant(values[1:]):
         return _own_row(op, values) or _moving(op, values)
     if Role.PART in op.roles:
-        raise Coupling(SOME)
+        raise Coupling(Why.SOME)
     return not_numbered(values[0])
 
 
@@ -189,7 +181,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
 def _moving(op: Operation, values: list[Value]) -> Value:
     """Slices at places that depend on the one sample of a loop."""
     if any(v.is_rows and v.dim is not None for v in values):
-        raise Coupling(MOVING)
+        raise Coupling(Why.MOVING)
     return nonlinear(op.name, values)
 
 
@@ -233,7 +225,7 @@ def _sliced(value: Value, shapes: Shapes, new: Shapes, found: list[Any]) -> Valu
     # So many from either end are the same for all sizes; a share of the samples is not.
     is_fixed = all(a == b or sizes[0] - a == sizes[1] - b for a, b in ends)
     is_fixed = is_fixed and all(new[0]) and {cut[2] for cut in spans} == {1}
-    raise Coupling(SOME if is_fixed else UNEVEN)
+    raise Coupling(Why.SOME if is_fixed else Why.UNEVEN)
 
 
 def _split(op: Operation, values: list[Value]) -> list[Value]:
@@ -266,7 +258,7 @@ def _pad(op: Operation, values: list[Value]) -> Value:
 
 def _reverse(op: Operation, values: list[Value]) -> Value:
     if Role.ALONG in op.roles:
-        raise Coupling(TURNED)
+        raise Coupling(Why.TURNED)
     return not_numbered(values[0])
 
 

@@ -17,13 +17,10 @@ from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
 from .sample_values import (
     CONSTANT,
-    DIFFERS,
-    LOOPED,
-    ONE_EACH,
-    SIZES,
     Kind,
     Operation,
     Value,
+    Why,
     coupled,
     grown,
     rows,
@@ -66,11 +63,11 @@ class PairValues:
         if isinstance(part, Literal) or isinstance(whole, Literal):
             if isinstance(part, Literal) and isinstance(whole, Literal):
                 return self._constant(part.val, whole.val)
-            return coupled(DIFFERS, "")
+            return coupled(Why.DIFFERS, "")
         found, origin = self._values[whole], self._origin(part)
         is_equal = found.number != 0 and self._numbers.get(origin) == found.number
         is_same = self._mates[whole] is origin or is_equal
-        return found if is_same else coupled(DIFFERS, "")
+        return found if is_same else coupled(Why.DIFFERS, "")
 
     def _origin(self, part: Atom) -> Atom:
         return self._origins.get(part, part)
@@ -286,7 +283,7 @@ def promised(pair: Pair, operands: list[Value]) -> list[Value]:
     """What a marked function gives: rows of rows."""
     found = next((v for v in operands if v.kind is Kind.COUPLED), None)
     if any(v.kind is Kind.CARRY for v in operands):
-        found = coupled(LOOPED, "")
+        found = coupled(Why.LOOPED, "")
     results = []
     for shapes in operation(pair).outputs:
         if found is not None:
@@ -328,9 +325,9 @@ def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value
         flat = first.reshape(-1)
         if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
             return scalar(flat[0])
-        return coupled(ONE_EACH, "")
+        return coupled(Why.ONE_EACH, "")
     if first.dtype.kind not in "biufV" or first.dtype != second.dtype or not first.size:
-        return coupled(DIFFERS, "")
+        return coupled(Why.DIFFERS, "")
     if not first.ndim:
         is_exact = first.dtype.kind in "biu"
         eps = 0.0 if is_exact else float(jnp.finfo(first.dtype).eps)
@@ -341,7 +338,7 @@ def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value
     eps = 0.0 if first.dtype.kind in "biu" else float(jnp.finfo(first.dtype).eps)
     fits = np.isfinite(scales).all() and scales[0]
     if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
-        return coupled("is an array that " + SIZES, "")
+        return coupled("is an array that " + Why.SIZES, "")
     return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
 
 
@@ -359,7 +356,7 @@ def grown_scalar(first: Any, second: Any, ratio: float, eps: float = 2**-23) -> 
         return Value(known=known)
     has_scale = not isinstance(first, bool) and first and second and math.isfinite(second / first)
     if not has_scale:
-        why = "is a number that " + SIZES
+        why = "is a number that " + Why.SIZES
         return dataclasses.replace(coupled(why, ""), known=known)
     return Value(Kind.CONSTANT, _rounded(second / first, ratio, eps), known=known)
 

@@ -16,16 +16,12 @@ from .factors import ALONG_ONE, ELEMENTWISE, REDUCTIONS, TRAILING, WINDOWS, Role
 from .sample_indexing import INDEXING
 from .sample_values import (
     CONSTANT,
-    JOINED,
-    LOOPED,
-    NUMBERS,
-    RESHAPED,
-    RUNNING,
     Coupling,
     Kind,
     Operation,
     Rule,
     Value,
+    Why,
     aligned,
     all_constant,
     as_rows,
@@ -46,9 +42,9 @@ def _linear(op: Operation, values: list[Value]) -> Value:
     """One array, changed element by element in a way that keeps sums."""
     value = values[0]
     if value.kind is Kind.CARRY and op.name in ("neg", "real", "imag", "conj"):
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if value.numbers and op.name == "neg":
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     return dataclasses.replace(value, known=None) if op.name == "neg" else value
 
 
@@ -87,7 +83,7 @@ def _nonlinear(op: Operation, values: list[Value]) -> Value:
 def _broadcast(op: Operation, values: list[Value]) -> Value:
     value, dims = values[0], grown(op.outputs[0])
     if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if value.is_rows and value.dim is not None:
         result = op.moved(only_numbers(value))
         if dims != [result.dim]:
@@ -102,19 +98,19 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     value = values[0]
     is_turned = is_transposed(op)
     if value.kind is Kind.CARRY and (op.inputs[0] != op.outputs[0] or is_turned):
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if not value.is_rows or value.dim is None:
         return value
     if is_turned:
-        raise Coupling(RESHAPED)
+        raise Coupling(Why.RESHAPED)
     shape, new = op.inputs[0][0], op.outputs[0][0]
     dims = grown(op.outputs[0])
     blocks = math.prod(shape[: value.dim]) * value.outer
     if len(dims) != 1 or blocks % math.prod(new[: dims[0]]):
-        raise Coupling(RESHAPED)
+        raise Coupling(Why.RESHAPED)
     outer = blocks // math.prod(new[: dims[0]])
     if new[dims[0]] % outer:
-        raise Coupling(RESHAPED)
+        raise Coupling(Why.RESHAPED)
     return only_numbers(value).at(dims[0], outer)
 
 
@@ -127,7 +123,7 @@ def is_transposed(op: Operation) -> bool:
 def _transpose(op: Operation, values: list[Value]) -> Value:
     value = values[0]
     if value.kind is Kind.CARRY:
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     has_dim = value.is_rows and value.dim is not None
     return op.moved(only_numbers(value)) if has_dim else value
 
@@ -145,9 +141,9 @@ def _reduce_sum(op: Operation, values: list[Value]) -> Value:
         known = (0, 0) if value.is_zero else None
         return dataclasses.replace(value, scale=value.scale * _times_more(op), known=known)
     if value.kind is Kind.CARRY:
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if value.is_rows and value.numbers:
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     is_summed = value.is_rows and value.dim is not None and Role.SUMMED in op.roles
     return total(value.scale * _times_more(op)) if is_summed else op.moved(value)
 
@@ -165,12 +161,12 @@ def _along(op: Operation, values: list[Value]) -> list[Value]:
     """Operations along some dims, or around each place, which keep the others."""
     # Indices along a dim that counts samples differ between a part of a batch and the whole.
     if op.roles - {Role.PASSES}:
-        how = RUNNING if op.name.startswith("cum") else "takes"
+        how = Why.RUNNING if op.name.startswith("cum") else "takes"
         raise Coupling(f"{how} `{op.name}` along the samples")
     is_sum = op.name in ("cumsum", "reduce_window_sum")
     result = values[0] if is_sum else nonlinear(op.name, values)
     if result.numbers or result.kind is Kind.CARRY:
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     known = result.known if result.is_zero else None
     return [dataclasses.replace(result, known=known)] * len(op.outputs)
 
@@ -218,17 +214,17 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
         if len({shapes[0][dim] for shapes in op.inputs}) > 1:
-            raise Coupling(JOINED)
+            raise Coupling(Why.JOINED)
         first = functools.reduce(either, map(not_numbered, beside))
         if not first.is_rows:
-            raise Coupling(JOINED)
+            raise Coupling(Why.JOINED)
         return first.at(dim, first.outer * len(values))
     if any(value.numbers for value in beside):
         flags = tuple(value.numbers == (True,) for value in beside)
         plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 1.0)
         last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
         if not last or any(value.numbers not in ((), (True,)) for value in beside):
-            raise Coupling(NUMBERS)
+            raise Coupling(Why.NUMBERS)
         return dataclasses.replace(plain, numbers=flags)
     return functools.reduce(either, beside)
 
@@ -382,7 +378,7 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
 
 def _signed(op: Operation, values: list[Value]) -> list[Value]:
     if op.name == "sub" and values[1].kind is Kind.CARRY:
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     return values
 
 

@@ -7,26 +7,7 @@ import enum
 from collections.abc import Mapping
 
 from ..core.typing import Path
-from .sample_values import (
-    DIFFERS,
-    DIMS,
-    JOINED,
-    LOOPED,
-    MOVING,
-    NUMBERS,
-    ONE_EACH,
-    PICKED,
-    QUOTIENT,
-    RESHAPED,
-    RUNNING,
-    SIZES,
-    SOME,
-    TURNED,
-    WRITTEN,
-    Kind,
-    Value,
-    same_scale,
-)
+from .sample_values import Kind, Value, same_scale
 
 
 class Use(enum.Enum):
@@ -47,12 +28,6 @@ class Use(enum.Enum):
     CONSTANT = "constant"
     MIXED = "mixed"
     COUPLED = "coupled"
-
-
-_UNRELATED = (
-    DIFFERS, DIMS, JOINED, LOOPED, MOVING, NUMBERS, ONE_EACH, PICKED, QUOTIENT, RESHAPED, RUNNING,
-    SIZES, SOME, TURNED, WRITTEN,
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +51,6 @@ class OutputUse:
     def is_separable(self) -> bool:
         """Whether the parts of a batch give it, each on its own."""
         return self.kind not in (Use.MIXED, Use.COUPLED)
-
-    @property
-    def is_unrelated(self) -> bool:
-        """Whether a part makes of its samples what the whole batch makes of none.
-
-        Such as a loss that goes by their places, or by their number.
-        """
-        is_weight = self.why.startswith(OF_WEIGHT)
-        return is_weight or any(reason in self.why for reason in _UNRELATED)
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""

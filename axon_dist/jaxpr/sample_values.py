@@ -42,6 +42,44 @@ class Kind(enum.Enum):
     COUPLED = "coupled"
 
 
+class Why(enum.StrEnum):
+    """What makes a value depend on several samples, or on how many there are."""
+
+    DIFFERS = (
+        "is another program for another number of samples, as a loop of Python over them or a "
+        "branch by their number makes it"
+    )
+    DIMS = "depends on the number of samples in more than one dim"
+    SIZES = "depends on how many samples there are in a way that parts of a batch do not show"
+    TERMS = (
+        "adds a sum over the samples and a term that does not grow with them; take the mean over "
+        "the samples, or multiply the other term by their number"
+    )
+    LOOPED = "goes through a loop over the samples that does more than add them up"
+    QUOTIENT = (
+        "divides one sum over the samples by another, and the quotients of parts of a batch do not "
+        "average to that of the whole; return Weighted(total, weight) instead, which is divided "
+        "last"
+    )
+    FLOORED = (
+        "; where that keeps a divisor from being 0, return Weighted(total, weight) without it, for "
+        "what weighs nothing is a loss of 0"
+    )
+    NUMBERS = (
+        "numbers the samples, and what is first in a part of a batch is not first in the whole"
+    )
+    RESHAPED = "is reshaped across the samples"
+    WRITTEN = "is written where several samples can write"
+    PICKED = "picks samples by an index"
+    MOVING = "takes slices at places that differ from sample to sample"
+    SOME = "takes some of the samples"
+    UNEVEN = SOME + ", which are others for a part of the batch than for the whole"
+    TURNED = "reverses the order of the samples"
+    JOINED = "joins samples with something else along their dim"
+    RUNNING = "goes on from sample to sample, by"
+    ONE_EACH = "is an array with an entry of its own for every sample"
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
     """How an array depends on the samples.
@@ -163,13 +201,13 @@ def plus(left: Value, right: Value) -> Value:
     is_alike = same_scale(left.scale, right.scale)
     if kinds == {Kind.CONSTANT}:
         if not is_alike:
-            raise Mixing(SIZES)
+            raise Mixing(Why.SIZES)
         return Value(Kind.CONSTANT, left.scale, made=left.made or right.made)
     if kinds <= {Kind.ROWS, Kind.CONSTANT}:
         return aligned([left, right], _one_scale(left, right))
     if kinds <= {Kind.TOTAL, Kind.CONSTANT}:
         if not is_alike:
-            raise Mixing(TERMS)
+            raise Mixing(Why.TERMS)
         return total(left.scale)
     return _plus_special(left, right, kinds, is_alike)
 
@@ -182,7 +220,7 @@ def either(left: Value, right: Value) -> Value:
     """
     if Kind.CARRY in (left.kind, right.kind):
         if (left.kind, left.slot) != (right.kind, right.slot):
-            raise Coupling(LOOPED)
+            raise Coupling(Why.LOOPED)
         return left
     return plus(left, right)
 
@@ -199,20 +237,12 @@ def _plus_special(left: Value, right: Value, kinds: set[Kind], is_alike: bool) -
         is_one = other.is_constant or (other.is_rows and other.dim is None and not other.numbers)
         if is_one and not other.is_scaled:
             return carry
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if kinds <= {Kind.RATIO, Kind.CONSTANT}:
         ratio = left if left.kind is Kind.RATIO else right
         if is_alike and {left.over, right.over} <= {ratio.over, 0}:
             return ratio
     raise Coupling("puts a total over the samples together with each of them")
-
-
-LOOPED = "goes through a loop over the samples that does more than add them up"
-SIZES = "depends on how many samples there are in a way that parts of a batch do not show"
-TERMS = (
-    "adds a sum over the samples and a term that does not grow with them; take the mean over the "
-    "samples, or multiply the other term by their number"
-)
 
 
 def times(left: Value, right: Value) -> Value:
@@ -247,31 +277,16 @@ def over(left: Value, right: Value) -> Value:
     if right.is_rows and (left.is_rows or left.is_constant):
         return aligned([left, right], scale)
     if right.kind is Kind.TOTAL and left.kind in (Kind.TOTAL, Kind.CONSTANT):
-        return Value(Kind.RATIO, scale, over=right.number, why=QUOTIENT)
+        return Value(Kind.RATIO, scale, over=right.number, why=Why.QUOTIENT)
     raise Coupling(_product(left, right))
-
-
-QUOTIENT = (
-    "divides one sum over the samples by another, and the quotients of parts of a batch do not "
-    "average to that of the whole; return Weighted(total, weight) instead, which is divided last"
-)
-
-
-FLOORED = (
-    "; where that keeps a divisor from being 0, return Weighted(total, weight) without it, for "
-    "what weighs nothing is a loss of 0"
-)
 
 
 def _scaled(value: Value, scale: float) -> Value:
     if value.kind is Kind.CARRY:
-        raise Coupling(LOOPED)
+        raise Coupling(Why.LOOPED)
     if value.numbers:
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     return dataclasses.replace(value, scale=scale, known=None)
-
-
-NUMBERS = "numbers the samples, and what is first in a part of a batch is not first in the whole"
 
 
 def _product(left: Value, right: Value) -> str:
@@ -283,7 +298,7 @@ def _product(left: Value, right: Value) -> str:
 def _one_scale(*values: Value) -> float:
     scales = [value.scale for value in values if not value.is_zero] or [1.0]
     if not all(same_scale(scale, scales[0]) for scale in scales):
-        raise Coupling(SIZES)
+        raise Coupling(Why.SIZES)
     return scales[0]
 
 
@@ -294,7 +309,7 @@ def aligned(values: list[Value], scale: float) -> Value:
         Coupling: when samples are put together with other samples.
     """
     if any(value.numbers for value in values):
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     places = {(value.dim, value.outer) for value in values if value.is_rows}
     if len(places) != 1:
         raise Coupling("puts samples together with other samples")
@@ -310,14 +325,14 @@ def nonlinear(name: str, values: list[Value]) -> Value:
     """
     for value in values:
         if value.kind is Kind.CARRY:
-            raise Coupling(LOOPED)
+            raise Coupling(Why.LOOPED)
         if value.kind is Kind.TOTAL:
-            also = FLOORED if name == "max" else ""
+            also = Why.FLOORED if name == "max" else ""
             raise Coupling(f"takes `{name}` of a total over the samples, which is not linear{also}")
         if value.kind in (Kind.RATIO, Kind.MIXED):
             raise Coupling(value.why)
     if any(value.is_scaled and not value.is_zero for value in values):
-        raise Coupling(SIZES)
+        raise Coupling(Why.SIZES)
     if not any(value.is_rows for value in values):
         return Value(made=any(value.made for value in values))
     return aligned(values, 1.0)
@@ -409,7 +424,7 @@ def all_constant(values: Sequence[Value]) -> bool:
 def only_numbers(value: Value) -> Value:
     """A value of which all is the position of its sample, or nothing."""
     if value.numbers not in ((), (True,)):
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     return value
 
 
@@ -421,22 +436,5 @@ def is_turn(value: Value, count: int) -> bool:
 def not_numbered(value: Value) -> Value:
     """A value that is no position of a sample, and no sum that a loop is still at."""
     if value.numbers or value.kind is Kind.CARRY:
-        raise Coupling(NUMBERS)
+        raise Coupling(Why.NUMBERS)
     return value
-
-
-DIFFERS = (
-    "is another program for another number of samples, as a loop of Python over them or a branch "
-    "by their number makes it"
-)
-RESHAPED = "is reshaped across the samples"
-WRITTEN = "is written where several samples can write"
-PICKED = "picks samples by an index"
-MOVING = "takes slices at places that differ from sample to sample"
-SOME = "takes some of the samples"
-TURNED = "reverses the order of the samples"
-JOINED = "joins samples with something else along their dim"
-DIMS = "depends on the number of samples in more than one dim"
-RUNNING = "goes on from sample to sample, by"
-ONE_EACH = "is an array with an entry of its own for every sample"
-UNEVEN = SOME + ", which are others for a part of the batch than for the whole"

@@ -48,15 +48,12 @@ from .sample_rules import RULES, unknown, unread
 from .sample_single import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
 from .sample_values import (
     CONSTANT,
-    DIFFERS,
-    DIMS,
-    LOOPED,
-    SIZES,
     Coupling,
     Kind,
     Mixing,
     Operation,
     Value,
+    Why,
     all_constant,
     coupled,
     either,
@@ -132,7 +129,7 @@ class Walk:
         jaxprs = programs[0].jaxpr, programs[1].jaxpr
         pairs = self._pairs(jaxprs)
         if pairs is None or not have_one_form(*jaxprs, "constvars", "invars", "outvars"):
-            return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+            return [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
         known = PairValues(self._constant)
         consts = (program.consts for program in programs)
         for variables, constants in zip(
@@ -144,11 +141,11 @@ class Walk:
         for part, whole in pairs:
             if part is None or whole is None:
                 if not relay(known, (part, whole), self._ratio):
-                    return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+                    return [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
                 continue
             pair = part, whole
             if not have_one_form(*pair, "invars", "outvars"):
-                return [coupled(DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+                return [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
             operands = [known.read(*atoms) for atoms in both(pair, "invars")]
             results = self._equation(pair, operands, where)
             for variables, value in zip(both(pair, "outvars"), results, strict=True):
@@ -168,7 +165,7 @@ class Walk:
         if first is second:
             return self._named(CONSTANT, ("constant", id(first)))
         if is_key(first) or is_key(second):
-            return CONSTANT if are_equal_keys(first, second) else coupled(DIFFERS, "")
+            return CONSTANT if are_equal_keys(first, second) else coupled(Why.DIFFERS, "")
         a, b = np.asarray(first), np.asarray(second)
         if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             value = scalar(first) if not a.ndim else CONSTANT
@@ -186,7 +183,7 @@ class Walk:
         name, count = one.primitive.name, len(one.outvars)
         at = where or source_line(one)
         if name != two.primitive.name:
-            return [coupled(DIFFERS, at)] * count
+            return [coupled(Why.DIFFERS, at)] * count
         special = _SPECIAL.get(name)
         if special is not None:
             found = special(self, pair, operands, at)
@@ -206,7 +203,7 @@ class Walk:
         decided = name == "select_n" and operands[0].chosen is not None
         spoiled = [v for v in operands if v.kind is Kind.COUPLED]
         if spoiled and not decided:
-            return [told(min(spoiled, key=lambda v: SIZES in v.why), at)] * count
+            return [told(min(spoiled, key=lambda v: Why.SIZES in v.why), at)] * count
         rule = RULES.get(name, unknown)
         try:
             if (loose := self._loose(op, operands)) is not None:
@@ -229,7 +226,7 @@ class Walk:
         results = []
         for value, shapes in zip(values, operation(pair).outputs, strict=True):
             if value.kind is not Kind.COUPLED and len(shapes[0]) != len(shapes[1]):
-                value = coupled(DIFFERS, at)
+                value = coupled(Why.DIFFERS, at)
             if value.kind in (Kind.CONSTANT, Kind.COUPLED):
                 results.append(value)
                 continue
@@ -238,7 +235,7 @@ class Walk:
             fits = dims == counts and all(
                 shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
             )
-            results.append(value if fits else coupled(DIMS, at))
+            results.append(value if fits else coupled(Why.DIMS, at))
         return results
 
     def _loose(self, op: Operation, operands: list[Value]) -> Value | None:
@@ -251,9 +248,9 @@ class Walk:
             shapes = zip(operands, op.inputs, strict=True)
             if any(is_loose(v, *pair, self._ratio) for v, pair in shapes):
                 found = loosely(op, operands, self._ratio)
-                return coupled(DIFFERS, "") if found is None else found
+                return coupled(Why.DIFFERS, "") if found is None else found
         is_known = op.name in RULES or all_constant(operands)
-        return None if not is_known or are_alike(op) else coupled(DIFFERS, "")
+        return None if not is_known or are_alike(op) else coupled(Why.DIFFERS, "")
 
     def _numbered(self, pair: Pair, operands: list[Value], results: list[Value]) -> list[Value]:
         """Results with the numbers of their computations: equal ones for equal ones."""
@@ -284,7 +281,7 @@ class Walk:
         """What a function with a backward pass of its own gives, if that keeps samples apart."""
         given = [*operands, *results]
         if any(v.kind is Kind.CARRY for v in given):
-            return [coupled(LOOPED, at)] * len(results)
+            return [coupled(Why.LOOPED, at)] * len(results)
         if any(v.kind not in (Kind.CONSTANT, Kind.ROWS, Kind.TOTAL) for v in given):
             return results
         floats = [i for i, v in enumerate(pair[0].invars) if is_float(v.aval)]
@@ -310,7 +307,7 @@ class Walk:
             fits = value.kind in kinds and same_scale(value.scale, returned(operand).scale)
             if not value.is_zero and not fits:
                 bent = "mixes the samples, or is not linear in what comes back to it"
-                why = bent if SIZES in value.why else value.why or bent
+                why = bent if Why.SIZES in value.why else value.why or bent
                 why = f"has a backward pass of its own that {why}"
                 return [coupled(why, value.where or at)] * len(results)
         return results
@@ -319,7 +316,7 @@ class Walk:
         """A loop; over the samples, where its length grows with them."""
         loop, other = (inners(equation)[0] for equation in pair)
         if pair[0].params["reverse"] != pair[1].params["reverse"] or loop.form != other.form:
-            return [coupled(DIFFERS, at)] * len(pair[0].outvars)
+            return [coupled(Why.DIFFERS, at)] * len(pair[0].outvars)
         consts, carry, stacked = loop.parts(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
@@ -327,11 +324,11 @@ class Walk:
         each, has_rows = [], any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
             # What the rows of a sum become could then be put at the places of others.
-            return [coupled(LOOPED, at)] * len(pair[0].outvars)
+            return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
         for value in stacked:
             if value.is_rows and value.dim is not None:
                 value = value.at(value.dim - 1, value.outer)
-            each.append(value if not value.numbers else coupled(LOOPED, at))
+            each.append(value if not value.numbers else coupled(Why.LOOPED, at))
 
         def run(carry):
             return self._body(bodies, [*consts, *carry, *each])
@@ -341,7 +338,7 @@ class Walk:
             if value.is_rows and value.dim is not None:
                 outputs[number] = value.at(value.dim + 1, value.outer)
             elif value.kind is Kind.CARRY and not has_rows:
-                outputs[number] = coupled(LOOPED, at)
+                outputs[number] = coupled(Why.LOOPED, at)
         return [*carry, *outputs]
 
     def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: list[Value]) -> list[Value]:
@@ -358,7 +355,7 @@ class Walk:
         at: str,
     ) -> list[Value]:
         """A loop over the samples may add them up, or hand values through."""
-        count, bad = len(pair[0].outvars), coupled(LOOPED, at)
+        count, bad = len(pair[0].outvars), coupled(Why.LOOPED, at)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]

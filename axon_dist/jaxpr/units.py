@@ -42,9 +42,6 @@ UNIT_NAME = "axon_unit"
 GATHER = "axon_gather"
 """The metadata of a parameter that holds how a unit gathers it."""
 
-ARRAY, NODE = "array", "node"
-"""What takes the place of an argument of a unit: an array, or something of nnx that has state."""
-
 MAKES_COMPLEX = frozenset({"complex", "fft", "eig"})
 """The primitives that make complex numbers of real ones."""
 
@@ -52,11 +49,7 @@ Attributes: TypeAlias = Mapping[tuple[Keys, str], object]
 """The plain attributes of modules, by the keys of their module and their name."""
 
 IsUnit: TypeAlias = Callable[[Path, nnx.Module | None], bool]
-"""(path, module) -> whether its calls are a unit; None stands for a module within a Linen one.
-
-`path/*` is asked of a Linen module that is a unit: whether its parameters stack those of layers
-that a loop calls, of which each call is a unit.
-"""
+"""(path, module) -> whether its calls are a unit; None stands for a module within a Linen one."""
 
 RematPolicy: TypeAlias = Callable[..., Any]
 """A policy of `jax.checkpoint`: which intermediate results are kept for the backward pass."""
@@ -113,13 +106,20 @@ def is_in_any(path: Path, units: Container[Path]) -> bool:
     return "" in units or path in units or any(path[:end] in units for end in ends)
 
 
-def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = None) -> list[Path]:
+def mark_units(
+    model: nnx.Module,
+    is_unit: IsUnit,
+    remat: RematPolicy | None = None,
+    looped: Container[Path] = (),
+) -> list[Path]:
     """Makes every unit of a model a named equation of the traced program, in place.
 
     Args:
         model: a model merged inside a trace; it is changed.
         is_unit: which modules are units; the outermost win.
         remat: when given, each unit is under `jax.checkpoint` with this policy.
+        looped: the paths of Linen modules whose parameters stack those of the layers that a loop
+            calls, of which each call is a unit.
 
     Returns:
         The paths of the units.
@@ -138,27 +138,20 @@ def mark_units(model: nnx.Module, is_unit: IsUnit, remat: RematPolicy | None = N
     for _, module in units:
         if not any(isinstance(one, AsUnit) for one in layers_of(module).around("__call__")):
             wrap_calls(module, around)
-    found = [path for path, _ in units]
-    return found + _mark_linen_units(model, found, is_unit, remat)
-
-
-def _mark_linen_units(
-    model: nnx.Module, outer: list[Path], is_unit: IsUnit, remat: RematPolicy | None
-) -> list[Path]:
-    """Makes units of the modules within bridged Linen ones; returns their paths."""
-    found: list[Path] = []
+    outer = [path for path, _ in units]
+    inner: list[Path] = []
     for keys, _ in sorted(linen_modules(model), key=lambda item: len(item[0])):
         path = _path(keys)
-        if not any(is_inside(path, unit) for unit in outer + found) and is_unit(path, None):
-            found.append(path)
+        if not is_in_any(path, {*outer, *inner}) and is_unit(path, None):
+            inner.append(path)
     for keys, bridge in list(bridges_of(model)):
-        below = [path for path in found if is_inside(path, _path(keys))]
+        below = [path for path in inner if is_inside(path, _path(keys))]
         if below:
             own = {path.removeprefix(_path(keys)).lstrip("/"): path for path in below}
-            stacked = frozenset(name for name, path in own.items() if is_unit(f"{path}/*", None))
-            units = LinenUnits(frozenset(own), _running(remat), GATHER, UnitPrograms(), stacked)
-            wrap_calls(bridge, {"__call__": units})
-    return found
+            stacked = frozenset(name for name, path in own.items() if path in looped)
+            linen = LinenUnits(frozenset(own), _running(remat), GATHER, UnitPrograms(), stacked)
+            wrap_calls(bridge, {"__call__": linen})
+    return outer + inner
 
 
 def _running(remat: RematPolicy | None) -> RunUnit:
@@ -196,86 +189,55 @@ class AsUnit:
         Raises:
             UnsupportedError: when the module holds many layers and is called as a whole.
         """
-        self.check(module)
+        _check_one_layer(module)
+        kind, attributes = type(module), dict[tuple[Keys, str], object]()
         graphdef, params, rest = nnx.split(module, _is_weight, ...)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         nodes_graph, nodes_state = nnx.split(nodes)
-        call = Call(method, graphdef, structure, tuple(map(_static, leaves)), nodes_graph)
+        weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
+
+        def call(
+            params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
+        ) -> tuple[PyTree, nnx.State, nnx.State]:
+            """What it returns, the state that it has changed, and that of its arguments."""
+            copy = nnx.merge(graphdef, gathered(params), rest, copy=True)
+            before = {keys: _value(leaf) for keys, leaf in nnx.to_flat_state(nnx.state(copy))}
+            plain, own = _plain_attributes(copy), nnx.merge(nodes_graph, state, copy=True)
+            more, more_nodes = iter(arrays), iter(own)
+            given = [
+                next(more_nodes) if _is_node(x) else next(more) if is_array(x) else x
+                for x in leaves
+            ]
+            args, kwargs = jax.tree.unflatten(structure, given)
+            output = method(copy, *args, **kwargs)
+            _check_unchanged(kind, given, (args, kwargs))
+            _check_nothing_new(kind, before, copy)
+            attributes.update(_changes(kind, plain, _plain_attributes(copy)))
+
+            # What the call has left alone is not written back: within `jax.grad` it could not be.
+            def is_changed(keys, leaf):
+                return keys not in weights and _value(leaf) is not before.get(keys)
+
+            # What never changes is not handed on from block to block.
+            changed = nnx.state(own, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
+            return output, nnx.state(copy, is_changed), changed
+
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         flat, tree = jax.tree.flatten((params, rest, arrays, nodes_state))
         closed, results = jax.make_jaxpr(
-            lambda *flat: call.run(*jax.tree.unflatten(tree, flat)), return_shape=True
+            lambda *flat: call(*jax.tree.unflatten(tree, flat)), return_shape=True
         )(*flat)
         program, given = without_tracers(closed)
         found = self.run(self.programs.shared(program), (), [*flat, *given])
         output, rest, changed = jax.tree.unflatten(jax.tree.structure(results), found)
         nnx.update(module, rest)
         nnx.update(nodes, changed)
-        _set_attributes(module, call.attributes)
+        # The plain attributes that the call has set on the copy that it ran on.
+        modules = dict(nnx.iter_modules(module)) if attributes else {}
+        for (keys, name), value in attributes.items():
+            setattr(modules[keys], name, value)
         return output
-
-    def check(self, module: nnx.Module) -> None:
-        """Raises for a module that cannot be called as one."""
-        if (count := num_stacked(module)) is not None:
-            raise UnsupportedError(why_not_as_a_whole(type(module).__name__, count))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """All of a call that is no array.
-
-    Args:
-        method: what is called.
-        graphdef: the structure of the module.
-        structure: of `(args, kwargs)`.
-        static: for each leaf, a list of its value, or the kind of what takes its place.
-        nodes: the structure of the modules, variables and random streams among the leaves.
-        attributes: the plain attributes that the call has set, by the keys of their module and
-            their name; there once it has run.
-    """
-
-    method: Function
-    graphdef: nnx.GraphDef
-    structure: PyTree
-    static: tuple[list[object] | str, ...]
-    nodes: nnx.GraphDef
-    attributes: dict[tuple[Keys, str], object] = dataclasses.field(default_factory=dict)
-
-    def run(
-        self, params: nnx.State, rest: nnx.State, arrays: Sequence[Array], state: nnx.State
-    ) -> tuple[PyTree, nnx.State, nnx.State]:
-        """Runs the call that a unit stands for.
-
-        Args:
-            params: the module's parameters.
-            rest: its other state.
-            arrays: those among its arguments.
-            state: that of modules among its arguments.
-
-        Returns:
-            What the call returns, the state that it has changed, and that of its arguments.
-        """
-        module = nnx.merge(self.graphdef, gathered(params), rest, copy=True)
-        before = {keys: _value(leaf) for keys, leaf in nnx.to_flat_state(nnx.state(module))}
-        plain = _plain_attributes(module)
-        nodes = nnx.merge(self.nodes, state, copy=True)
-        sources = {ARRAY: iter(arrays), NODE: iter(nodes)}
-        leaves = [x[0] if isinstance(x, list) else next(sources[x]) for x in self.static]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        output = self.method(module, *args, **kwargs)
-        _check_unchanged(type(module), leaves, (args, kwargs))
-        _check_nothing_new(type(module), before, module)
-        self.attributes.update(_changes(type(module), plain, _plain_attributes(module)))
-        # What never changes is not handed on from block to block.
-        changed = nnx.state(nodes, nnx.Not(nnx.Any(nnx.Param, nnx.RngKey)))
-        weights = frozenset(keys for keys, _ in nnx.to_flat_state(params))
-
-        # What the call has left alone is not written back: within `jax.grad` it could not be.
-        def is_changed(keys, leaf):
-            return keys not in weights and _value(leaf) is not before.get(keys)
-
-        return output, nnx.state(module, is_changed), changed
 
 
 def _value(leaf: nnx.Variable | Array) -> Array:
@@ -337,22 +299,21 @@ def _changes(module_type: type, before: Attributes, after: Attributes) -> Attrib
     return changes
 
 
-def _set_attributes(module: nnx.Module, attributes: Attributes) -> None:
-    """Sets the plain attributes that a call has set on the copy that it ran on."""
-    modules = dict(nnx.iter_modules(module)) if attributes else {}
-    for (keys, name), value in attributes.items():
-        setattr(modules[keys], name, value)
+def _check_one_layer(module: nnx.Module) -> None:
+    """Raises for a stack of layers that is called as a whole, which is no unit.
 
-
-def why_not_as_a_whole(name: str, count: int) -> str:
-    """Says why a stack of layers that is called as a whole is no unit, and what to do."""
-    return (
-        f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
-        "within its own call: gathered or recomputed as one, it would take the memory of all "
-        f"layers at once. Let {name} be one layer, and loop where it is held: nnx.scan(lambda x, "
-        "block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks); or keep the "
-        "layers in an nnx.List"
-    )
+    Raises:
+        UnsupportedError: saying how to call it layer by layer.
+    """
+    if (count := num_stacked(module)) is not None:
+        name = type(module).__name__
+        raise UnsupportedError(
+            f"a {name} that holds {count} stacked layers is called as a whole, and loops over them "
+            "within its own call: gathered or recomputed as one, it would take the memory of all "
+            f"layers at once. Let {name} be one layer, and loop where it is held: "
+            "nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, "
+            "self.blocks); or keep the layers in an nnx.List"
+        )
 
 
 def _is_weight(_: Keys, variable: object) -> bool:
@@ -361,7 +322,7 @@ def _is_weight(_: Keys, variable: object) -> bool:
     return isinstance(variable, nnx.Param) or GATHER in variable.get_metadata()
 
 
-def _check_unchanged(module_type: type, leaves: list[object], given: PyTree) -> None:
+def _check_unchanged(module_type: type, leaves: Sequence[object], given: PyTree) -> None:
     """Raises when a call has changed a list or dict among its arguments, as its caller expects."""
     after = jax.tree.leaves(given, is_leaf=_is_node)
     if len(after) != len(leaves) or any(a is not b for a, b in zip(after, leaves, strict=True)):
@@ -404,12 +365,6 @@ def names_of(model: nnx.Module) -> list[str]:
     """What the modules of a model are called: by class, within Linen ones without their number."""
     classes = {type(module).__name__ for _, module in nnx.iter_modules(model)}
     return sorted(classes | {name.rpartition("/")[2] for _, name in linen_modules(model)})
-
-
-def _static(leaf: object) -> list[object] | str:
-    if _is_node(leaf):
-        return NODE
-    return ARRAY if is_array(leaf) else [leaf]
 
 
 def _is_node(leaf: object) -> bool:

@@ -15,8 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from ..core.typing import Batch
 from ..jaxpr.device import tape_of
 from ..jaxpr.liveness import peak_of
-from ..jaxpr.placement import Splits, of_spec
-from ..jaxpr.tape import Sent
+from ..jaxpr.placement import Sent, Splits, of_spec
 from ..mesh import World
 from ..mesh.chips import Hardware
 from ..schedule import Costs, PipelineSchedule, build_schedule, simulate
@@ -251,7 +250,7 @@ def read_program(
     return Reading(
         state=sum(sizes[:num_state]),
         batch=sum(sizes[num_state:]),
-        temporaries=peak_of(tape, range(num_state)).num_bytes,
+        temporaries=peak_of(tape, range(num_state)),
         flops=tape.flops,
         sends=tuple(tape.sends()),
         mesh=dict(mesh),

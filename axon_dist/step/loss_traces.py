@@ -16,7 +16,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.sample_use import OutputUse, SampleUse, Use, use_of
-from ..jaxpr.sample_values import DIFFERS
+from ..jaxpr.sample_values import Why
 from ..jaxpr.samples import RANKS, follow_samples
 from ..jaxpr.walk import moves_with
 from .buffers import has_statistics, synchronise_statistics
@@ -143,7 +143,7 @@ class Traces:
             lost = OutputUse(Use.COUPLED, why=why)
             return SampleUse(lost, {}, {}, failure=str(error) or why)
         if (part.names, part.is_plain) != (whole.names, whole.is_plain):
-            return SampleUse(OutputUse(Use.COUPLED, why=DIFFERS), {}, {})
+            return SampleUse(OutputUse(Use.COUPLED, why=Why.DIFFERS), {}, {})
         programs = {sizes[0]: part.program, sizes[1]: whole.program}
         values = follow_samples(programs.__getitem__, sizes, len(jax.tree.leaves(batch)))
         total, weight, *rest = values

@@ -173,7 +173,7 @@ class StagedPlan:
     @cached_property
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
-        blocks = unit_paths(self.rows.stages.called, self.stacks)
+        blocks, looped = unit_paths(self.rows.stages.called, self.stacks)
         return View(
             self.strategy.precision,
             blocks,
@@ -182,6 +182,7 @@ class StagedPlan:
             moves_activations=True,
             weights=paths_of(self.spec.parts.weights),
             fp8=fp8_of(self.strategy, self.spec.parts),
+            looped=looped,
         )
 
     @cached_property

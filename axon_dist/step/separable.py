@@ -216,7 +216,7 @@ class Separator:
             return None
         whole = traces.of(batch, sizes[1])
         completion = LossEnding(whole.ending, loss_fn)
-        sums = [of_sums.metrics[sum_name(n)] for n in range(len(whole.ending.dtypes))]
+        sums = [of_sums.metrics[sum_name(n)] for n in range(len(whole.ending.sums))]
         if any(found.kind is Use.WEIGHTED for found in sums):
             return None
         leads = completion.leads(lambda n: self._moves(whole, n)) if LOSS in names else ()

@@ -88,12 +88,11 @@ def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Wei
     return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
 
 
-def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> frozenset[Path]:
-    """The paths of the modules of a model whose calls are those of blocks."""
-    modules = {stacks.in_model(keys) for keys in blocks}
-    paths = ["/".join(map(str, keys)) for keys in modules]
-    layers = ["/".join(map(str, (*keys, "*"))) for keys in modules if stacks.depth_of(keys)]
-    return frozenset([*paths, *layers])
+def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
+    """The paths of the modules of a model whose calls are those of blocks; of which stack them."""
+    modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
+    looped = frozenset(path for keys, path in modules.items() if stacks.depth_of(keys))
+    return frozenset(modules.values()), looped
 
 
 def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
@@ -146,10 +145,10 @@ def calls_in(
     Returns:
         The calls.
     """
-    modules = unit_paths(blocks, stacks)
+    modules, looped = unit_paths(blocks, stacks)
 
     def mark(model: nnx.Module) -> None:
-        mark_units(model, lambda path, _: path in modules)
+        mark_units(model, lambda path, _: path in modules, looped=looped)
 
     def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
         return evaluate(parts, loss_fn, params, buffers, batch, mark)

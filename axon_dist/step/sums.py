@@ -9,7 +9,7 @@ parameters, times the derivative of the loss by it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.ending import Ending, Term, run_terms
+from ..jaxpr.pieces import Ending, cut, scalars_written_out
 from ..jaxpr.sample_use import SampleUse, Use
 from ..jaxpr.walk import moves_with, sources_of
 from .objective import Forward, GradientResult, Outcome, PartLoss, mean_loss
@@ -68,31 +68,31 @@ class OfSums(PartLoss):
             found = forward(*given)
             numbers = {**found.metrics, LOSS: found.loss}
             ones.update(n for n, x in numbers.items() if isinstance(x, Weighted) and _is_one(x))
-            return numbers, found.buffers
+            plain = {n for n, x in numbers.items() if not isinstance(x, Weighted)}
+            pairs = {n: Weighted(numbers[n], 1.0) for n in plain & self.names}
+            return numbers | pairs, found.buffers
 
+        given = jax.tree.leaves((params, buffers, batch))
         program, shapes = jax.make_jaxpr(run, return_shape=True)(params, buffers, batch)
-        given = [Term(x) for x in jax.tree.leaves((params, buffers, batch))]
-        results = run_terms(program, given)
-        numbers, changed = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        ending, sums = Ending.of([*self._replaced(numbers)])
-        values = [jnp.asarray(term.value, jnp.float32) for term in sums]
-        factors = self.factors or (1.0,) * len(sums)
-        kept = {n: _values(x, n in ones) for n, x in numbers.items() if n not in self.names}
+        program, structure = scalars_written_out(program, given), jax.tree.structure(shapes)
+        atoms, _ = jax.tree.unflatten(structure, program.jaxpr.outvars)
+        pairs = [atoms[name] for name in sorted(self.names)]
+        ending = Ending.of(program, [x for pair in pairs for x in (pair.total, pair.weight)])
+        piece = cut(program.jaxpr, [*program.jaxpr.outvars, *ending.sums])
+        known = zip(program.jaxpr.constvars, program.consts, strict=True)
+        results = piece.run(dict([*known, *zip(program.jaxpr.invars, given, strict=True)]))
+        numbers, changed = jax.tree.unflatten(structure, results[: structure.num_leaves])
+        values = [jnp.asarray(x, jnp.float32) for x in results[structure.num_leaves :]]
+        factors = self.factors or (1.0,) * len(values)
+        kept = {n: x for n, x in numbers.items() if n not in self.names}
+        kept |= {n: Weighted(x.total, 1.0) for n, x in kept.items() if n in ones}
         pairs = zip(values, factors, strict=True)
         # While factors are not known, what is asked is what the sums are to the samples.
         named = [x if self.factors is None else Weighted(x, 1 / factor) for x, factor in pairs]
         kept |= {sum_name(number): value for number, value in enumerate(named)}
         lead = [values[n] * (slope * factors[n]) for n, slope in self.leads]
         loss = kept.pop(LOSS, None) or Weighted(sum(lead, jnp.zeros(())), 1.0)
-        buffers = jax.tree.map(lambda term: term.value, changed)
-        return Outcome(loss, kept, buffers), ending
-
-    def _replaced(self, numbers: dict[str, Any]) -> Iterator[Any]:
-        """Total and weight of each number that is replaced, by name."""
-        for name in sorted(self.names):
-            found: Any = numbers[name]
-            pair = isinstance(found, Weighted)
-            yield from (found.total, found.weight) if pair else (found, Term(1.0))
+        return Outcome(loss, kept, changed), ending
 
 
 def sum_name(number: int) -> str:
@@ -102,11 +102,6 @@ def sum_name(number: int) -> str:
 
 def _is_one(pair: Weighted) -> bool:
     return isinstance(pair.weight, (int, float)) and pair.weight == 1
-
-
-def _values(number: Any, is_one: bool) -> Any:
-    found = jax.tree.map(lambda term: term.value, number)
-    return Weighted(found.total, 1.0) if is_one else found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +140,7 @@ class LossEnding:
             The sum that moves, or several, of which the loss is a combination whose factors are
             constants; None where there are several and it is not.
         """
-        ones = [np.float32(1)] * len(self.ending.dtypes)
+        ones = [np.float32(1)] * len(self.ending.sums)
         by_sum = jax.make_jaxpr(lambda *sums: self.numbers(sums)[LOSS])(*ones)
         found = [number for number in moves_with(by_sum, 0, len(ones)) if moving(number)]
         if len(found) < 2:
@@ -159,7 +154,7 @@ class LossEnding:
 
     def __call__(self, found: GradientResult) -> GradientResult:
         """Replaces the sums among the metrics by the numbers, and multiplies the gradients."""
-        count = len(self.ending.dtypes)
+        count = len(self.ending.sums)
         rest = dict(found.metrics)
         sums = [rest.pop(sum_name(number)) for number in range(count)]
         numbers = self.numbers(sums)

@@ -59,6 +59,7 @@ class View:
             the compiler fetches none before its time.
         unroll: up to how many units that call each other are written out; None leaves it to the
             scan where they keep what their backward pass reads, and is else 1.
+        looped: the paths of units that stack the parameters of the layers that a loop calls.
     """
 
     precision: MixedPrecision | None
@@ -71,6 +72,7 @@ class View:
     fp8: Fp8Layers | None = None
     sends_pieces: bool = False
     unroll: int | None = None
+    looped: frozenset[Path] = frozenset()
 
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
@@ -114,7 +116,8 @@ class View:
             if also is not None:
                 also(model)
             params = _variables(model, self.weights)
-            found = {*mark_units(model, lambda path, _: path in self.units, remat)}
+            units = mark_units(model, lambda path, _: path in self.units, remat, self.looped)
+            found = {*units}
             linen = [_path(keys) for keys, _ in bridges_of(model)]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
