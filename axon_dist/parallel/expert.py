@@ -148,11 +148,6 @@ class ByExperts(Policy):
                 raise ConfigError(f"{pattern!r}: dim is {dim}; count it from the end: -3")
 
     @property
-    def name(self) -> str:
-        """The label."""
-        return self.label
-
-    @property
     def split_axes(self) -> tuple[str, ...]:
         """The axis."""
         return (self.axis,)

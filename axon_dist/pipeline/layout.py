@@ -22,7 +22,7 @@ from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree, Shape
 from ..jaxpr.rows import Stacked, whole
 from ..schedule import Schedule, stage_ranges
-from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, axes_of
+from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
 
 Keys: TypeAlias = tuple[Any, ...]
 """The keys of nested dicts on the way to a leaf or a module."""
@@ -320,39 +320,18 @@ def _rows(leaf: PyTree, depth: int) -> list[PyTree]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfBlocks(Policy):
+class OfBlocks(Wrapped):
     """Lays out a leaf of one block as another policy lays out the rows of the stack it is in.
 
     Args:
-        inner: decides about a leaf as the model has it.
+        policy: decides about a leaf as the model has it.
         stacks: the modules that hold many blocks.
 
     Raises:
-        StrategyConflictError: when the inner policy splits the dim that counts blocks.
+        StrategyConflictError: when the policy splits the dim that counts blocks.
     """
 
-    inner: Policy
     stacks: Stacks
-
-    @property
-    def name(self) -> str:
-        """The inner policy's."""
-        return self.inner.name
-
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        """Those of the inner policy."""
-        return self.inner.split_axes
-
-    @property
-    def flexible(self) -> bool:
-        """That of the inner policy."""
-        return self.inner.flexible
-
-    @property
-    def flexible_part(self) -> Policy:
-        """That of the inner policy, about blocks."""
-        return OfBlocks(self.inner.flexible_part, self.stacks)
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -363,15 +342,15 @@ class OfBlocks(Policy):
             if path.startswith(f"{stack}/"):
                 leaf = f"{stack}/{path.removeprefix(f'{stack}/').partition('/')[2]}"
                 beside = PartitionSpec(None, *taken)
-                found = self.inner.decide(leaf, (depth, *shape), mesh, beside)
+                found = self.policy.decide(leaf, (depth, *shape), mesh, beside)
                 if axes := axes_of(found.spec, 0):
                     raise StrategyConflictError(
-                        f"{leaf} stacks {depth} blocks in dim 0, which {self.inner.name!r} splits "
+                        f"{leaf} stacks {depth} blocks in dim 0, which {self.name!r} splits "
                         f"over {'×'.join(axes)}, and the pipeline over its stages; leave that dim "
                         "to the pipeline"
                     )
                 return dataclasses.replace(found, spec=PartitionSpec(*tuple(found.spec)[1:]))
-        return self.inner.decide(path, shape, mesh, taken)
+        return self.policy.decide(path, shape, mesh, taken)
 
 
 @dataclasses.dataclass(frozen=True)
