@@ -15,7 +15,7 @@ import numpy as np
 from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import whole
-from ..schedule import TOGETHER, Action, Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots
+from ..schedule import Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots, receiver
 from .stage import Rest, StageLoss, Wire
 
 Tick: TypeAlias = dict[str, Array]
@@ -210,13 +210,13 @@ def _route(
     arrivals: dict[tuple[int, int], list[tuple[int, int, int, int]]],
 ) -> None:
     """Notes where the result of an action goes: a slot here, or one on another rank."""
-    receiver = _receiver(placed.action, schedule.num_stages)
-    if receiver is None:
+    to = receiver(placed.action, schedule.num_stages)
+    if to is None:
         return
     forward = placed.action.phase is Phase.F
     buffer = inputs_of(slots, stashes) if forward else slots.gradients
-    slot = buffer.slot[receiver.stage, receiver.microbatch]
-    target = schedule.placement[receiver.stage]
+    slot = buffer.slot[to.stage, to.microbatch]
+    target = schedule.placement[to.stage]
     if target == placed.device:
         lane.hand_over[placed.device, placed.tick] = slot
         return
@@ -224,13 +224,6 @@ def _route(
     shift = (target - placed.device) % schedule.num_devices
     sent = arrivals.setdefault((placed.position, shift), [])
     sent.append((placed.device, target, placed.tick, slot))
-
-
-def _receiver(action: Action, num_stages: int) -> Action | None:
-    if action.phase in (*TOGETHER, Phase.W):
-        return None
-    stage = action.stage + 1 if action.phase is Phase.F else action.stage - 1
-    return action._replace(stage=stage) if 0 <= stage < num_stages else None
 
 
 def _channel(lane: int, sent: list[tuple[int, int, int, int]], schedule: Schedule) -> Channel:
