@@ -14,7 +14,6 @@ from .data import diloco as diloco
 from .data import fsdp as fsdp
 from .data import local_sgd as local_sgd
 from .data import zero as zero
-from .expert import EXPERTS as EXPERTS
 from .expert import ExpertForm as ExpertForm
 from .expert import expert_parallel as expert_parallel
 from .expert import has_experts as has_experts
@@ -23,16 +22,11 @@ from .expert import map_experts as map_experts
 from .expert import sum_over_ranks as sum_over_ranks
 from .expert import sums_samples as sums_samples
 from .gather import GlobalGather as GlobalGather
-from .gather import Held as Held
-from .gather import Int8Gather as Int8Gather
 from .gather import LocalGather as LocalGather
-from .gather import ReduceHeld as ReduceHeld
 from .gather import all_gather_by as all_gather_by
 from .gather import only_axes as only_axes
 from .gather import reduce_by as reduce_by
-from .gather import reduce_tree as reduce_tree
 from .gather import regather_in_backward as regather_in_backward
-from .gather import remake_in_backward as remake_in_backward
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
 from .pipelining import Pipeline as Pipeline
