@@ -21,7 +21,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, PyTree
 from ..mesh import World
 from ..nn import Layout
-from ..parallel import Strategy, ddp, fsdp, zero
+from ..parallel import AdaptLayers, Strategy, ddp, fsdp, zero
 from ..step import build_train_step
 
 POSITIONS, FEATURES = 8, 8
@@ -237,7 +237,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitPositions:
+class SplitPositions(AdaptLayers):
     """Splits the positions of what every sentinel gets, as context parallelism does.
 
     Args:
@@ -250,11 +250,6 @@ class SplitPositions:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes it needs."""
         return (self.axis,)
-
-    @property
-    def sends_around(self) -> bool:
-        """Never."""
-        return False
 
     @property
     def splits_positions(self) -> bool:

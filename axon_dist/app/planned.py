@@ -29,7 +29,7 @@ from axon_dist.planner import (
     read_step,
     workload_of,
 )
-from axon_dist.planner.remat import AUTO, USABLE
+from axon_dist.planner.reading import AUTO, USABLE
 from axon_dist.step import TrainStep
 
 from ..config.parse import CONFIG

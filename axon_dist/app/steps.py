@@ -26,7 +26,7 @@ from axon_dist.nn import ActivationCheckpointing
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
 from axon_dist.planner import read_step, recompute_least
-from axon_dist.planner.remat import AUTO, USABLE, recomputing_line
+from axon_dist.planner.reading import AUTO, USABLE, recomputing_line
 from axon_dist.step import TrainStep, build_train_step
 from axon_dist.step.parts import trainable_filter
 from axon_dist.weights.formats import NATIVE_NAME, format_of

@@ -16,7 +16,7 @@ from axon_dist.mesh import MeshSpec, World
 from axon_dist.ops.precision import GradScaler, MixedPrecision
 from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 from axon_dist.parallel.plans import USUAL_EVERY
-from axon_dist.planner.remat import Remat
+from axon_dist.planner.reading import Remat
 
 from .data import DATA, OwnData, TextData
 from .models import (

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import (
-    ConfigError,
-    DivisibilityError,
-    NamedChoice,
-    UnsupportedError,
-    did_you_mean,
-)
+from ..core.errors import DivisibilityError, NamedChoice, UnsupportedError
 from ..core.modules import HELD, Layers, layers_of, wrap_calls
 from ..core.typing import Array
 from ..nn import (
@@ -28,7 +22,7 @@ from ..nn import (
     ring_attention,
     ulysses_attention,
 )
-from .strategy import Strategy
+from .strategy import AdaptLayers, Strategy
 
 
 class ContextMode(NamedChoice):
@@ -72,15 +66,11 @@ def context_parallel(mode: ContextMode | str = ContextMode.RING, axis: str = "cp
 
     Source: Liu et al., arXiv:2310.01889; Jacobs et al., arXiv:2309.14509.
     """
-    if mode not in list(ContextMode):
-        raise ConfigError(
-            f"unknown context mode {mode!r}.{did_you_mean(str(mode), list(ContextMode))}"
-        )
     return Strategy("context", layers=(ContextLayers(ContextMode(mode), axis),))
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextLayers:
+class ContextLayers(AdaptLayers):
     """Replaces the attention of a model by one over split positions.
 
     Args:

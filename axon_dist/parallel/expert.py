@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..core.errors import ConfigError, UnsupportedError, did_you_mean
-from ..core.errors import NamedChoice as Named
+from ..core.errors import ConfigError, NamedChoice, UnsupportedError
 from ..core.modules import wrap_calls
 from ..core.reduction import all_sum, gathered, sum_scatter
 from ..core.tree import leaves_with_paths
@@ -24,7 +23,7 @@ from ..nn import Axes, Layout, manual_axes
 from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
-from .strategy import Strategy
+from .strategy import AdaptLayers, Strategy
 
 EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
 """Where the mixtures of this library keep their experts: pattern of the path, dim from the end."""
@@ -36,7 +35,7 @@ SUM = "sum_samples"
 """The method of a module that adds up what it finds out about the samples, likewise."""
 
 
-class ExpertForm(Named):
+class ExpertForm(NamedChoice):
     """How tokens reach experts that lie on other ranks."""
 
     AUTO = "auto"
@@ -95,8 +94,6 @@ def expert_parallel(
     Source: Lepikhin et al., GShard, arXiv:2006.16668; Fedus et al., Switch Transformers,
     arXiv:2101.03961.
     """
-    if form not in list(ExpertForm):
-        raise ConfigError(f"unknown form {form!r}.{did_you_mean(str(form), list(ExpertForm))}")
     if capacity is not None and not 0 < capacity < math.inf:
         raise ConfigError(f"capacity={capacity} must be above 0, such as 1.25; or None")
     policy = ByExperts(tuple(experts), axis)
@@ -148,11 +145,6 @@ class ByExperts(Policy):
                 raise ConfigError(f"{pattern!r}: dim is {dim}; count it from the end: -3")
 
     @property
-    def name(self) -> str:
-        """The label."""
-        return self.label
-
-    @property
     def split_axes(self) -> tuple[str, ...]:
         """The axis."""
         return (self.axis,)
@@ -175,7 +167,7 @@ class ByExperts(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertLayers:
+class ExpertLayers(AdaptLayers):
     """Sends tokens to the experts of a model.
 
     Args:
@@ -192,20 +184,6 @@ class ExpertLayers:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes it needs."""
         return (self.policy.axis,)
-
-    @property
-    def sends_around(self) -> bool:
-        """Never: its ranks gather, scatter and exchange."""
-        return False
-
-    @property
-    def splits_positions(self) -> bool:
-        """Never: its ranks have other samples."""
-        return False
-
-    def extend(self, layout: Layout) -> Layout:
-        """Activations lie as the batch does."""
-        return layout
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises unless the model has experts, to which tokens can be sent as was said.

@@ -181,11 +181,6 @@ class ByPlan(Policy):
     axis: str
     label: str = "tensor"
 
-    @property
-    def name(self) -> str:
-        """The label."""
-        return self.label
-
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
     ) -> Decision:

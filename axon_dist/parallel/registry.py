@@ -14,12 +14,10 @@ from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..mesh import World
 from ..nn import ParallelMode
 from .context import ContextMode, context_parallel
-from .ddp import ZeROStage, ddp, zero
+from .data import ShardingStrategy, ZeROStage, ddp, diloco, fsdp, local_sgd, zero
 from .expert import ExpertForm, expert_parallel
-from .fsdp import ShardingStrategy, fsdp
 from .pipelining import pipelined
 from .plan import PRESETS
-from .slow import diloco, local_sgd
 from .strategy import Strategy
 from .suggest import suggest_plan
 from .tensor import tensor_parallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -89,24 +90,26 @@ class Reduction:
         return self.by_hand or held_back or self.is_grouped or recast or not self.sync_buffers
 
 
-class AdaptLayers(Protocol):
+@dataclasses.dataclass(frozen=True)
+class AdaptLayers(abc.ABC):
     """Changes the calls of a model's layers in place; a value that compares by its fields."""
 
     @property
+    @abc.abstractmethod
     def axes(self) -> tuple[str, ...]:
         """The mesh axes it needs."""
-        ...
 
     @property
     def sends_around(self) -> bool:
         """Whether it passes values around a ring of ranks, which all ranks must do together."""
-        ...
+        return False
 
     @property
     def splits_positions(self) -> bool:
         """Whether its axes split the positions of a sample, so that its ranks have other data."""
-        ...
+        return False
 
+    @abc.abstractmethod
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Raises where a model has no layers that it could change, or layers that it cannot.
 
@@ -114,15 +117,14 @@ class AdaptLayers(Protocol):
             model: of shapes.
             layout: where activations lie.
         """
-        ...
 
     def extend(self, layout: Layout) -> Layout:
         """Adds what it splits to where the activations of all layers lie."""
-        ...
+        return layout
 
+    @abc.abstractmethod
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
         """Changes a model merged inside a trace."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from ..core.reduction import all_sum, sum_scatter
 from ..core.typing import Array, Path
 from ..jaxpr.linen import linen_modules
 from ..nn import SUMS, Layout, ParallelMode, VocabParallelEmbedding, own_rows, summed
+from .kernels import COLUMNS, ROWS, RingProducts, into
 from .plan import ByPlan, Plan, PlanLike, Rule, plan_of
-from .rings import COLUMNS, ROWS, RingProducts, into
 from .strategy import AdaptLayers, Strategy
 
 LOOKUPS: tuple[Any, ...] = (nnx.Embed.__call__, VocabParallelEmbedding.__call__)
@@ -81,7 +81,7 @@ def tensor_parallel(
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorLayers:
+class TensorLayers(AdaptLayers):
     """Pins activations at the layers of a plan.
 
     Args:
@@ -103,11 +103,6 @@ class TensorLayers:
     def sends_around(self) -> bool:
         """With rings; else its ranks gather and scatter."""
         return self.rings
-
-    @property
-    def splits_positions(self) -> bool:
-        """Never: between layers at most, and each gathers them."""
-        return False
 
     def extend(self, layout: Layout) -> Layout:
         """Heads are split, as the features that they are made of; and so is the vocabulary."""

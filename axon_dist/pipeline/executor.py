@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import as_it_lies
-from ..schedule import Phase, Schedule, SlotPlan, assign_slots
+from ..schedule import Phase, Schedule, Slots, assign_slots
 from .stage import (
     Data,
     DividedBackward,
@@ -28,7 +28,6 @@ from .stage import (
 )
 from .tables import (
     NONE,
-    Channel,
     Into,
     Lane,
     Packing,
@@ -36,11 +35,10 @@ from .tables import (
     Tick,
     TickProgram,
     Totals,
+    buffers_of,
     empty,
     from_rank,
     get,
-    inputs_of,
-    lookups_of,
     program_of,
     put,
     where,
@@ -97,7 +95,10 @@ class Executor:
         """Runs the schedule inside `shard_map`; returns this rank's sums."""
         rank = jax.lax.axis_index(self.axis)
         # All ranks run one program; what differs between them is this row of the tables.
-        lanes = [lane.columns(lambda x: jnp.asarray(x)[rank]) for lane in self.program.lanes]
+        lanes = [
+            {name: jnp.asarray(x)[rank] for name, x in lane.columns.items()}
+            for lane in self.program.lanes
+        ]
         channels = [jnp.asarray(channel.slot)[rank] for channel in self.program.channels]
         # The scan itself is never differentiated: B, I and W are actions in the tables, so nothing
         # is kept per tick and memory is that of the slots.
@@ -108,14 +109,14 @@ class Executor:
         return state.sums._replace(learned=made)
 
     @cached_property
-    def slots(self) -> SlotPlan:
-        """Where every value lies."""
-        return assign_slots(self.schedule)
-
-    @cached_property
     def program(self) -> TickProgram:
         """The tables."""
-        return program_of(self.schedule, self.slots, self.keeps, self._keeps_lookups)
+        return program_of(self.schedule, self.slots)
+
+    @cached_property
+    def slots(self) -> dict[str, Slots]:
+        """Where every value lies, by the names of the buffers."""
+        return buffers_of(assign_slots(self.schedule), self.keeps, self._keeps_lookups)
 
     @cached_property
     def _wire(self) -> Wire:
@@ -143,7 +144,14 @@ class Executor:
         """Forward, input gradient and weight gradient of each program, where they are apart."""
         if not (self.keeps or self.schedule.splits_backward):
             return []
-        return [self._divide(program) for program in self.stages]
+        shapes = jax.eval_shape(lambda: (self._example, jnp.int32(0), zeros(self._wire)))
+
+        def divided(program: StageProgram) -> DividedBackward:
+            rest, frozen = self._pick(program.middle_uses), self._frozen(program)
+            at = StageOperands(self._rows(program), rest, *shapes, frozen=frozen)
+            return DividedBackward.of(program, at, self._wire.floats, self.keeps)
+
+        return list(map(divided, self.stages))
 
     @cached_property
     def _stash(self) -> Packing:
@@ -157,48 +165,31 @@ class Executor:
     def _held(self) -> Packing:
         return Packing.of([part.shapes(part.held) for part in self._parts] or [()])
 
-    def _divide(self, program: StageProgram) -> DividedBackward:
-        rest = self._pick(program.middle_uses)
-        shapes = jax.eval_shape(lambda: (self._example, jnp.int32(0), zeros(self._wire)))
-        at = StageOperands(self._rows(program), rest, *shapes, frozen=self._frozen(program))
-        return DividedBackward.of(program, at, self._wire.floats, self.keeps)
-
     def _start(self) -> State:
-        shape = self._wire
-        inputs, count = inputs_of(self.slots, self.keeps), self.schedule.num_microbatches + 1
-        looked_up = lookups_of(self.slots, self._keeps_lookups)
+        shape, count = self._wire, self.schedule.num_microbatches + 1
+        wire = zeros(shape)
+        loss = jax.eval_shape(lambda: self.stages[-1].last(self._all_rest, self._example, wire))
+        num = {name: slots.num_slots for name, slots in self.slots.items()}
         return State(
-            inputs=empty(shape, max(inputs.num_slots, 1)),
-            gradients=empty(shape.floats, max(self.slots.gradients.num_slots, 1)),
-            stash=empty(list(self._stash.packed), self.slots.stash.num_slots),
-            held=empty(list(self._held.packed), self.slots.held.num_slots),
-            outputs=empty(shape, self.slots.outputs.num_slots),
-            lookups=empty(self._embedding.shapes, looked_up.num_slots),
-            scatters=empty(self._embedding.shapes, self.slots.scatters.num_slots),
+            inputs=empty(shape, max(num["inputs"], 1)),
+            gradients=empty(shape.floats, max(num["gradients"], 1)),
+            stash=empty(list(self._stash.packed), num["stash"]),
+            held=empty(list(self._held.packed), num["held"]),
+            outputs=empty(shape, num["outputs"]),
+            lookups=empty(self._embedding.shapes, num["lookups"]),
+            scatters=empty(self._embedding.shapes, num["scatters"]),
             sums=Totals(
                 rows=zeros(self.weights, wide=True),
-                rest={i: zeros(self.rest[i], wide=True) for i in self._used},
-                loss=zeros(self._loss_shape, wide=True),
+                rest={i: zeros(x, wide=True) for i, x in enumerate(self.rest) if _is_float(x)},
+                loss=zeros(loss, wide=True),
             ),
             learned={i: empty(x, count).at[0].set(x) for i, x in self.learned.items()},
         )
 
-    @property
-    def _used(self) -> list[int]:
-        return [
-            i
-            for i, x in enumerate(self.rest)
-            if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-
     @cached_property
     def _all_rest(self) -> Rest:
-        return self._pick(range(len(self.rest))) | self._pick_frozen(range(len(self.rest)))
-
-    @cached_property
-    def _loss_shape(self) -> StageLoss:
-        wire = zeros(self._wire)
-        return jax.eval_shape(lambda: self.stages[-1].last(self._all_rest, self._example, wire))
+        every = range(len(self.rest))
+        return self._pick(every) | self._pick_frozen(every)
 
     def _tick(self, state: State, tables: tuple[list[Tick], list[Array]]) -> tuple[State, None]:
         lanes, arrivals = tables
@@ -210,12 +201,11 @@ class Executor:
             # Every rank takes part in every permutation, in each tick, whether it has something to
             # send or not: a permutation inside a branch would wait for ranks that take another.
             for channel, slot in zip(self.program.channels, arrivals, strict=True):
-                state = self._transfer(channel, slot, sent[channel.lane], state)
+                send = partial(jax.lax.ppermute, axis_name=self.axis, perm=channel.pairs)
+                arrived = jax.tree.map(send, sent[channel.lane])
+                phase = self.program.lanes[channel.lane].phase
+                state = self._receive(phase, slot, arrived, state)
         return state, None
-
-    def _transfer(self, channel: Channel, slot: Array, value: PyTree, state: State) -> State:
-        arrived = jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, channel.pairs), value)
-        return self._receive(self.program.lanes[channel.lane].phase, slot, arrived, state)
 
     def _receive(self, phase: Phase, slot: Array, value: PyTree, state: State) -> State:
         if phase is Phase.F:
@@ -225,18 +215,19 @@ class Executor:
 
     def _do(self, lane: Lane, tick: Tick, state: State) -> tuple[State, PyTree]:
         """Runs one lane; returns the new state and what may be sent."""
+        embedding = self._embedding
         act = {
-            Phase.E: self._look_up,
+            Phase.E: lambda tick, state: (embedding.look_up(tick, state, self._all_rest), None),
             Phase.F: self._forward,
             Phase.V: self._vocabulary,
             Phase.B: self._backward,
             Phase.I: self._input_gradient,
             Phase.W: self._weight_gradient,
-            Phase.G: self._scatter,
+            Phase.G: lambda tick, state: (embedding.scatter(tick, state), None),
         }[lane.phase]
         with jax.named_scope(f"{lane.phase}"):
             state, result = act(tick, state)
-        if (lane.hand_over != NONE).any():
+        if (lane.columns["hand_over"] != NONE).any():
             state = self._receive(lane.phase, tick["hand_over"], result, state)
         return state, result
 
@@ -254,9 +245,6 @@ class Executor:
             for i in range(len(self.stages))
         ]
         return jax.lax.switch(index, [lambda x: as_it_lies(idle(x)), *branches], operand)
-
-    def _idle(self, operand: Sequence[Any]) -> tuple:
-        return (zeros(self._wire), zeros(self._wire), *operand[1:])
 
     def _no_gradient(self, operand: Sequence[Any]) -> tuple:
         return (zeros(self._wire.floats), *operand[1:])
@@ -297,7 +285,11 @@ class Executor:
 
         active = tick["active"] & ~((stage == last) & (stage > 0) & self._leaves_last)
         operand = (state.inputs, state.stash, state.learned)
-        x, y, stash, learned = self._choose(tick, active, run, self._idle, operand)
+
+        def idle(operand: Sequence[Any]) -> tuple:
+            return (zeros(self._wire), zeros(self._wire), *operand[1:])
+
+        x, y, stash, learned = self._choose(tick, active, run, idle, operand)
         state = state._replace(learned=learned)
         if self.schedule.splits_vocabulary:
             kept = put(state.outputs, tick["outputs"], y, active & (stage == last))
@@ -307,13 +299,6 @@ class Executor:
         # Other stages find their input in the slot already; the first has just made its own.
         inputs = put(state.inputs, tick["inputs"], x, tick["active"] & (stage == 0))
         return state._replace(inputs=inputs), y
-
-    def _look_up(self, tick: Tick, state: State) -> tuple[State, None]:
-        """What enters the first stage, by all ranks together."""
-        return self._embedding.look_up(tick, state, self._all_rest), None
-
-    def _scatter(self, tick: Tick, state: State) -> tuple[State, None]:
-        return self._embedding.scatter(tick, state), None
 
     def _vocabulary(self, tick: Tick, state: State) -> tuple[State, list[Array]]:
         """The loss by all ranks together; the last stage's one keeps it, and the gradient."""
@@ -498,3 +483,7 @@ class Executor:
     def _pick_frozen(self, numbers: Sequence[int]) -> Rest:
         frozen = self.frozen_rest
         return {i: frozen[i] for i in numbers if frozen and frozen[i] is not None}
+
+
+def _is_float(x: Array | None) -> bool:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeAlias
 
@@ -22,7 +22,7 @@ from ..core.errors import StrategyConflictError
 from ..core.typing import Path, PyTree, Shape
 from ..jaxpr.rows import Stacked, whole
 from ..schedule import Schedule, stage_ranges
-from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, axes_of
+from ..sharding import Decision, HasShape, LargestDim, Merge, Policy, Replicate, Wrapped, axes_of
 
 Keys: TypeAlias = tuple[Any, ...]
 """The keys of nested dicts on the way to a leaf or a module."""
@@ -44,22 +44,6 @@ def keys_of(tree: PyTree) -> dict[Keys, PyTree]:
     return {tuple(map(name, path)): leaf for path, leaf in paths}
 
 
-def is_like(tree: PyTree, top: Collection[Any], names: Collection[Keys]) -> bool:
-    """Whether a tree is a dict like the parameters of a model, with all leaves at or below these.
-
-    Args:
-        tree: any.
-        top: the outermost keys of the parameters.
-        names: the keys of all parameters.
-    """
-    if not isinstance(tree, dict) or set(tree) != set(top):
-        return False
-    found = keys_of(tree)
-    return bool(found) and all(
-        any(keys[:end] in names for end in range(1, len(keys) + 1)) for keys in found
-    )
-
-
 def nest(flat: dict[Keys, PyTree]) -> PyTree:
     """The inverse of `flatten`."""
     tree: PyTree = {}
@@ -69,6 +53,51 @@ def nest(flat: dict[Keys, PyTree]) -> PyTree:
             node = node.setdefault(key, {})
         node[keys[-1]] = leaf
     return tree
+
+
+class ParamLike:
+    """A tree of which some parts are like a model's parameters: all of it, or moments in a state.
+
+    A part is a dict with the outermost keys of the parameters, and all leaves at or below these.
+
+    Args:
+        params: nested dict of the parameters, of any leaves.
+        shapes: the tree.
+    """
+
+    def __init__(self, params: PyTree, shapes: PyTree):
+        self._top, self._names = params.keys(), frozenset(flatten(params))
+        parts, self.outer = jax.tree.flatten(shapes, is_leaf=self._is_like)
+        self.keys: list[list[Keys]] = [list(keys_of(part)) for part in parts]
+        self._inner = [jax.tree.structure(part) for part in parts]
+        self._like = [self._is_like(part) for part in parts]
+
+    def split(self, tree: PyTree) -> list[tuple[PyTree, bool]]:
+        """The parts, those like parameters as nested dicts; and whether each is."""
+        parts = zip(self.outer.flatten_up_to(tree), self._like, self.keys, strict=True)
+        return [
+            (nest(dict(zip(keys, jax.tree.leaves(part), strict=True))) if like else part, like)
+            for part, like, keys in parts
+        ]
+
+    def join(self, parts: Sequence[PyTree]) -> PyTree:
+        """The inverse of `split`, of the parts alone."""
+        return self.outer.unflatten(
+            self._unnest(number, part) if self._like[number] else part
+            for number, part in enumerate(parts)
+        )
+
+    def _unnest(self, number: int, nested: PyTree) -> PyTree:
+        flat = flatten(nested)
+        return self._inner[number].unflatten(flat[keys] for keys in self.keys[number])
+
+    def _is_like(self, tree: PyTree) -> bool:
+        if not isinstance(tree, dict) or set(tree) != set(self._top):
+            return False
+        found = keys_of(tree)
+        return bool(found) and all(
+            any(keys[:end] in self._names for end in range(1, len(keys) + 1)) for keys in found
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,19 +259,16 @@ class Stacks:
         """How many blocks the stack holds that keys of the model are in; 0 for none."""
         return self._of(keys)[1]
 
-    def apart(self, params: PyTree) -> PyTree:
-        """A model's nested dict, with the leaves of each block by themselves."""
-        return self.apart_like(params, params)
-
-    def apart_like(self, tree: PyTree, shapes: PyTree) -> PyTree:
+    def apart(self, tree: PyTree, shapes: PyTree = None) -> PyTree:
         """A nested dict like the model's, with what it has for each block by itself.
 
         Args:
             tree: leaves may be arrays, shapes or `Stacked`.
-            shapes: likewise; a leaf in a stack that has no row for each block is every block's.
+            shapes: likewise, those of the tree by default; a leaf in a stack that has no row for
+                each block is every block's.
         """
         found: dict[Keys, PyTree] = {}
-        likes = flatten(shapes)
+        likes = flatten(tree if shapes is None else shapes)
         for keys, leaf in flatten(tree).items():
             stack, depth = self._of(keys)
             rows = _rows(leaf, depth) if _is_stacked(likes[keys], depth) else [whole(leaf)] * depth
@@ -252,20 +278,17 @@ class Stacks:
         return nest(found)
 
     def together(
-        self, apart: PyTree, stack: Callable[[list[PyTree]], PyTree] = jnp.stack
+        self,
+        apart: PyTree,
+        stack: Callable[[list[PyTree]], PyTree] = jnp.stack,
+        shapes: PyTree = None,
     ) -> PyTree:
-        """The inverse of `apart`, of arrays."""
-        return self.together_like(apart, None, stack)
-
-    def together_like(
-        self, apart: PyTree, shapes: PyTree, stack: Callable[[list[PyTree]], PyTree]
-    ) -> PyTree:
-        """The inverse of `apart_like`.
+        """The inverse of `apart`.
 
         Args:
             apart: a nested dict.
-            shapes: of the result; None where each leaf in a stack has a row for each block.
             stack: makes one leaf of those of all blocks.
+            shapes: of the result; None where each leaf in a stack has a row for each block.
         """
         likes = None if shapes is None else flatten(shapes)
         found: dict[Keys, list[PyTree]] = {}
@@ -320,39 +343,18 @@ def _rows(leaf: PyTree, depth: int) -> list[PyTree]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfBlocks(Policy):
+class OfBlocks(Wrapped):
     """Lays out a leaf of one block as another policy lays out the rows of the stack it is in.
 
     Args:
-        inner: decides about a leaf as the model has it.
+        policy: decides about a leaf as the model has it.
         stacks: the modules that hold many blocks.
 
     Raises:
-        StrategyConflictError: when the inner policy splits the dim that counts blocks.
+        StrategyConflictError: when the policy splits the dim that counts blocks.
     """
 
-    inner: Policy
     stacks: Stacks
-
-    @property
-    def name(self) -> str:
-        """The inner policy's."""
-        return self.inner.name
-
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        """Those of the inner policy."""
-        return self.inner.split_axes
-
-    @property
-    def flexible(self) -> bool:
-        """That of the inner policy."""
-        return self.inner.flexible
-
-    @property
-    def flexible_part(self) -> Policy:
-        """That of the inner policy, about blocks."""
-        return OfBlocks(self.inner.flexible_part, self.stacks)
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -363,15 +365,15 @@ class OfBlocks(Policy):
             if path.startswith(f"{stack}/"):
                 leaf = f"{stack}/{path.removeprefix(f'{stack}/').partition('/')[2]}"
                 beside = PartitionSpec(None, *taken)
-                found = self.inner.decide(leaf, (depth, *shape), mesh, beside)
+                found = self.policy.decide(leaf, (depth, *shape), mesh, beside)
                 if axes := axes_of(found.spec, 0):
                     raise StrategyConflictError(
-                        f"{leaf} stacks {depth} blocks in dim 0, which {self.inner.name!r} splits "
+                        f"{leaf} stacks {depth} blocks in dim 0, which {self.name!r} splits "
                         f"over {'×'.join(axes)}, and the pipeline over its stages; leave that dim "
                         "to the pipeline"
                     )
                 return dataclasses.replace(found, spec=PartitionSpec(*tuple(found.spec)[1:]))
-        return self.inner.decide(path, shape, mesh, taken)
+        return self.policy.decide(path, shape, mesh, taken)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Path, PyTree
 from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, owned
 from ..jaxpr.rows import Stacked, by_rows, whole
-from .layout import Keys, Stacks, Stages, flatten, is_like, keys_of, nest
+from .layout import Keys, ParamLike, Stacks, Stages
 from .rows import RowProgram, Slot, as_array, value_of
 from .storage import Cell, FlatStorage, ModelStorage
 from .stored_form import LeafPlace, StoredForm
@@ -26,48 +26,29 @@ from .tables import Packing
 from .vectors import Ends, VectorLayout, on_whole_vectors
 
 
-class _Form:
+class _Form(ParamLike):
     """A tree whose parts like the model's parameters can be taken apart."""
 
     def __init__(self, stacks: Stacks, params: PyTree, shapes: PyTree):
+        super().__init__(params, shapes)
         self._stacks = stacks
-        names, self._top = frozenset(flatten(params)), tuple(params)
-
-        def like(tree):
-            return is_like(tree, params.keys(), names)
-
-        parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
-        self._is_like = [like(part) for part in parts]
-        self._inner = [jax.tree.structure(part) for part in parts]
-        self._shapes = [
-            nest(keys_of(part)) if is_part else part
-            for part, is_part in zip(parts, self._is_like, strict=True)
-        ]
-        self._keys = [list(keys_of(part)) for part in parts]
+        self._shapes = [part for part, _ in self.split(shapes)]
+        # What a mask has emptied stays an empty dict, by which the part is still known.
+        self._nothing: dict[Any, Any] = {key: {} for key in params}
 
     def apart(self, tree: PyTree) -> PyTree:
         """The tree with what it has for each block by itself."""
-        parts = self._outer.flatten_up_to(tree)
-        # What a mask has emptied stays an empty dict, by which the part is still known.
-        nothing: dict[Any, Any] = {key: {} for key in self._top}
-        return self._outer.unflatten(
-            nothing | self._stacks.apart_like(nest(keys_of(part)), shapes)
-            if is_part
-            else whole(part)
-            for part, shapes, is_part in zip(parts, self._shapes, self._is_like, strict=True)
+        return self.outer.unflatten(
+            self._nothing | self._stacks.apart(part, shapes) if is_like else whole(part)
+            for (part, is_like), shapes in zip(self.split(tree), self._shapes, strict=True)
         )
 
     def together(self, apart: PyTree, stack: Callable[[list[Any]], Any] = jnp.stack) -> PyTree:
         """The inverse of `apart`."""
-        parts = self._outer.flatten_up_to(apart)
-        return self._outer.unflatten(
-            self._part(number, part, stack) if self._is_like[number] else part
-            for number, part in enumerate(parts)
+        parts = zip(self.outer.flatten_up_to(apart), self._like, self._shapes, strict=True)
+        return self.join(
+            [self._stacks.together(part, stack, x) if like else part for part, like, x in parts]
         )
-
-    def _part(self, number: int, part: PyTree, stack: Callable[[list[Any]], Any]) -> PyTree:
-        flat = flatten(self._stacks.together_like(part, self._shapes[number], stack))
-        return self._inner[number].unflatten(flat[keys] for keys in self._keys[number])
 
 
 class UnstackedOptimizer:

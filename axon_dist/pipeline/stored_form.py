@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 
 from ..core.errors import UnsupportedError
 from ..core.tree import path_str
 from ..core.typing import Array, Path, PyTree
-from .layout import Keys, flatten, is_like, keys_of, nest
+from .layout import Keys, ParamLike, keys_of, nest
 from .storage import Cell, ModelStorage
 
 
@@ -49,15 +49,9 @@ class StoredForm:
 
     def __init__(self, storage: ModelStorage, shapes: PyTree):
         self.shapes = shapes
-        names = frozenset(flatten(storage.shapes))
-        like = partial(is_like, top=storage.shapes.keys(), names=names)
-        parts, self._outer = jax.tree.flatten(shapes, is_leaf=like)
-        is_part = [like(part) for part in parts]
-        self._inner = [jax.tree.structure(part) for part in parts]
-        self._keys = [list(keys_of(part)) for part in parts]
+        self._form = ParamLike(storage.shapes, shapes)
         self.storages: list[ModelStorage | None] = [
-            storage.like(nest(keys_of(part))) if is_like else None
-            for part, is_like in zip(parts, is_part, strict=True)
+            storage.like(part) if is_like else None for part, is_like in self._form.split(shapes)
         ]
         self._check_rows()
 
@@ -68,7 +62,7 @@ class StoredForm:
         leaves = [
             (part, keys, storage)
             for part, storage in enumerate(self.storages)
-            for keys in self._keys[part]
+            for keys in self._form.keys[part]
         ]
         return tuple(
             _place(path, part, keys, storage)
@@ -80,27 +74,27 @@ class StoredForm:
         """The paths of the stored leaves whose dim 0 counts ranks."""
         rows = [set() if s is None else set(s.row_keys) for s in self.storages]
         named = jax.tree_util.tree_leaves_with_path(
-            self._outer.unflatten(self._named()), is_leaf=lambda x: isinstance(x, _Name)
+            self._form.outer.unflatten(self._named()), is_leaf=lambda x: isinstance(x, _Name)
         )
         return frozenset(path_str(path) for path, name in named if name.keys in rows[name.part])
 
     def from_model(self, tree: PyTree) -> PyTree:
         """The stored form of a tree."""
-        return self._outer.unflatten(
-            part if storage is None else storage.from_model(self._nested(number, part))
-            for number, (part, storage) in enumerate(self._parts(tree))
+        parts = zip(self._form.split(tree), self.storages, strict=True)
+        return self._form.outer.unflatten(
+            part if storage is None else storage.from_model(part) for (part, _), storage in parts
         )
 
     def to_model(self, stored: PyTree) -> PyTree:
         """The inverse of `from_model`, exactly."""
-        return self._outer.unflatten(
-            part if storage is None else self._like_model(number, storage.to_model(part))
-            for number, (part, storage) in enumerate(self._parts(stored))
+        parts = zip(self._form.outer.flatten_up_to(stored), self.storages, strict=True)
+        return self._form.join(
+            [part if storage is None else storage.to_model(part) for part, storage in parts]
         )
 
     def slots(self, stored: PyTree) -> dict[tuple[int, Keys], Array]:
         """The stored leaves by part and keys."""
-        parts = enumerate(self._outer.flatten_up_to(stored))
+        parts = enumerate(self._form.outer.flatten_up_to(stored))
         return {(number, keys): x for number, part in parts for keys, x in keys_of(part).items()}
 
     def of_slots(self, slots: dict[tuple[int, Keys], Array]) -> PyTree:
@@ -108,20 +102,10 @@ class StoredForm:
         flat: list[dict[Keys, Array]] = [{} for _ in self.storages]
         for (part, keys), leaf in slots.items():
             flat[part][keys] = leaf
-        return self._outer.unflatten(
+        return self._form.outer.unflatten(
             flat[number][()] if storage is None else nest(flat[number])
             for number, storage in enumerate(self.storages)
         )
-
-    def _parts(self, tree: PyTree) -> list[tuple[PyTree, ModelStorage | None]]:
-        return list(zip(self._outer.flatten_up_to(tree), self.storages, strict=True))
-
-    def _nested(self, number: int, part: PyTree) -> PyTree:
-        return nest(dict(zip(self._keys[number], jax.tree.leaves(part), strict=True)))
-
-    def _like_model(self, number: int, nested: PyTree) -> PyTree:
-        flat = flatten(nested)
-        return self._inner[number].unflatten(flat[keys] for keys in self._keys[number])
 
     def _named(self) -> list[PyTree]:
         return [

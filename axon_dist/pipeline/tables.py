@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,7 +15,7 @@ import numpy as np
 from ..core.reduction import all_sum
 from ..core.typing import Array, PyTree
 from ..jaxpr.pieces import whole
-from ..schedule import TOGETHER, Action, Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots
+from ..schedule import Cell, Phase, PlacedAction, Schedule, SlotPlan, Slots, receiver
 from .stage import Rest, StageLoss, Wire
 
 Tick: TypeAlias = dict[str, Array]
@@ -31,37 +31,14 @@ class Lane:
 
     Args:
         phase: what it computes.
-        active: [D, T] whether the rank does it.
-        stage: [D, T] of which stage.
-        microbatch: [D, T] of which microbatch.
-        inputs: [D, T] the slot of the stage's input.
-        gradients: [D, T] the slot of the gradient of its output.
-        stash: [D, T] the slot of what a forward keeps for its backward.
-        held: [D, T] the slot of what an input gradient leaves for the weight gradient.
-        outputs: [D, T] the slot of the last stage's output until its vocabulary action.
-        lookups: [D, T] the slot of what was looked up for the first stage.
-        scatters: [D, T] the slot of the gradient of that.
-        hand_over: [D, T] the slot where the neighbouring stage on the same rank looks for the
+        columns: tables [D, T], by name: whether the rank is `active`, of which `stage` and
+            `microbatch`; in which slot of each buffer of `State` it finds or leaves a value; and
+            `hand_over`, the slot where the neighbouring stage on the same rank looks for the
             result.
     """
 
     phase: Phase
-    active: np.ndarray
-    stage: np.ndarray
-    microbatch: np.ndarray
-    inputs: np.ndarray
-    gradients: np.ndarray
-    stash: np.ndarray
-    held: np.ndarray
-    outputs: np.ndarray
-    lookups: np.ndarray
-    scatters: np.ndarray
-    hand_over: np.ndarray
-
-    def columns(self, of: Callable[[np.ndarray], Any]) -> dict[str, Any]:
-        """Something of each of its tables, by name."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "phase"]
-        return {name: of(getattr(self, name)) for name in names}
+    columns: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,31 +71,47 @@ class TickProgram:
     num_ticks: int
 
 
-def program_of(
-    schedule: Schedule, slots: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
-) -> TickProgram:
+def buffers_of(
+    plan: SlotPlan, stashes: bool = False, keeps_lookups: bool = False
+) -> dict[str, Slots]:
+    """The buffers that a schedule runs with, by the names that they have in `State`.
+
+    Args:
+        plan: where values lie.
+        stashes: whether forwards leave residuals in the `stash`; a stage's input is then needed
+            only until its forward.
+        keeps_lookups: whether the first stage's backward reads what was looked up, too.
+    """
+    return {
+        "inputs": plan.activations if stashes else plan.inputs,
+        "gradients": plan.gradients,
+        "stash": plan.stash,
+        "held": plan.held,
+        "outputs": plan.outputs,
+        "lookups": plan.kept_lookups if keeps_lookups else plan.lookups,
+        "scatters": plan.scatters,
+    }
+
+
+def program_of(schedule: Schedule, buffers: Mapping[str, Slots]) -> TickProgram:
     """Turns a valid schedule into the tables that one scan over ticks reads.
 
     Args:
         schedule: a valid table.
-        slots: where its values lie.
-        stashes: whether forwards leave residuals in `slots.stash`; a stage's input is then needed
-            only until its forward, and lies in `slots.activations`.
-        keeps_lookups: whether the first stage's backward reads what was looked up, too.
+        buffers: where its values lie.
 
     Returns:
         The tables.
     """
     phases = lane_phases(cell for row in schedule.rows for cell in row)
-    lanes = [_empty_lane(phase, schedule) for phase in phases]
+    lanes = [_empty_lane(phase, schedule, buffers) for phase in phases]
     arrivals: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     for device, row in enumerate(schedule.rows):
         for tick, cell in enumerate(row):
             for lane, action in zip(_lanes_for(cell, phases), cell, strict=True):
                 placed = PlacedAction(action, device, tick, lane)
-                _fill(lanes[lane], placed, schedule.num_stages - 1, slots, stashes)
-                _fill_lookups(lanes[lane], placed, slots, keeps_lookups)
-                _route(placed, lanes[lane], schedule, slots, stashes, arrivals)
+                _fill(lanes[lane], placed, schedule.num_stages - 1, buffers)
+                _route(placed, lanes[lane], schedule, buffers, arrivals)
     channels = [_channel(lane, sent, schedule) for (lane, _), sent in sorted(arrivals.items())]
     return TickProgram(tuple(lanes), tuple(channels), schedule.num_ticks)
 
@@ -151,11 +144,6 @@ def lane_phases(cells: Iterable[Cell]) -> tuple[Phase, ...]:
     return tuple(lanes)
 
 
-def inputs_of(slots: SlotPlan, stashes: bool):
-    """The buffer in which stages find their inputs."""
-    return slots.activations if stashes else slots.inputs
-
-
 def _lanes_for(cell: Cell, phases: Sequence[Phase]) -> list[int]:
     lanes, position = [], 0
     for action in cell:
@@ -165,72 +153,47 @@ def _lanes_for(cell: Cell, phases: Sequence[Phase]) -> list[int]:
     return lanes
 
 
-def _empty_lane(phase: Phase, schedule: Schedule) -> Lane:
+def _empty_lane(phase: Phase, schedule: Schedule, buffers: Iterable[str]) -> Lane:
     shape = (schedule.num_devices, schedule.num_ticks)
-    names = [field.name for field in dataclasses.fields(Lane)][2:]
-    fields = {name: np.zeros(shape, np.int32) for name in names}
+    columns = {name: np.zeros(shape, np.int32) for name in ("stage", "microbatch", *buffers)}
     # Slot 0 exists, so zeros could not say that nothing is handed over.
-    fields["hand_over"] += NONE
-    return Lane(phase, np.zeros(shape, bool), **fields)
+    columns["hand_over"] = np.full(shape, NONE, np.int32)
+    return Lane(phase, {"active": np.zeros(shape, bool), **columns})
 
 
-def _fill(lane: Lane, placed: PlacedAction, last: int, slots: SlotPlan, stashes: bool) -> None:
+def _fill(lane: Lane, placed: PlacedAction, last: int, buffers: Mapping[str, Slots]) -> None:
     stage, phase, microbatch = placed.action
-    at = placed.device, placed.tick
-    # A vocabulary action is about the last stage's output and its gradient, on whatever rank it is.
-    key = (last if phase is Phase.V else stage), microbatch
-    lane.active[at] = True
-    lane.stage[at], lane.microbatch[at] = stage, microbatch
-    lane.inputs[at] = inputs_of(slots, stashes).slot.get(key, 0)
-    lane.gradients[at] = slots.gradients.slot.get(key, 0)
-    lane.stash[at] = slots.stash.slot.get(key, 0)
-    lane.held[at] = slots.held.slot.get(key, 0)
-    lane.outputs[at] = slots.outputs.slot.get(key, 0)
-
-
-def lookups_of(slots: SlotPlan, keeps: bool) -> Slots:
-    """The buffer in which the first stage finds what was looked up for it."""
-    return slots.kept_lookups if keeps else slots.lookups
-
-
-def _fill_lookups(lane: Lane, placed: PlacedAction, slots: SlotPlan, keeps: bool) -> None:
-    # On whatever rank: they are about what enters the first stage.
-    key = 0, placed.action.microbatch
-    at = placed.device, placed.tick
-    lane.lookups[at] = lookups_of(slots, keeps).slot.get(key, 0)
-    lane.scatters[at] = slots.scatters.slot.get(key, 0)
+    at, columns = (placed.device, placed.tick), lane.columns
+    columns["active"][at] = True
+    columns["stage"][at], columns["microbatch"][at] = stage, microbatch
+    # A vocabulary action is about the last stage's output and its gradient, on whatever rank it is;
+    # what is looked up enters the first stage.
+    about = dict.fromkeys(buffers, last if phase is Phase.V else stage)
+    for name, of in {**about, "lookups": 0, "scatters": 0}.items():
+        columns[name][at] = buffers[name].slot.get((of, microbatch), 0)
 
 
 def _route(
     placed: PlacedAction,
     lane: Lane,
     schedule: Schedule,
-    slots: SlotPlan,
-    stashes: bool,
+    buffers: Mapping[str, Slots],
     arrivals: dict[tuple[int, int], list[tuple[int, int, int, int]]],
 ) -> None:
     """Notes where the result of an action goes: a slot here, or one on another rank."""
-    receiver = _receiver(placed.action, schedule.num_stages)
-    if receiver is None:
+    to = receiver(placed.action, schedule.num_stages)
+    if to is None:
         return
-    forward = placed.action.phase is Phase.F
-    buffer = inputs_of(slots, stashes) if forward else slots.gradients
-    slot = buffer.slot[receiver.stage, receiver.microbatch]
-    target = schedule.placement[receiver.stage]
+    name = "inputs" if placed.action.phase is Phase.F else "gradients"
+    slot = buffers[name].slot[to.stage, to.microbatch]
+    target = schedule.placement[to.stage]
     if target == placed.device:
-        lane.hand_over[placed.device, placed.tick] = slot
+        lane.columns["hand_over"][placed.device, placed.tick] = slot
         return
     # One permutation per lane and distance: ranks that send equally far share it, as in a ring.
     shift = (target - placed.device) % schedule.num_devices
     sent = arrivals.setdefault((placed.position, shift), [])
     sent.append((placed.device, target, placed.tick, slot))
-
-
-def _receiver(action: Action, num_stages: int) -> Action | None:
-    if action.phase in (*TOGETHER, Phase.W):
-        return None
-    stage = action.stage + 1 if action.phase is Phase.F else action.stage - 1
-    return action._replace(stage=stage) if 0 <= stage < num_stages else None
 
 
 def _channel(lane: int, sent: list[tuple[int, int, int, int]], schedule: Schedule) -> Channel:

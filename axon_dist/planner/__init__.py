@@ -10,9 +10,9 @@ from ..mesh.chips import HARDWARE as HARDWARE
 from ..mesh.chips import Hardware as Hardware
 from ..mesh.chips import hardware as hardware
 from ..mesh.chips import parse_cluster as parse_cluster
-from .arrangement import Arrangement as Arrangement
-from .arrangement import SlowReplicas as SlowReplicas
-from .arrangement import arrange as arrange
+from .candidates import Arrangement as Arrangement
+from .candidates import SlowReplicas as SlowReplicas
+from .candidates import arrange as arrange
 from .candidates import candidates as candidates
 from .candidates import more_microbatches as more_microbatches
 from .quantity import parse_bytes as parse_bytes
@@ -23,7 +23,7 @@ from .reading import StepCost as StepCost
 from .reading import idle_share as idle_share
 from .reading import read_program as read_program
 from .reading import read_step as read_step
-from .remat import recompute_least as recompute_least
+from .reading import recompute_least as recompute_least
 from .scaling import Direction as Direction
 from .scaling import decide as decide
 from .scaling import effective_batch as effective_batch

@@ -1,4 +1,4 @@
-"""Every arrangement worth comparing on a number of devices."""
+"""`Arrangement`: how a step is spread over devices, and all that are worth comparing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,237 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
 
-from ..core.errors import ScheduleError
+from ..core.errors import ConfigError, ScheduleError, did_you_mean
+from ..mesh import MeshSpec
 from ..mesh.chips import Hardware
-from ..parallel import ZERO
+from ..mesh.mesh_spec import SLOW_AXES
+from ..parallel import ZERO, ZeROStage
+from ..parallel.plans import APART, USUAL_EVERY
 from ..schedule import PipelineSchedule, build_schedule
-from .arrangement import STAGES, Arrangement, SlowReplicas, arrange
 from .reading import idle_share
 from .workload import Workload
+
+STAGES: MappingProxyType[str, ZeROStage] = MappingProxyType(
+    {
+        "ddp": ZeROStage.STAGE0,
+        "zero1": ZeROStage.STAGE1,
+        "shard_grad_op": ZeROStage.STAGE2,
+        "full_shard": ZeROStage.STAGE3,
+        "hybrid_shard": ZeROStage.STAGE3,
+    }
+)
+"""The data-parallel strategies, from the one that holds most to the one that moves most."""
+
+ALIASES: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "no_shard": "ddp",
+        "dp": "ddp",
+        "zero2": "shard_grad_op",
+        "zero3": "full_shard",
+        "fsdp": "full_shard",
+    }
+)
+"""Other names of the same strategies."""
+
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")
+"""The axes within a replica, outer to inner."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowReplicas:
+    """How replicas over slow links train on their own; other numbers than those of one device.
+
+    Args:
+        strategy: `"diloco"` or `"local_sgd"`.
+        every: the steps between two meetings.
+        axis: the mesh axis over the slow links.
+
+    Raises:
+        ConfigError: for another strategy or axis, or a number of steps below 1.
+    """
+
+    strategy: str = "diloco"
+    every: int = USUAL_EVERY
+    axis: str = "nodes"
+
+    def __post_init__(self) -> None:
+        if self.strategy not in APART:
+            raise ConfigError(
+                f"unknown strategy {self.strategy!r} over slow links."
+                f"{did_you_mean(self.strategy, APART)}"
+            )
+        if self.axis not in SLOW_AXES or self.every < 1:
+            raise ConfigError(
+                f"{self.strategy} got axis={self.axis!r} and every={self.every}; the axis must be "
+                f"{' or '.join(SLOW_AXES)}, and every at least 1 step"
+            )
+
+
+_PLACES = {"ddp": "dp", "zero1": "dp", "shard_grad_op": "dp", "full_shard": "fsdp"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Axis sizes, what data-parallel ranks split, and what is recomputed.
+
+    Args:
+        strategy: a key of `STAGES` or `ALIASES`: what the ranks of `dp` and `fsdp` split;
+            `hybrid_shard` splits over `fsdp` and replicates over `dp`.
+        pp: stages of the pipeline.
+        dp: ranks that split the batch.
+        fsdp: ranks that split the batch and, usually, the parameters.
+        cp: ranks of context parallelism, which split the positions of a sample.
+        ep: ranks that split the experts, and the batch too.
+        tp: ranks of tensor parallelism.
+        replicas: how often all of that is there, over slow links.
+        apart: how the replicas train on their own; None where there is one.
+        num_microbatches: pieces of a step's batch on a rank.
+        remat: whether the blocks are recomputed in the backward pass.
+        sequence: whether tensor parallelism splits positions between its products.
+        schedule: of the pipeline. In a step that is one scan, a tick lasts as long as its slowest
+            rank, and the eager 1F1B fills more of it than 1F1B does.
+
+    Raises:
+        ConfigError: for an unknown strategy or schedule, a size below 1, or `hybrid_shard` without
+            two axes.
+
+    Example:
+        >>> arrangement = Arrangement(strategy="fsdp", pp=8, fsdp=16, tp=8)
+        >>> arrangement.name, str(arrangement.mesh)
+        ('pp + tp + full_shard', 'pp=8,fsdp=16,tp=8')
+    """
+
+    strategy: str = "ddp"
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+    replicas: int = 1
+    apart: SlowReplicas | None = None
+    num_microbatches: int = 1
+    remat: bool = False
+    sequence: bool = False
+    schedule: str = PipelineSchedule.EAGER_1F1B
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", ALIASES.get(self.strategy, self.strategy))
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises `ConfigError` unless names are known and sizes positive."""
+        if self.strategy not in STAGES:
+            names = [*STAGES, *ALIASES]
+            raise ConfigError(
+                f"unknown strategy {self.strategy!r}.{did_you_mean(self.strategy, names)}"
+            )
+        if self.schedule not in list(PipelineSchedule):
+            raise ConfigError(
+                f"unknown schedule {self.schedule!r}."
+                f"{did_you_mean(self.schedule, list(PipelineSchedule))}"
+            )
+        for field in (*AXES, "replicas", "num_microbatches"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)} must be at least 1; set it so")
+        if (self.replicas > 1) != (self.apart is not None):
+            raise ConfigError(
+                f"got replicas={self.replicas} and apart={self.apart}; replicas over slow links "
+                "need an Apart, which says when they meet, and one alone has none"
+            )
+        if self.strategy == "hybrid_shard" and 1 in (self.dp, self.fsdp):
+            raise ConfigError(
+                f"hybrid_shard got dp={self.dp} and fsdp={self.fsdp}; it splits over fsdp and "
+                "replicates over dp, so give each at least 2, or take full_shard"
+            )
+
+    @property
+    def name(self) -> str:
+        """What is combined, such as `"pp + tp + full_shard"`."""
+        parts = [] if self.apart is None else [self.apart.strategy]
+        parts += [axis for axis in ("pp", "cp", "ep", "tp") if getattr(self, axis) > 1]
+        if self.shard_ranks > 1 or not parts[self.replicas > 1 :]:
+            parts.append(self.strategy)
+        return " + ".join(parts)
+
+    @property
+    def num_devices(self) -> int:
+        """The product of all axes."""
+        return self.replicas * math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many pieces the batch is split."""
+        return self.replicas * self.shard_ranks * self.ep
+
+    @property
+    def shard_ranks(self) -> int:
+        """The ranks that the strategy is over: those of `dp` and `fsdp`."""
+        return self.dp * self.fsdp
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """The axes larger than 1, outer to inner, and one data axis at least."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        kept = {a: n for a, n in sizes.items() if n > 1 or (a == "dp" and self.shard_ranks == 1)}
+        if self.apart is not None:
+            kept = {self.apart.axis: self.replicas, **kept}
+        return MeshSpec(kept)
+
+    def to_config(self) -> dict[str, Any]:
+        """The lines of a config that make this arrangement, as plain data.
+
+        Example:
+            >>> Arrangement(strategy="full_shard", fsdp=8, remat=True).to_config()
+            {'mesh': {'fsdp': 8}, 'parallel': {'full_shard': {}}, 'remat': {'interval': 1}}
+        """
+        parallel: dict[str, Any] = {self.strategy: {}}
+        if self.apart is not None:
+            on_nodes = {} if self.apart.axis == "nodes" else {"axis": self.apart.axis}
+            parallel = {self.apart.strategy: {"every": self.apart.every, **on_nodes}, **parallel}
+        if self.cp > 1:
+            parallel["context"] = {}
+        if self.ep > 1:
+            parallel["expert"] = {}
+        if self.tp > 1:
+            parallel["tensor"] = {"sequence": True} if self.sequence else {}
+        if self.pp > 1:
+            parallel["pipeline"] = {
+                "num_microbatches": self.num_microbatches,
+                "schedule": str(self.schedule),
+            }
+        lines: dict[str, Any] = {"mesh": self.mesh.shape, "parallel": parallel}
+        if self.remat:
+            lines["remat"] = {"interval": 1}
+        train: dict[str, Any] = {}
+        if self.pp == 1 and self.num_microbatches > 1:
+            train["accumulate"] = self.num_microbatches
+        if self.apart is not None:
+            # To stop, all replicas would have to hear of it at once.
+            train["nonfinite"] = "skip"
+        if train:
+            lines["train"] = train
+        return lines
+
+
+def arrange(strategy: str, num_ranks: int, **rest: Any) -> Arrangement:
+    """A data-parallel strategy over some ranks, on the axis where it usually lies.
+
+    Args:
+        strategy: a name of `STAGES` or `ALIASES`, hybrid sharding excepted, which needs two sizes.
+        num_ranks: data-parallel ranks.
+        **rest: other fields of `Arrangement`.
+
+    Example:
+        >>> str(arrange("zero1", 4).mesh), str(arrange("fsdp", 4).mesh)
+        ('dp=4', 'fsdp=4')
+    """
+    axis = _PLACES.get(ALIASES.get(strategy, strategy), "dp")
+    return Arrangement(strategy=strategy, **{axis: num_ranks}, **rest)
+
 
 _TURNS = 4
 """Microbatches for each stage of a pipeline, from which on it idles little."""

@@ -9,14 +9,7 @@ from .action import TOGETHER as TOGETHER
 from .action import Action as Action
 from .action import Cell as Cell
 from .action import Phase as Phase
-from .compare import ScheduleSummary as ScheduleSummary
-from .compare import Unavailable as Unavailable
-from .compare import compare as compare
-from .compare import efficiency as efficiency
-from .compare import min_microbatches as min_microbatches
-from .compare import pipeline_advice as pipeline_advice
-from .compare import split_advice as split_advice
-from .compare import summarize as summarize
+from .action import receiver as receiver
 from .draw import draw as draw
 from .draw import to_svg as to_svg
 from .memory import IN_FLIGHT_ENDS as IN_FLIGHT_ENDS
@@ -34,12 +27,19 @@ from .one_f_one_b import looped_bfs as looped_bfs
 from .one_f_one_b import one_f_one_b as one_f_one_b
 from .one_f_one_b import zero_bubble_h1 as zero_bubble_h1
 from .one_f_one_b import zero_bubble_h2 as zero_bubble_h2
-from .one_f_one_b import zero_bubble_v as zero_bubble_v
 from .partition import partition as partition
 from .partition import stage_ranges as stage_ranges
 from .registry import SCHEDULES as SCHEDULES
 from .registry import PipelineSchedule as PipelineSchedule
+from .registry import ScheduleSummary as ScheduleSummary
+from .registry import Unavailable as Unavailable
 from .registry import build_schedule as build_schedule
+from .registry import compare as compare
+from .registry import efficiency as efficiency
+from .registry import min_microbatches as min_microbatches
+from .registry import pipeline_advice as pipeline_advice
+from .registry import split_advice as split_advice
+from .registry import summarize as summarize
 from .search import SearchResult as SearchResult
 from .search import for_stages as for_stages
 from .search import search as search
@@ -55,6 +55,7 @@ from .table import order_to_table as order_to_table
 from .v_shaped import dual_pipe_v as dual_pipe_v
 from .v_shaped import v_half as v_half
 from .v_shaped import v_min as v_min
+from .v_shaped import zero_bubble_v as zero_bubble_v
 from .validate import validate as validate
 from .validate import with_vocabulary as with_vocabulary
 

@@ -136,6 +136,19 @@ def _is_whole(size: SupportsIndex) -> bool:
     return True
 
 
+def receiver(action: Action, num_stages: int) -> Action | None:
+    """The action of the neighbouring stage that a result is for; None where it stays.
+
+    Example:
+        >>> str(receiver(Action(1, Phase.F, 0), 4)), str(receiver(Action(1, Phase.I, 0), 4))
+        ('2F0', '0I0')
+    """
+    if action.phase in (*TOGETHER, Phase.W):
+        return None
+    stage = action.stage + 1 if action.phase is Phase.F else action.stage - 1
+    return action._replace(stage=stage) if 0 <= stage < num_stages else None
+
+
 def dependencies(action: Action, num_stages: int, scheduled: Container[Action]) -> list[Action]:
     """Lists the actions whose results an action needs.
 

@@ -1,14 +1,18 @@
-"""All schedules by name: a new one is a new file and a new row here."""
+"""All schedules by name, a row each, and what they cost side by side."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
+from math import ceil
 from typing import NamedTuple
 
 from ..core.errors import ScheduleError, did_you_mean
-from .action import check_sizes
+from .action import Phase, check_sizes
+from .memory import assign_slots
 from .one_f_one_b import (
     eager_1f1b,
     gpipe,
@@ -18,10 +22,10 @@ from .one_f_one_b import (
     one_f_one_b,
     zero_bubble_h1,
     zero_bubble_h2,
-    zero_bubble_v,
 )
+from .simulate import Costs, simulate, transfers
 from .table import Schedule
-from .v_shaped import dual_pipe_v, v_half, v_min
+from .v_shaped import dual_pipe_v, v_half, v_min, zero_bubble_v
 
 
 class PipelineSchedule(StrEnum):
@@ -110,3 +114,245 @@ def build_schedule(
             f"out, or use {free}."
         )
     return builder.build(num_stages, num_microbatches)
+
+
+@dataclass(frozen=True)
+class ScheduleSummary:
+    """One row of a comparison. Memory is for the worst device.
+
+    Args:
+        name: what the schedule is called.
+        chunks: stages per device.
+        num_ticks: length of the table.
+        makespan: time of the step, devices running ahead freely.
+        bubble: idle share of that time.
+        span_bubble: idle share of the longest device's own span (the zero-bubble papers' number).
+        lockstep_makespan: time of the step with devices kept in step, tick by tick.
+        lockstep_bubble: idle share of that time.
+        executed: that time over what the busiest device computes: 1 is the least possible.
+        peak_live: microbatches in flight (`F` to `B` or `I`), over all layers of a device; the
+            papers' number.
+        num_inputs: slots for stage inputs, waiting ones included; each is one chunk's input.
+        num_held: slots for what passes from `I` to `W`; 0 with whole backwards.
+        num_transfers: values sent between devices in a step.
+    """
+
+    name: str
+    chunks: int
+    num_ticks: int
+    makespan: float
+    bubble: float
+    span_bubble: float
+    lockstep_makespan: float
+    lockstep_bubble: float
+    executed: float
+    peak_live: float
+    num_inputs: int
+    num_held: int
+    num_transfers: int
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """The row of a schedule that cannot be built for these sizes, with the reason."""
+
+    name: str
+    reason: str
+
+
+def summarize(schedule: Schedule, costs: Costs | None = None) -> ScheduleSummary:
+    """Measures one schedule.
+
+    Args:
+        schedule: a valid table.
+        costs: times per microbatch and device.
+
+    Returns:
+        Its row.
+
+    Example:
+        >>> from axon_dist.schedule import one_f_one_b
+        >>> summarize(one_f_one_b(4, 8)).peak_live
+        4.0
+    """
+    freely, in_step = simulate(schedule, costs), simulate(schedule, costs, lockstep=True)
+    plan = assign_slots(schedule)
+    return ScheduleSummary(
+        name=schedule.name,
+        chunks=schedule.chunks,
+        num_ticks=schedule.num_ticks,
+        makespan=freely.makespan,
+        bubble=freely.bubble_fraction,
+        span_bubble=freely.span_bubble,
+        lockstep_makespan=in_step.makespan,
+        lockstep_bubble=in_step.bubble_fraction,
+        executed=in_step.makespan / max(in_step.work),
+        peak_live=max(freely.peak_live) / schedule.chunks,
+        num_inputs=plan.inputs.num_slots,
+        num_held=plan.held.num_slots,
+        num_transfers=len(transfers(schedule)),
+    )
+
+
+def compare(
+    num_stages: int, num_microbatches: int, chunks: int = 2, costs: Costs | None = None
+) -> tuple[ScheduleSummary | Unavailable, ...]:
+    """Measures every schedule for one pipeline.
+
+    Args:
+        num_stages: length of the pipeline: the number of devices.
+        num_microbatches: microbatches per step.
+        chunks: stages per device, for the schedules that leave it open.
+        costs: times per microbatch and device; the default is a backward of twice a forward.
+
+    Returns:
+        One row per schedule, in the order of `SCHEDULES`; `Unavailable` where these sizes are
+        impossible.
+
+    Raises:
+        ScheduleError: a number below 1, which no schedule can do.
+
+    Example:
+        >>> best = min(compare(4, 8), key=lambda row: row.makespan)
+        >>> best.name, best.makespan
+        ('zero_bubble_v', 25.5)
+    """
+    check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, chunks=chunks)
+    return tuple(_row(name, num_stages, num_microbatches, chunks, costs) for name in SCHEDULES)
+
+
+def split_advice(schedule: Schedule, costs: Costs | None = None) -> tuple[str, ...]:
+    """Says when splitting the backward does not pay, with devices in step.
+
+    Args:
+        schedule: a valid table.
+        costs: times per microbatch and device, as measured or estimated.
+
+    Returns:
+        A sentence where a schedule with whole backwards and as many stages per device is faster;
+        else nothing.
+
+    Example:
+        >>> from axon_dist.schedule import zero_bubble_h1
+        >>> split_advice(zero_bubble_h1(4, 64), Costs(f=1, i=1.3, w=1, b=2))
+        ('zero_bubble_h1 takes 252 in step and eager_1f1b 201: splitting the backward does not
+        pay here, I + W take 1.15 of a whole B.',)
+    """
+    if not schedule.splits_backward:
+        return ()
+    costs = Costs() if costs is None else costs
+    flat = schedule.chunks == 1
+    joined = PipelineSchedule.EAGER_1F1B if flat else PipelineSchedule.INTERLEAVED_1F1B
+    sizes = schedule.num_devices, schedule.num_microbatches, schedule.chunks
+    other = _row(joined, *sizes, costs)
+    makespan = simulate(schedule, costs, lockstep=True).makespan
+    if isinstance(other, Unavailable) or other.lockstep_makespan >= makespan:
+        return ()
+    halves, whole = costs.i + costs.w, costs.of(Phase.B)
+    why = (
+        f"I + W take {halves / whole:.2f} of a whole B"
+        if halves > whole
+        else f"a tick takes as long as its slowest action, with F {costs.f:g}, I {costs.i:g}, "
+        f"W {costs.w:g}"
+    )
+    return (
+        f"{schedule.name} takes {makespan:g} in step and {other.name} {other.lockstep_makespan:g}: "
+        f"splitting the backward does not pay here, {why}.",
+    )
+
+
+def _row(
+    name: PipelineSchedule,
+    num_stages: int,
+    num_microbatches: int,
+    chunks: int,
+    costs: Costs | None,
+) -> ScheduleSummary | Unavailable:
+    num_chunks = chunks if SCHEDULES[name].any_chunks else None
+    try:
+        schedule = build_schedule(name, num_stages, num_microbatches, num_chunks)
+    except ScheduleError as error:
+        return Unavailable(str(name), str(error))
+    return summarize(schedule, costs)
+
+
+def efficiency(num_microbatches: int, num_stages: int) -> float:
+    """The share of time that devices work under 1F1B or GPipe: `M / (M+S-1)`.
+
+    Args:
+        num_microbatches: microbatches `M`.
+        num_stages: stages `S`.
+
+    Returns:
+        A fraction in (0, 1]; one minus the bubble.
+
+    Raises:
+        ScheduleError: a number below 1.
+
+    Example:
+        >>> round(efficiency(8, 4), 4)
+        0.7273
+    """
+    check_sizes(num_microbatches=num_microbatches, num_stages=num_stages)
+    return num_microbatches / (num_microbatches + num_stages - 1)
+
+
+def min_microbatches(num_stages: int, target: float) -> int:
+    """The fewest microbatches with which 1F1B or GPipe reaches an efficiency.
+
+    Args:
+        num_stages: stages `S`.
+        target: the efficiency wanted, in (0, 1).
+
+    Returns:
+        The least `M` with `M / (M+S-1) >= target`.
+
+    Raises:
+        ScheduleError: a number of stages below 1, or a target that no `M` reaches.
+
+    Example:
+        >>> min_microbatches(4, 0.9)
+        27
+    """
+    check_sizes(num_stages=num_stages)
+    if not 0 < target < 1:
+        raise ScheduleError(
+            f"got an efficiency target of {target!r}. It must lie between 0 and 1, both excluded: "
+            "a pipeline of several stages always has a bubble; try 0.9."
+        )
+    exact = Fraction(str(target))  # what was typed: 0.9 is nine tenths here, unlike the float
+    return max(1, ceil(exact * (num_stages - 1) / (1 - exact)))
+
+
+def pipeline_advice(num_microbatches: int, num_stages: int) -> tuple[str, ...]:
+    """What is worth knowing about a choice of microbatches, as sentences to show or to ignore.
+
+    Args:
+        num_microbatches: microbatches `M`.
+        num_stages: stages `S`.
+
+    Returns:
+        Sentences; empty from `M = 4S` on, where at least 80 % of the time is work.
+
+    Raises:
+        ScheduleError: a number below 1.
+
+    Example:
+        >>> pipeline_advice(8, 4)
+        ('8 microbatches keep 4 stages busy 73 % of the time; 16 would give 84 %.',)
+    """
+    now = efficiency(num_microbatches, num_stages)
+    enough = 4 * num_stages
+    if num_stages == 1 or num_microbatches >= enough:
+        return ()
+    then = efficiency(enough, num_stages)
+    advice = [
+        f"{num_microbatches} microbatches keep {num_stages} stages busy {now:.0%} of the time; "
+        f"{enough} would give {then:.0%}."
+    ]
+    if num_microbatches < num_stages:
+        advice.append(
+            f"With fewer microbatches than stages, at least "
+            f"{num_stages - num_microbatches} devices are idle in every tick."
+        )
+    return tuple(line.replace("%", " %") for line in advice)

@@ -9,7 +9,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from ..core.errors import ScheduleError
-from .action import TOGETHER, Action, Phase
+from .action import TOGETHER, Action, Phase, receiver
 from .memory import STASH_ENDS, peak_live
 from .table import PlacedAction, Schedule, earliest_starts
 
@@ -61,15 +61,12 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
 
 
 def _sent(placed: PlacedAction, placement: tuple[int, ...]) -> Transfer | None:
-    stage, phase, microbatch = placed.action
-    if phase in (*TOGETHER, Phase.W):
+    to = receiver(placed.action, len(placement))
+    if to is None or placement[to.stage] == placed.device:
         return None
-    payload = Payload.ACTIVATION if phase is Phase.F else Payload.GRADIENT
-    receiver = stage + 1 if phase is Phase.F else stage - 1
-    if not 0 <= receiver < len(placement) or placement[receiver] == placed.device:
-        return None
-    target = placement[receiver]
-    return Transfer(placed.tick, payload, receiver, microbatch, placed.device, target)
+    payload = Payload.ACTIVATION if to.phase is Phase.F else Payload.GRADIENT
+    target = placement[to.stage]
+    return Transfer(placed.tick, payload, to.stage, to.microbatch, placed.device, target)
 
 
 Span = tuple[float, float]

@@ -1,4 +1,4 @@
-"""Schedules whose second chunk runs back over the ranks: V-Half, V-Min, DualPipeV.
+"""Schedules whose second chunk runs back over the ranks: V-Half, V-Min, DualPipeV, ZB-V.
 
 Device `d` of `P` holds the stages `d` and `2P-1-d`. Going down the V, up, and back the same way,
 every hop between neighbours takes a fixed number of ticks; the next microbatch follows 6 ticks
@@ -11,7 +11,7 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.153
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -59,8 +59,12 @@ def v_schedule(
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
     moments = _block(num_devices, hops)
     orders = [_order(d, moments[d], num_devices, num_microbatches) for d in range(num_devices)]
-    placement = (*range(num_devices), *reversed(range(num_devices)))
-    return Schedule(name, num_microbatches, placement, _fill(orders, len(placement), most))
+    rows = _fill(orders, 2 * num_devices, most)
+    return Schedule(name, num_microbatches, _placement(num_devices), rows)
+
+
+def _placement(num_devices: int) -> tuple[int, ...]:
+    return (*range(num_devices), *reversed(range(num_devices)))
 
 
 class _Moments(NamedTuple):
@@ -230,53 +234,114 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, arXiv:2412.19437, and Sea AI Lab's cut in
     half of it, which DeepSeek's DualPipe repository documents.
     """
+
+    def steps(device: int, total: int) -> Iterator[str]:
+        down = num_devices - 1 - device  # devices from the next to the turn of the V
+        here = device + 1
+        yield from ["F0"] * (2 * down)
+        yield from ["F0", "F1"] * here
+        yield from ["I1", "W", "F1"] * down
+        for number in range(total - 2 * num_devices + here):
+            # The last device makes its input of chunk 1: pairing would delay its first gradient.
+            yield from ["F0", "B1"] if number == 0 and down == 0 else ["F0 B1"]
+            yield "F1 B0"
+        yield from ["B1", "F1 B0"] * down
+        for number in range(2 * here):
+            # The second half is split: what other devices wait for goes first.
+            phase = "I" if number >= here else "B"
+            yield f"{phase}{1 - number % 2}"
+        yield from ["W", "I0"] * down
+        yield from ["W"] * here
+
+    return _by_steps("dual_pipe_v", num_devices, num_microbatches, 2 * num_devices, steps)
+
+
+def zero_bubble_v(num_devices: int, num_microbatches: int) -> Schedule:
+    """Builds ZB-V: device `d` holds the stages `d` and `2P-1-d`, and 1F1B's memory suffices.
+
+    The first and the last stage share device 0, so that a microbatch's first gradient is ready
+    where its forward began: every device keeps `2P` chunks, as much as `P` whole microbatches.
+    With `F = I = W` and `M >= 2P-1` no device is idle between its first and last task, and the
+    step takes `(P-1)F/2` more than its work; no schedule with two chunks can take less.
+
+    Args:
+        num_devices: devices `P`, with two stages each.
+        num_microbatches: microbatches `M`; the bubble grows below `2P-1`.
+
+    Returns:
+        The table, of `2P` stages.
+
+    Raises:
+        ScheduleError: a number below 1.
+
+    Example:
+        >>> zero_bubble_v(4, 8).placement
+        (0, 1, 2, 3, 3, 2, 1, 0)
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, and Pipeline
+    Parallelism with Controllable Memory, arXiv:2405.15362.
+    """
+
+    def steps(device: int, total: int) -> list[str]:
+        down = num_devices - device  # devices from here to the turn of the V, this one included
+        return (
+            # Warm-up: the first microbatch goes down the V and comes back up.
+            ["F0"] * (2 * down - 1)
+            + ["F1", "F0"] * device
+            + ["F1", "I1", "W1"] * down
+            # Steady: six tasks for each microbatch.
+            + ["F0", "I0", "W0", "F1", "I1", "W1"] * (total - 2 * num_devices + 1 + device)
+            + ["I0", "W0", "F1", "I1", "W1"] * (down - 1)
+            # Cool-down: what others wait for first, the weight gradients put off last.
+            + ["I0", "I1"] * device
+            + ["I0", "W0"] * down
+            + ["W1"] * device
+            + ["W0"] * device
+        )
+
+    return _by_steps("zero_bubble_v", num_devices, num_microbatches, 2 * num_devices - 1, steps)
+
+
+def _by_steps(
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    least: int,
+    steps: Callable[[int, int], Iterable[str]],
+) -> Schedule:
+    """Builds a pattern that needs at least so many microbatches; those that are not there go.
+
+    Args:
+        name: what the schedule is called.
+        num_devices: devices `P`, with two stages each.
+        num_microbatches: microbatches `M`.
+        least: the microbatches that the pattern needs.
+        steps: (device, microbatches of the pattern) -> its cells, each of phases and chunks such as
+            `F1 B0`; `W` alone is the longest waiting weight gradient.
+    """
     check_sizes(num_devices=num_devices, num_microbatches=num_microbatches)
-    # The pattern needs 2P microbatches; with fewer, those that do not exist are left out.
-    total = max(num_microbatches, 2 * num_devices)
     order = []
     for device in range(num_devices):
-        cells = _cells(device, num_devices, total)
+        cells = _cells(device, num_devices, steps(device, max(num_microbatches, least)))
         cells_of_m = (tuple(a for a in cell if a.microbatch < num_microbatches) for cell in cells)
         order.append([cell for cell in cells_of_m if cell])
-    placement = [*range(num_devices), *reversed(range(num_devices))]
-    return order_to_table("dual_pipe_v", order, placement, num_microbatches)
+    return order_to_table(name, order, _placement(num_devices), num_microbatches)
 
 
-def _steps(device: int, num_devices: int, total: int) -> Iterator[str]:
-    """The cells of a device, as phase and chunk; `W` is the longest waiting weight gradient."""
-    down = num_devices - 1 - device  # devices from the next to the turn of the V
-    here = device + 1
-    yield from ["F0"] * (2 * down)
-    yield from ["F0", "F1"] * here
-    yield from ["I1", "W", "F1"] * down
-    for number in range(total - 2 * num_devices + here):
-        # The last device makes its own input of chunk 1: pairing would delay its first gradient.
-        yield from ["F0", "B1"] if number == 0 and down == 0 else ["F0 B1"]
-        yield "F1 B0"
-    yield from ["B1", "F1 B0"] * down
-    for number in range(2 * here):
-        # The second half is split: what other devices wait for goes first.
-        phase = "I" if number >= here else "B"
-        yield f"{phase}{1 - number % 2}"
-    yield from ["W", "I0"] * down
-    yield from ["W"] * here
-
-
-def _cells(device: int, num_devices: int, total: int) -> Iterator[Cell]:
+def _cells(device: int, num_devices: int, steps: Iterable[str]) -> Iterator[Cell]:
     stages = {"0": device, "1": 2 * num_devices - 1 - device}
-    forwards: Counter[str] = Counter()
-    backwards: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     weights: deque[Action] = deque()
-    for step in _steps(device, num_devices, total):
+    for step in steps:
         cell = []
         for task in step.split():
             if task == "W":
                 cell.append(weights.popleft())
                 continue
-            phase, chunk = Phase(task[0]), task[1]
-            seen = forwards if phase is Phase.F else backwards
-            cell.append(Action(stages[chunk], phase, seen[chunk]))
-            seen[chunk] += 1
-            if phase is Phase.I:
+            # A backward is the next one, whole or split.
+            kind = task.replace("I", "B")
+            cell.append(Action(stages[task[1]], Phase(task[0]), seen[kind]))
+            seen[kind] += 1
+            if cell[-1].phase is Phase.I:
                 weights.append(cell[-1]._replace(phase=Phase.W))
         yield tuple(cell)

@@ -1,24 +1,23 @@
 """Who owns which part of every array: pure functions of path, shape and mesh.
 
-No device is needed to decide. Imports `core` and `mesh`. Start reading in `policy.py`; `explain.py`
+No device is needed to decide. Imports `core` and `mesh`. Start reading in `policy.py`; `explain`
 shows what was decided, and checks that it came true.
 """
 
 from .apply import Copies as Copies
+from .apply import Explanation as Explanation
 from .apply import InPlaceOf as InPlaceOf
+from .apply import LeafDecision as LeafDecision
 from .apply import ShardSpec as ShardSpec
 from .apply import WithMoments as WithMoments
+from .apply import explain as explain
+from .apply import explain_optimizer as explain_optimizer
 from .apply import optimizer_decisions as optimizer_decisions
 from .apply import optimizer_shardings as optimizer_shardings
-from .apply import rows_alike as rows_alike
+from .apply import shard_bytes as shard_bytes
 from .apply import shardings as shardings
 from .apply import specs as specs
 from .apply import spread as spread
-from .explain import Explanation as Explanation
-from .explain import LeafDecision as LeafDecision
-from .explain import explain as explain
-from .explain import explain_optimizer as explain_optimizer
-from .explain import shard_bytes as shard_bytes
 from .policy import ByRule as ByRule
 from .policy import Decision as Decision
 from .policy import FromMetadata as FromMetadata
@@ -27,7 +26,9 @@ from .policy import LargestDim as LargestDim
 from .policy import Merge as Merge
 from .policy import Policy as Policy
 from .policy import Replicate as Replicate
+from .policy import Wrapped as Wrapped
 from .policy import annotations_of as annotations_of
 from .policy import axes_of as axes_of
+from .policy import rows_alike as rows_alike
 from .policy import shard_count as shard_count
 from .policy import spec_axes as spec_axes

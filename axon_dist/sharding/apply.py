@@ -1,4 +1,6 @@
-"""Policies applied to trees: shardings of parameters, and of the optimizer state beside them.
+"""Policies applied to trees: shardings of parameters and of the optimizer state beside them.
+
+`explain` shows why every array lies where it does, and checks that it came true.
 
 A policy splits an array along a dim that divides. Where the elements of an array are counted as
 one row instead, as in estimates of memory and in flat buckets, `ShardSpec` says how it is cut:
@@ -9,18 +11,22 @@ one row instead, as in estimates of memory and in flat buckets, `ShardSpec` says
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
 
-from ..core.errors import ConfigError
+from ..core.errors import ClaimError, ConfigError
 from ..core.tree import leaves_with_paths, map_with_path, path_str
 from ..core.typing import Array, Leaf, Path, PyTree, Shape
-from .policy import Decision, HasShape, Merge, Policy, axes_of
+from .policy import Decision, HasShape, Policy, Wrapped, axes_of, shard_count
 
 
 def specs(policy: Policy, tree: PyTree, mesh: Mesh) -> PyTree:
@@ -113,7 +119,7 @@ def optimizer_decisions(
 
 
 @dataclasses.dataclass(frozen=True)
-class Copies(Policy):
+class Copies(Wrapped):
     """Gives each rank of an axis one row of dim 0, and decides about a row as another policy does.
 
     Args:
@@ -128,23 +134,12 @@ class Copies(Policy):
         P('nodes', 'fsdp')
     """
 
-    policy: Policy
     axis: str
-
-    @property
-    def name(self) -> str:
-        """That of the policy."""
-        return self.policy.name
 
     @property
     def split_axes(self) -> tuple[str, ...]:
         """The axis, and those of the policy."""
         return (self.axis, *self.policy.split_axes)
-
-    @property
-    def flexible_part(self) -> Policy:
-        """Whatever it is, every rank has its own."""
-        return Copies(self.policy.flexible_part, self.axis)
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -156,7 +151,7 @@ class Copies(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class InPlaceOf(Policy):
+class InPlaceOf(Wrapped):
     """Decides about the leaves of a dict that takes the place of a weight.
 
     Each lies as the weight would, and is whole along the dims in which it has one entry.
@@ -174,28 +169,7 @@ class InPlaceOf(Policy):
         [P(None, 'fsdp'), P(None, 'fsdp')]
     """
 
-    policy: Policy
     shapes: Mapping[Path, Shape]
-
-    @property
-    def name(self) -> str:
-        """That of the policy."""
-        return self.policy.name
-
-    @property
-    def flexible(self) -> bool:
-        """That of the policy."""
-        return self.policy.flexible
-
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        """Those of the policy."""
-        return self.policy.split_axes
-
-    @property
-    def flexible_part(self) -> Policy:
-        """That of the policy."""
-        return self.policy.flexible_part
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -263,73 +237,169 @@ class WithMoments(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsAlike(Policy):
-    """Leaves the leading dim of stacked layers whole, and decides about one layer's row.
-
-    A loop over the layers then finds its share of every row on each rank, and gathers one row at a
-    time; split along the layers, all of them would have to be gathered before it.
+class LeafDecision:
+    """What was decided about one array.
 
     Args:
-        policy: a flexible policy.
-        stacks: the paths of the stacked modules.
+        path: where it lives.
+        shape: its global shape.
+        dtype: its element type.
+        bytes: bytes of the whole array.
+        ways: into how many shards it is cut.
+        decision: the spec, the rule that decided, and why.
+    """
+
+    path: Path
+    shape: Shape
+    dtype: str
+    bytes: int
+    ways: int
+    decision: Decision
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The PartitionSpec."""
+        return self.decision.spec
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of one shard."""
+        return self.bytes // self.ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The decisions about all arrays of a tree; prints as a table.
+
+    Args:
+        rows: one for each leaf, in the order of the tree.
+        title: what the tree is.
+    """
+
+    rows: tuple[LeafDecision, ...]
+    title: str = "layout"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays, each counted once."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device holds."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def whole(self) -> tuple[LeafDecision, ...]:
+        """The rows that every device holds whole; the reason is theirs."""
+        return tuple(row for row in self.rows if row.ways == 1)
+
+    def check(self, tree: PyTree) -> None:
+        """Raises unless the arrays lie as decided: what was claimed is what there is.
+
+        Args:
+            tree: the arrays, or `ShapeDtypeStruct`s with the shardings of a compiled program.
+
+        Raises:
+            ClaimError: naming the bytes, and the leaves that are held by more devices.
+        """
+        leaves = leaves_with_paths(tree)
+        found = [shard_bytes(leaf) for _, leaf in leaves]
+        wrong = [
+            f"{row.path} {row.shape} holds {held:,} bytes as {_spec_of(leaf)} instead of "
+            f"{row.bytes_per_device:,} as {row.spec}"
+            for row, (_, leaf), held in zip(self.rows, leaves, found, strict=True)
+            if held > row.bytes_per_device
+        ]
+        if wrong:
+            more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ClaimError(
+                f"{self.title}: a device holds {sum(found):,} bytes, and {self.bytes_per_device:,} "
+                f"of {self.bytes:,} are claimed; lay the arrays out by the strategy's shardings:"
+                + "".join(f"\n  {line}" for line in wrong[:5])
+                + more
+            )
+
+    def table(self) -> Table:
+        """The decisions as a table for a terminal."""
+        table = Table(title=self.title)
+        for column in ("leaf", "shape", "dtype", "spec", "bytes per device", "rule", "why"):
+            table.add_column(column, justify="right" if "bytes" in column else "left")
+        for row in self.rows:
+            decided = (f"{row.bytes_per_device:,}", row.decision.rule, row.decision.reason)
+            table.add_row(row.path, str(row.shape), row.dtype, str(row.spec), *decided)
+        table.add_section()
+        share = f"{self.bytes_per_device / max(self.bytes, 1):.1%} of {self.bytes:,}"
+        table.add_row("total", "", "", "", f"{self.bytes_per_device:,}", "", share)
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=160)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def explain(policy: Policy, tree: PyTree, mesh: HasShape, title: str = "layout") -> Explanation:
+    """Tells where a policy lays every array of a tree, which rule decided, and why.
+
+    Args:
+        policy: the policy, such as `strategy.params`.
+        tree: arrays or `ShapeDtypeStruct`s.
+        mesh: anything with named axes; no device is needed.
+        title: what the tree is.
+
+    Returns:
+        The decisions.
 
     Example:
         >>> from axon_dist.mesh import MeshSpec
         >>> from axon_dist.sharding import LargestDim
-        >>> rule = RowsAlike(LargestDim(("fsdp",)), frozenset({"blocks"}))
-        >>> rule("blocks/up/kernel", (512, 64, 64), MeshSpec(fsdp=4))
-        P(None, 'fsdp')
-        >>> rule("head/kernel", (64, 512), MeshSpec(fsdp=4))
-        P(None, 'fsdp')
+        >>> leaf = jax.ShapeDtypeStruct((64, 256), "float32")
+        >>> found = explain(LargestDim(("fsdp",)), {"kernel": leaf}, MeshSpec(fsdp=4))
+        >>> found.rows[0].decision.reason, found.bytes, found.bytes_per_device
+        ('dim 1 of (64, 256) split 4 ways', 65536, 16384)
     """
-
-    policy: Policy
-    stacks: frozenset[Path]
-
-    @property
-    def name(self) -> str:
-        """That of the policy."""
-        return self.policy.name
-
-    @property
-    def flexible(self) -> bool:
-        """That of the policy."""
-        return self.policy.flexible
-
-    @property
-    def split_axes(self) -> tuple[str, ...]:
-        """Those of the policy."""
-        return self.policy.split_axes
-
-    @property
-    def flexible_part(self) -> Policy:
-        """Alike for stacked layers."""
-        return RowsAlike(self.policy.flexible_part, self.stacks)
-
-    def decide(
-        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
-    ) -> Decision:
-        """Decides about one row, or about a leaf of no stack as the policy does."""
-        if not any(path.startswith(f"{stack}/") for stack in self.stacks):
-            return self.policy.decide(path, shape, mesh, taken)
-        row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
-        spec = PartitionSpec(None, *row.spec) if tuple(row.spec) else PartitionSpec()
-        return Decision(spec, row.rule, f"of each of {shape[0]} stacked layers: {row.reason}")
+    rows = [
+        _row(path, leaf, policy.decide(path, tuple(leaf.shape), mesh), mesh)
+        for path, leaf in leaves_with_paths(tree)
+    ]
+    return Explanation(tuple(rows), title)
 
 
-def rows_alike(policy: Policy, stacks: frozenset[Path]) -> Policy:
-    """A policy whose flexible parts lay out stacked layers one by one.
+def explain_optimizer(
+    policy: Policy, params: PyTree, opt_state: PyTree, mesh: Mesh, title: str = "optimizer state"
+) -> Explanation:
+    """As `explain`, of an optax state: moments lie as their parameter would."""
+    decisions = jax.tree.leaves(optimizer_decisions(policy, params, opt_state, mesh))
+    rows = [
+        _row(path, leaf, decision, mesh)
+        for (path, leaf), decision in zip(leaves_with_paths(opt_state), decisions, strict=True)
+    ]
+    return Explanation(tuple(rows), title)
 
-    Args:
-        policy: any; what it fixes by path stays.
-        stacks: the paths of the stacked modules.
 
-    Returns:
-        The policy.
-    """
-    if isinstance(policy, Merge):
-        return Merge(tuple(rows_alike(part, stacks) for part in policy.policies))
-    return RowsAlike(policy, stacks) if policy.flexible else policy
+def shard_bytes(leaf: Leaf) -> int:
+    """Bytes of one array on the device that holds most of it, measured where there is an array."""
+    if not isinstance(leaf, jax.Array):
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    held: Counter[Any] = Counter()
+    for shard in leaf.addressable_shards:
+        held[shard.device] += shard.data.nbytes
+    return max(held.values(), default=0)
+
+
+def _row(path: Path, leaf: Leaf, decision: Decision, mesh: HasShape) -> LeafDecision:
+    size = math.prod(leaf.shape) * leaf.dtype.itemsize
+    ways = shard_count(decision.spec, mesh)
+    return LeafDecision(path, tuple(leaf.shape), str(leaf.dtype), size, ways, decision)
+
+
+def _spec_of(leaf: Leaf) -> str:
+    return str(getattr(leaf.sharding, "spec", type(leaf.sharding).__name__))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 import re
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 from flax import nnx
@@ -46,10 +46,12 @@ class Policy(abc.ABC):
     the same on every process and before any device exists.
     """
 
+    label = ""
+
     @property
-    @abc.abstractmethod
     def name(self) -> str:
-        """The name that conflict messages and tables show."""
+        """The name that conflict messages and tables show; the label, where there is one."""
+        return self.label
 
     @property
     def flexible(self) -> bool:
@@ -97,10 +99,7 @@ class Replicate(Policy):
         P()
     """
 
-    @property
-    def name(self) -> str:
-        """`replicate`."""
-        return "replicate"
+    label = "replicate"
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -148,11 +147,6 @@ class LargestDim(Policy):
 
     def __post_init__(self) -> None:
         _NOT_NEGATIVE.check(self.label, "min_elements", self.min_elements)
-
-    @property
-    def name(self) -> str:
-        """The label."""
-        return self.label
 
     @property
     def flexible(self) -> bool:
@@ -212,11 +206,6 @@ class ByRule(Policy):
 
     rules: tuple[tuple[str, PartitionSpec], ...]
     label: str = "by_rule"
-
-    @property
-    def name(self) -> str:
-        """The label."""
-        return self.label
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
@@ -353,6 +342,85 @@ def _overlay(
 
 
 @dataclasses.dataclass(frozen=True)
+class Wrapped(Policy):
+    """Asks another policy, whose name and axes it has, about other paths and shapes.
+
+    Args:
+        policy: the other one.
+    """
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        """That of the policy."""
+        return self.policy.name
+
+    @property
+    def flexible(self) -> bool:
+        """Whether the policy is."""
+        return self.policy.flexible
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Those of the policy."""
+        return self.policy.split_axes
+
+    @property
+    def flexible_part(self) -> Self:
+        """As this one, about the flexible part of the policy."""
+        return dataclasses.replace(self, policy=self.policy.flexible_part)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsAlike(Wrapped):
+    """Leaves the leading dim of stacked layers whole, and decides about one layer's row.
+
+    A loop over the layers then finds its share of every row on each rank, and gathers one row at a
+    time; split along the layers, all of them would have to be gathered before it.
+
+    Args:
+        policy: a flexible policy.
+        stacks: the paths of the stacked modules.
+
+    Example:
+        >>> from axon_dist.mesh import MeshSpec
+        >>> rule = RowsAlike(LargestDim(("fsdp",)), frozenset({"blocks"}))
+        >>> rule("blocks/up/kernel", (512, 64, 64), MeshSpec(fsdp=4))
+        P(None, 'fsdp')
+        >>> rule("head/kernel", (64, 512), MeshSpec(fsdp=4))
+        P(None, 'fsdp')
+    """
+
+    stacks: frozenset[Path]
+
+    def decide(
+        self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()
+    ) -> Decision:
+        """Decides about one row, or about a leaf of no stack as the policy does."""
+        if not any(path.startswith(f"{stack}/") for stack in self.stacks):
+            return self.policy.decide(path, shape, mesh, taken)
+        row = self.policy.decide(path, shape[1:], mesh, PartitionSpec(*tuple(taken)[1:]))
+        spec = PartitionSpec(None, *row.spec) if tuple(row.spec) else PartitionSpec()
+        return Decision(spec, row.rule, f"of each of {shape[0]} stacked layers: {row.reason}")
+
+
+def rows_alike(policy: Policy, stacks: frozenset[Path]) -> Policy:
+    """A policy whose flexible parts lay out stacked layers one by one.
+
+    Args:
+        policy: any; what it fixes by path stays.
+        stacks: the paths of the stacked modules.
+
+    Returns:
+        The policy.
+    """
+    if isinstance(policy, Merge):
+        return Merge(tuple(rows_alike(part, stacks) for part in policy.policies))
+    return RowsAlike(policy, stacks) if policy.flexible else policy
+
+
+@dataclasses.dataclass(frozen=True)
 class FromMetadata(Policy):
     """Lays parameters out as their `nnx.with_partitioning` annotations say.
 
@@ -373,11 +441,7 @@ class FromMetadata(Policy):
     """
 
     annotations: tuple[tuple[Path, PartitionSpec], ...]
-
-    @property
-    def name(self) -> str:
-        """`flax metadata`."""
-        return "flax metadata"
+    label = "flax metadata"
 
     def decide(
         self, path: Path, shape: Shape, mesh: HasShape, taken: PartitionSpec = PartitionSpec()

@@ -203,7 +203,7 @@ REFUSED = {
         DivisibilityError,
         r"mlp/down: dim 0 of \(6, 16, 16\) is split over ep=4.*among \[1, 2, 3, 6\]",
     ),
-    "form": (lambda: expert_parallel("rong"), ConfigError, "unknown form 'rong'.*'ring'"),
+    "form": (lambda: expert_parallel("rong"), ConfigError, "ExpertForm got 'rong'.*'ring'"),
     "capacity": (lambda: expert_parallel(capacity=0.0), ConfigError, "must be above 0"),
     "dim": (lambda: expert_parallel(experts=[("w", 0)]), ConfigError, "count it from the end"),
     "pattern": (lambda: expert_parallel(experts=[("(", -3)]), ConfigError, "regular expression"),

@@ -55,5 +55,7 @@ def test_where_there_is_no_host_memory(world):
 
 
 def test_an_unknown_choice():
-    with pytest.raises(ConfigError, match=r"unknown CPUOffload 'parms'\. Did you mean 'params'"):
+    with pytest.raises(
+        ConfigError, match=r"CPUOffload got 'parms', and has no such member\. Did you mean 'params'"
+    ):
         fsdp(cpu_offload="parms")

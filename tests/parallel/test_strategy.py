@@ -6,14 +6,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from axon_dist import DDP, CPUOffload, GradSyncStrategy, MixedPrecision
-from axon_dist.core.errors import ConfigError, MeshError, StrategyConflictError
+from axon_dist.core.errors import ConfigError, MeshError, StrategyConflictError, check_all
 from axon_dist.mesh import MeshSpec
 from axon_dist.nn import ActivationCheckpointing
 from axon_dist.parallel import (
+    STRATEGY_RULES,
+    PlacedStrategy,
     Reduction,
     Strategy,
     as_strategy,
-    check_placed,
     compose,
     context_parallel,
     ddp,
@@ -126,18 +127,19 @@ def test_axes_that_the_mesh_lacks(world):
     with pytest.raises(
         MeshError, match=r"'ddp' splits the batch over axis 'fsdp', which mesh dp=8 lacks.*dp"
     ):
-        check_placed(ddp(("fsdp",)), world)
+        check_all(STRATEGY_RULES, PlacedStrategy(ddp(("fsdp",)), world))
 
 
 def test_stages_send_nothing_around_a_ring(make_world):
-    world = make_world("pp=2,cp=2")
+    world, stages = make_world("pp=2,cp=2"), pipelined(2, 4)
+    whole = compose(stages, context_parallel("ulysses"))
     with pytest.raises(StrategyConflictError, match=r"ring of axis 'cp'.*parallel\('ulysses'\)"):
-        check_placed(compose(pipelined(2, 4), context_parallel()), world)
-    check_placed(compose(pipelined(2, 4), context_parallel("ulysses")), world)
+        check_all(STRATEGY_RULES, PlacedStrategy(compose(stages, context_parallel()), world))
+    check_all(STRATEGY_RULES, PlacedStrategy(whole, world))
 
 
 def test_stages_recompute_block_by_block(make_world):
     remat = Strategy("remat", remat=ActivationCheckpointing("sqrt"))
     both = compose(pipelined(2, 4), remat)
     with pytest.raises(StrategyConflictError, match=r"pipeline.*interval 'sqrt'; leave .* at 1"):
-        check_placed(both, make_world("pp=2"))
+        check_all(STRATEGY_RULES, PlacedStrategy(both, make_world("pp=2")))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from axon_dist.pipeline.tables import NONE, lane_phases, program_of
+from axon_dist.pipeline.tables import NONE, buffers_of, lane_phases, program_of
 from axon_dist.schedule import SCHEDULES, Action, Phase, assign_slots, build_schedule, transfers
 
 
@@ -15,7 +15,7 @@ class Replay:
         self.inputs, self.gradients, self.held = ([{} for _ in devices] for _ in range(3))
         for tick in range(program.num_ticks):
             sent = [
-                {d: self.act(lane, d, tick) for d in devices if lane.active[d, tick]}
+                {d: self.act(lane, d, tick) for d in devices if lane.columns["active"][d, tick]}
                 for lane in program.lanes
             ]
             for channel in program.channels:
@@ -23,21 +23,21 @@ class Replay:
 
     def act(self, lane, d, tick):
         """Does an action; returns the name of its result, as the receiver calls it."""
-        stage, m = int(lane.stage[d, tick]), int(lane.microbatch[d, tick])
+        stage, m = int(lane.columns["stage"][d, tick]), int(lane.columns["microbatch"][d, tick])
         self.done.append(Action(stage, lane.phase, m))
         if lane.phase is Phase.W:
-            assert self.held[d][lane.held[d, tick]] == (stage, m)
+            assert self.held[d][lane.columns["held"][d, tick]] == (stage, m)
             return None
         if lane.phase is Phase.F and stage == 0:
-            self.inputs[d][lane.inputs[d, tick]] = (stage, m)
-        assert self.inputs[d][lane.inputs[d, tick]] == (stage, m)
+            self.inputs[d][lane.columns["inputs"][d, tick]] = (stage, m)
+        assert self.inputs[d][lane.columns["inputs"][d, tick]] == (stage, m)
         if lane.phase is not Phase.F and stage + 1 < self.schedule.num_stages:
-            assert self.gradients[d][lane.gradients[d, tick]] == (stage, m)
+            assert self.gradients[d][lane.columns["gradients"][d, tick]] == (stage, m)
         if lane.phase is Phase.I:
-            self.held[d][lane.held[d, tick]] = (stage, m)
+            self.held[d][lane.columns["held"][d, tick]] = (stage, m)
         result = (stage + 1 if lane.phase is Phase.F else stage - 1, m)
-        if lane.hand_over[d, tick] != NONE:
-            self.buffer(lane)[d][lane.hand_over[d, tick]] = result
+        if lane.columns["hand_over"][d, tick] != NONE:
+            self.buffer(lane)[d][lane.columns["hand_over"][d, tick]] = result
         return result
 
     def receive(self, channel, tick, results):
@@ -57,7 +57,7 @@ class Replay:
 def test_values_are_where_they_are_read(name, size):
     schedule = build_schedule(name, size, 2 * size)
     slots = assign_slots(schedule)
-    replay = Replay(schedule, program_of(schedule, slots))
+    replay = Replay(schedule, program_of(schedule, buffers_of(slots)))
     assert sorted(replay.done) == sorted(schedule.where)
     assert max(len(used) for used in replay.inputs) <= slots.inputs.num_slots
 
@@ -65,7 +65,7 @@ def test_values_are_where_they_are_read(name, size):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_channels_carry_exactly_the_transfers(name):
     schedule = build_schedule(name, 4, 8)
-    program = program_of(schedule, assign_slots(schedule))
+    program = program_of(schedule, buffers_of(assign_slots(schedule)))
     sent = sum(int((channel.slot != NONE).sum()) for channel in program.channels)
     assert sent == len(transfers(schedule))
     for channel in program.channels:

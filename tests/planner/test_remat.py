@@ -17,7 +17,7 @@ from axon_dist.mesh import World, paper_world
 from axon_dist.models import Transformer, TransformerConfig, next_token_loss
 from axon_dist.parallel import fsdp
 from axon_dist.planner import read_step, recompute_least
-from axon_dist.planner.remat import LADDER
+from axon_dist.planner.reading import LADDER
 
 CONFIG = TransformerConfig(
     vocab_size=512, width=512, num_layers=4, num_heads=4, max_length=1024, scan_layers=True

@@ -1,0 +1,382 @@
+"""Data parallelism: DDP, ZeRO and FSDP side by side, and replicas over slow links."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from types import MappingProxyType
+from typing import Any
+
+import optax
+
+from ..collectives import Compression, GradSyncStrategy, compression_of
+from ..core.errors import ConfigError, NamedChoice, StrategyConflictError, unknown
+from ..core.told import COUNT, OPTIMIZER, TEXT, ArgumentKind
+from ..nn import ActivationCheckpointing
+from ..ops.precision import MixedPrecision
+from ..sharding import LargestDim, Replicate
+from .plans import AutoWrapPolicy, CPUOffload, SlowPlan, TransformerAutoWrapPolicy
+from .strategy import Reduction, Strategy, axes_of
+
+
+def ddp(
+    axes: str | tuple[str, ...] = ("dp",),
+    *,
+    sync: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS,
+    bucket_capacity: int | None = None,
+    reduce_dtype: Any = None,
+    broadcast_buffers: bool = True,
+    per: str | None = None,
+) -> Strategy:
+    """Data parallelism as a strategy: the batch is split over `axes`, everything else replicated.
+
+    Args:
+        axes: the mesh axes that split the batch.
+        sync: SYNCHRONOUS, or OVERLAPPED to let reductions run beside each other.
+        bucket_capacity: elements in one reduction; None leaves the grouping to XLA, except that
+            OVERLAPPED then takes 25 million (100 MB in float32).
+        reduce_dtype: the dtype of gradients on the wire; None is their own.
+        broadcast_buffers: whether BatchNorm sees the global batch, as on one device.
+        per: `"step"` reduces once however many microbatches, `"microbatch"` each of them; None
+            is the former, unless another part of a composed strategy keeps gradients split.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        StrategyConflictError: for NO_SYNC, with which the replicas would drift apart.
+
+    Example:
+        >>> ddp().batch_axes
+        ('dp',)
+    """
+    sync = GradSyncStrategy(sync)
+    if sync is GradSyncStrategy.NO_SYNC:
+        raise StrategyConflictError(
+            "a training step got GradSyncStrategy.NO_SYNC, with which the replicas would drift "
+            "apart; to hold the synchronisation back over K microbatches, build the step with "
+            "accumulate=K, or use DDP.sync_gradients on gradients of your own"
+        )
+    if bucket_capacity is None and sync is GradSyncStrategy.OVERLAPPED:
+        bucket_capacity = 25_000_000
+    reduction = Reduction(per, sync, bucket_capacity, reduce_dtype, broadcast_buffers)
+    return Strategy("ddp", batch_axes=axes_of(axes), reduction=reduction)
+
+
+MIN_ELEMENTS = 1024
+"""Leaves with fewer elements stay whole by default."""
+
+
+class ZeROStage(enum.IntEnum):
+    """The stages of ZeRO; 0 is plain data parallelism."""
+
+    STAGE0 = 0
+    STAGE1 = 1
+    STAGE2 = 2
+    STAGE3 = 3
+
+    @classmethod
+    def _missing_(cls, value: object) -> object:
+        raise unknown(cls, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A row of the ZeRO table: what lies split between steps or microbatches.
+
+    Args:
+        params: whether parameters are split, and gathered where they are used.
+        grads: whether gradients are held split between microbatches. With one microbatch stages 1
+            and 2 are the same program: gradients are reduced to the owners of their moments.
+        opt_state: whether optimizer moments are split.
+    """
+
+    params: bool
+    grads: bool
+    opt_state: bool
+
+
+ZERO: MappingProxyType[ZeROStage, Split] = MappingProxyType(
+    {
+        ZeROStage.STAGE0: Split(params=False, grads=False, opt_state=False),
+        ZeROStage.STAGE1: Split(params=False, grads=False, opt_state=True),
+        ZeROStage.STAGE2: Split(params=False, grads=True, opt_state=True),
+        ZeROStage.STAGE3: Split(params=True, grads=True, opt_state=True),
+    }
+)
+"""The stages as data: DDP, ZeRO-1, ZeRO-2 and ZeRO-3 differ in nothing else."""
+
+
+def zero(
+    stage: int | ZeROStage,
+    axes: str | tuple[str, ...] = ("dp",),
+    *,
+    shard_axes: str | tuple[str, ...] | None = None,
+    min_elements: int = MIN_ELEMENTS,
+    reduction: Reduction | None = None,
+    name: str | None = None,
+) -> Strategy:
+    """Data parallelism that splits what the stage says over the ranks, instead of copying it.
+
+    Every rank owns one shard of each array it splits: gradients are reduced to their owner, which
+    updates its shard of the optimizer state, and the new parameters are gathered (stages 1 and 2)
+    or stay split and are gathered where they are used (stage 3). Training is the same at every
+    stage; memory and traffic differ.
+
+    Args:
+        stage: 0 to 3.
+        axes: the mesh axes that split the batch; one that `context_parallel` has, when composed
+            with it, splits the arrays and no samples.
+        shard_axes: the axes that split the arrays; all of `axes` by default. Fewer make hybrid
+            sharding: split over these, replicated over the others.
+        min_elements: leaves with fewer elements stay whole.
+        reduction: how gradients become one; by default stage 1 reduces once per step, stages 2
+            and 3 once per microbatch, so that they never hold a whole gradient. Stage 2 is nothing
+            else than that; stage 3 leaves it to what it is composed with to say otherwise.
+        name: what tables call it.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: for an unknown stage, or shard axes that do not split the batch.
+
+    Example:
+        >>> zero(1).opt_state.name, zero(1).params.name
+        ('zero1', 'replicate')
+
+    Source: Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054.
+    """
+    if stage not in list(ZeROStage):
+        raise ConfigError(
+            f"unknown ZeRO stage {stage!r}; it must be a number from 0 to 3, such as zero(1)"
+        )
+    row = ZERO[ZeROStage(stage)]
+    axes = axes_of(axes)
+    over = axes if shard_axes is None else axes_of(shard_axes)
+    if not over or not set(over) <= set(axes):
+        raise ConfigError(
+            f"shard axes {over} must be one or more of the batch axes {axes}; the ranks that split "
+            "an array must have samples of their own"
+        )
+    label = name or f"zero{int(stage)}"
+    split = LargestDim(over, min_elements, label)
+
+    def place(is_split):
+        return split if is_split else Replicate()
+
+    return Strategy(
+        label,
+        batch_axes=axes,
+        params=place(row.params),
+        opt_state=place(row.opt_state),
+        reduction=_said(reduction or Reduction(), row),
+    )
+
+
+def _said(reduction: Reduction, row: Split) -> Reduction:
+    """The reduction, once per microbatch where that alone makes the stage."""
+    if reduction.per is not None or not row.grads or row.params:
+        return reduction
+    return dataclasses.replace(reduction, per="microbatch")
+
+
+class ShardingStrategy(NamedChoice):
+    """What FSDP splits, in PyTorch's words; FULL_SHARD is the default."""
+
+    NO_SHARD = "no_shard"
+    """Nothing: data parallelism."""
+    SHARD_GRAD_OP = "shard_grad_op"
+    """Gradients, between microbatches too, and optimizer state: ZeRO-2."""
+    FULL_SHARD = "full_shard"
+    """Parameters too: ZeRO-3."""
+    HYBRID_SHARD = "hybrid_shard"
+    """As FULL_SHARD within the last axis of the group, replicated over the others."""
+
+
+STAGES: MappingProxyType[ShardingStrategy, ZeROStage] = MappingProxyType(
+    {
+        ShardingStrategy.NO_SHARD: ZeROStage.STAGE0,
+        ShardingStrategy.SHARD_GRAD_OP: ZeROStage.STAGE2,
+        ShardingStrategy.FULL_SHARD: ZeROStage.STAGE3,
+        ShardingStrategy.HYBRID_SHARD: ZeROStage.STAGE3,
+    }
+)
+"""Every sharding strategy is a stage of ZeRO; hybrid is stage 3 over fewer axes."""
+
+
+def fsdp(
+    sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+    axes: str | tuple[str, ...] = ("fsdp",),
+    *,
+    cpu_offload: CPUOffload | str = CPUOffload.NONE,
+    mixed_precision: MixedPrecision | str | bool | None = None,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
+    min_elements: int = MIN_ELEMENTS,
+    reduction: Reduction | None = None,
+) -> Strategy:
+    """Fully sharded data parallelism as a strategy.
+
+    Args:
+        sharding_strategy: what is split.
+        axes: the mesh axes that split the batch; HYBRID_SHARD splits arrays over the last. One that
+            `context_parallel` has, when composed with it, splits the arrays and no samples.
+        cpu_offload: what lives in host memory between steps.
+        mixed_precision: dtypes, a preset's name, or True.
+        auto_wrap_policy: which modules are gathered and freed as one; by default the blocks
+            that the model keeps in a list.
+        activation_checkpointing: what the backward pass recomputes.
+        min_elements: leaves with fewer elements stay whole.
+        reduction: how gradients become one.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: for an unknown name, or HYBRID_SHARD over a single axis.
+
+    Example:
+        >>> fsdp("hybrid_shard", ("dp", "fsdp")).params.axes
+        ('fsdp',)
+
+    Source: Zhao et al., PyTorch FSDP, VLDB 2023, arXiv:2304.11277.
+    """
+    chosen = ShardingStrategy(sharding_strategy)
+    hybrid = chosen is ShardingStrategy.HYBRID_SHARD
+    axes = axes_of(axes)
+    if hybrid and len(axes) < 2:
+        raise ConfigError(
+            f"hybrid_shard got the axes {axes}; it needs one to replicate over and a last one to "
+            'split over, such as ("dp", "fsdp")'
+        )
+    _WRAP.check(chosen.value, "auto_wrap_policy", auto_wrap_policy)
+    _REMAT.check(chosen.value, "activation_checkpointing", activation_checkpointing)
+    made = zero(
+        STAGES[chosen],
+        axes,
+        shard_axes=axes[-1:] if hybrid else axes,
+        min_elements=min_elements,
+        reduction=reduction,
+        name=chosen.value,
+    )
+    return dataclasses.replace(
+        made,
+        wrap=auto_wrap_policy or TransformerAutoWrapPolicy(),
+        precision=None if mixed_precision is None else MixedPrecision.of(mixed_precision),
+        remat=activation_checkpointing,
+        offload=CPUOffload(cpu_offload),
+    )
+
+
+_WRAP = ArgumentKind(
+    "a policy, such as TransformerAutoWrapPolicy(Block)", lambda x: hasattr(x, "units")
+).or_none()
+_REMAT = ArgumentKind(
+    "an ActivationCheckpointing, such as ActivationCheckpointing(interval=1)",
+    lambda x: isinstance(x, ActivationCheckpointing),
+).or_none()
+
+
+def diloco(
+    axis: str = "nodes",
+    *,
+    every: int,
+    outer: optax.GradientTransformation | None = None,
+    compress: Compression | str | None = None,
+    fragments: int = 1,
+) -> Strategy:
+    """Replicas over a slow axis that train on their own and meet every H steps.
+
+    The batch is split over the axis too, and each replica takes H steps of the step's optimizer on
+    its share, sending nothing over the axis. Then the mean of how far they went is a gradient for
+    the outer optimizer, whose parameters they all go on from. Their moments stay their own. With
+    H=1, plain SGD inside and `optax.sgd(1.0)` outside this is data parallelism, for losses whose
+    weight is the same in every share.
+
+    Args:
+        axis: the mesh axis between the replicas, such as `nodes` or `pods`. Other strategies,
+            composed with this one, split each replica over the other axes.
+        every: H, the steps between two meetings.
+        outer: the outer optimizer; None takes that of the paper,
+            `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        compress: `"int8"`, `"fp8"` or `"top_k"`, or a `Quantized` or `TopK` with other settings;
+            what a replica leaves unsaid it adds the next time (error feedback).
+        fragments: parts of the parameters that meet at steps of their own, as in streaming DiLoCo.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: when H or the number of fragments is no whole number from 1, there are more
+            fragments than steps, or the outer optimizer or compression is none.
+
+    Example:
+        >>> plan = diloco("nodes", every=100).slow
+        >>> plan.axis, plan.every
+        ('nodes', 100)
+
+    Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments: Streaming DiLoCo,
+    arXiv:2501.18512.
+    """
+    return _slow("diloco", axis, every, outer, compress, fragments)
+
+
+def local_sgd(
+    axis: str = "nodes",
+    *,
+    every: int,
+    compress: Compression | str | None = None,
+    fragments: int = 1,
+) -> Strategy:
+    """Replicas over a slow axis whose parameters are averaged every H steps.
+
+    As `diloco` with `optax.sgd(1.0)` outside: `θ_r = mean_r θ_r`.
+
+    Args:
+        axis: the mesh axis between the replicas.
+        every: H, the steps between two averages.
+        compress: as for `diloco`.
+        fragments: as for `diloco`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: as for `diloco`.
+
+    Example:
+        >>> local_sgd("nodes", every=8).batch_axes
+        ('nodes',)
+
+    Source: Stich, Local SGD, arXiv:1805.09767.
+    """
+    return _slow("local_sgd", axis, every, optax.sgd(1.0), compress, fragments)
+
+
+def _slow(
+    name: str,
+    axis: str,
+    every: int,
+    outer: optax.GradientTransformation | None,
+    compress: Compression | str | None,
+    fragments: int,
+) -> Strategy:
+    TEXT.check(name, "axis", axis)
+    COUNT.check(name, "every", every)
+    COUNT.check(name, "fragments", fragments)
+    OPTIMIZER.or_none().check(name, "outer", outer)
+    if fragments > every:
+        raise ConfigError(
+            f"{name} got fragments={fragments} and every={every}; each fragment meets at a step of "
+            f"its own, so give at most {every} fragments, or more steps"
+        )
+    chosen = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    plan = SlowPlan(
+        axis,
+        int(every),
+        optax.with_extra_args_support(chosen),
+        compression_of(compress),
+        int(fragments),
+    )
+    return Strategy(name, batch_axes=(axis,), slow=plan)
