@@ -25,7 +25,7 @@ from axon_dist.data import (
     byte_tokenizer,
     load_tokenizer,
 )
-from axon_dist.loop.sums import LAG, MetricSums, delayed
+from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
 from axon_dist.ops.precision import autocast

@@ -219,11 +219,6 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
         state=state,
         num_steps=int(state.step),
         reason=FINISHED,
-        train_curve=(),
-        validation_curve=(),
-        compile_seconds=0.0,
-        train_seconds=0.0,
-        items_per_second=None,
         device_bytes=bytes_per_device(state),
     )
     summary = summarize(run, result)
