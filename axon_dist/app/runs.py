@@ -16,8 +16,8 @@ from axon_dist.step import TrainState, TrainStep
 from axon_dist.weights import load_weights
 from axon_dist.weights.load import check_weights
 
-from ..config.data import SyntheticImageData, TextData
 from ..config.schema import RunConfig
+from ..config.sections import SyntheticImageData, TextData
 from .fewer import step_for
 from .steps import abstract_batch, build_world, check_memory
 
