@@ -22,8 +22,8 @@ import yaml
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
 
+from ..config import RunConfig
 from ..config.parse import read_yaml
-from ..config.schema import RunConfig
 
 AUTO = "auto"
 """Where to resume from: the newest good checkpoint of the run itself, if there is one."""

@@ -23,7 +23,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
 
-from ..config.schema import RunConfig
+from ..config import RunConfig
 from .directory import AUTO, RunDirectory
 from .runs import Run
 

@@ -17,11 +17,14 @@ from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
 from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .optimizers import SCHEDULES as SCHEDULES
+from .optimizers import Decaying as Decaying
+from .optimizers import Optimizer as Optimizer
 from .optimizers import OwnOptimizer as OwnOptimizer
 from .parse import CONFIG as CONFIG
 from .parse import load_config as load_config
 from .parse import load_untrusted as load_untrusted
 from .schema import RunConfig as RunConfig
+from .schema import abstract_batch as abstract_batch
 from .schema import build_strategy as build_strategy
 from .sections import DATA as DATA
 from .sections import LOGGERS as LOGGERS
@@ -29,13 +32,18 @@ from .sections import CheckpointConfig as CheckpointConfig
 from .sections import DevicesConfig as DevicesConfig
 from .sections import ImageData as ImageData
 from .sections import JsonlData as JsonlData
+from .sections import Logger as Logger
 from .sections import MixtureData as MixtureData
+from .sections import Mlflow as Mlflow
 from .sections import OwnData as OwnData
 from .sections import ParquetData as ParquetData
 from .sections import SyntheticImageData as SyntheticImageData
+from .sections import TensorBoard as TensorBoard
 from .sections import TextData as TextData
 from .sections import TokenData as TokenData
+from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
+from .sections import Wandb as Wandb
 from .user_code import Own as Own
 
 

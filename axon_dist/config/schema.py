@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
 
+import jax
+
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.files import as_path
 from axon_dist.mesh import MeshSpec, World
@@ -387,3 +389,12 @@ class RunConfig:
                 f"every checkpoint; make checkpoint.every={save_every} a multiple of "
                 f"train.eval_every={eval_every}"
             )
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a run's global batch, known before any data is read."""
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }
