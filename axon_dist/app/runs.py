@@ -24,7 +24,7 @@ from axon_dist.weights import load_weights
 from axon_dist.weights.load import check_weights
 
 from ..config import RunConfig, abstract_batch
-from ..config.sections import SyntheticImageData, TextData
+from ..config.sections import ProfileConfig, SyntheticImageData, TextData
 from .device_memory import check_memory
 from .steps import build_step, build_world
 
@@ -134,11 +134,8 @@ class Run:
         progress: Progress,
         writers: Sequence[MetricWriter],
         save: Callable[[TrainState, int, float | None], None],
-        go_back: Callable[[], TrainState | None] | None = None,
-        history: Sequence[Mapping[str, object]] = (),
-        on_compiled: Callable[[], None] = lambda: None,
-        profile_dir: str | None = None,
         copy: Callable[[TrainState, int], None] | None = None,
+        **others: Any,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -146,16 +143,11 @@ class Run:
             progress: shows the run.
             writers: take its metrics.
             save: takes its state now and then, as that of a `Trainer`.
-            go_back: returns the newest state saved, as that of a `Trainer`.
-            history: the metrics of earlier legs, as those of a `Trainer`.
-            on_compiled: called after the first step.
-            profile_dir: the folder for traces.
             copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
+            **others: fields of the `Trainer`: `go_back`, `history`, `on_compiled`, `profile_dir`.
         """
         config, train = self.config, self.config.train
-        profile = {}
-        if train.profile is not None:
-            profile = {"profile_at": train.profile.at, "profile_steps": train.profile.steps}
+        traced = train.profile or ProfileConfig(at=0)
         sets = {"": self.loader, **self.validation}
         return Trainer(
             step=self.step,
@@ -175,7 +167,8 @@ class Run:
                 best_mode=train.best.mode,
                 patience=train.best.patience,
                 min_delta=train.best.min_delta,
-                **profile,
+                profile_at=traced.at,
+                profile_steps=traced.steps,
             ),
             validation={
                 name: functools.partial(one.validation_batches, train.eval_batches)
@@ -186,11 +179,8 @@ class Run:
             save=save,
             copy=copy,
             give_back=self.give_back,
-            go_back=go_back,
-            history=history,
             facts=self.facts(),
-            on_compiled=on_compiled,
-            profile_dir=profile_dir,
+            **others,
         )
 
     @property

@@ -43,7 +43,7 @@ from axon_dist.loop import (
     plot_losses,
 )
 from axon_dist.mesh.chips import hardware, machine_of
-from axon_dist.step import PortableForm, TrainState
+from axon_dist.step import TrainState
 
 from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
 from .config_plans import plan_config
@@ -52,11 +52,8 @@ from .examine import read_program
 from .resume import (
     check_copies,
     check_resume,
-    find_start,
-    newest_state,
     open_checkpoints,
-    open_copies,
-    save_state,
+    open_states,
 )
 from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
@@ -91,7 +88,7 @@ def train(
     Args:
         config: a run as YAML describes it, checked.
         console: where process 0 tells how it goes; None tells nothing.
-        resume: where to go on, `"auto"` or a path; see `find_start`.
+        resume: where to go on, `"auto"` or a path; see `SavedStates`.
 
     Returns:
         The result.
@@ -115,9 +112,8 @@ def train(
         tell(line)
     with contextlib.ExitStack() as stack:
         on_main(lambda: take_folders(config, directory, stack, tell))
-        form = PortableForm(run.step)
-        copies = open_copies(run, form, os.environ, tell)
-        state = find_start(run, form, directory, resume, tell, copies)
+        saved = open_states(run, directory, os.environ, tell)
+        state = saved.find_start(resume, tell)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
@@ -127,19 +123,18 @@ def train(
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if run.is_main else []
             checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
-            save = functools.partial(save_state, run, form, checkpoints)
-            go_back = functools.partial(newest_state, form, checkpoints, copies)
+            saved = dataclasses.replace(saved, checkpoints=checkpoints)
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
             keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
             trainer = run.trainer(
                 progress,
                 writers,
-                save,
-                go_back,
-                history,
-                keep,
-                str(directory.profile),
-                None if copies is None else copies.save,
+                saved.save,
+                copy=None if saved.copies is None else saved.copy,
+                go_back=saved.go_back,
+                history=history,
+                on_compiled=keep,
+                profile_dir=str(directory.profile),
             )
             with explained(run, directory.path):
                 result = _fit(trainer, state, checkpoints)

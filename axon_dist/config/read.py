@@ -106,29 +106,24 @@ class Parsed:
 MOST = 2**31 - 1
 """Steps and samples are counted in 32 bits on the devices."""
 
-Count: TypeAlias = Annotated[
-    int, Bound(f"at least 1 and at most {MOST}", lambda value: 1 <= value <= MOST)
-]
+
+def _from(least: int, most: int) -> Bound:
+    return Bound(f"at least {least} and at most {most}", lambda value: least <= value <= most)
+
+
+Count: TypeAlias = Annotated[int, _from(1, MOST)]
 """A number of things of which there must be one."""
 
-Natural: TypeAlias = Annotated[
-    int, Bound(f"at least 0 and at most {MOST}", lambda value: 0 <= value <= MOST)
-]
+Natural: TypeAlias = Annotated[int, _from(0, MOST)]
 """A number of things that may be missing."""
 
-Ahead: TypeAlias = Annotated[
-    int, Bound("at least 0 and at most 1024", lambda value: 0 <= value <= 1024)
-]
+Ahead: TypeAlias = Annotated[int, _from(0, 1024)]
 """Batches that wait in memory."""
 
-Port: TypeAlias = Annotated[
-    int, Bound("at least 1 and at most 65535", lambda value: 1 <= value <= 65535)
-]
+Port: TypeAlias = Annotated[int, _from(1, 65535)]
 """Of TCP, on this host."""
 
-Devices: TypeAlias = Annotated[
-    int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
-]
+Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 """CPU devices that are made up, each with threads of its own."""
 
 Positive: TypeAlias = Annotated[
