@@ -15,7 +15,8 @@ import optax
 from flax import nnx
 
 from axon_dist import ActivationCheckpointing, World, build_train_step, compose
-from axon_dist.app.steps import abstract_batch, build_step
+from axon_dist.app import abstract_batch
+from axon_dist.app.steps import build_step
 from axon_dist.config import load_config
 from axon_dist.models import (
     ExpertConfig,

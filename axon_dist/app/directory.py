@@ -21,12 +21,23 @@ import yaml
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, host_memory, kind_at, read_bytes, read_text
+from axon_dist.core.told import is_whole
 
+from ..config import RunConfig
 from ..config.parse import read_yaml
-from ..config.schema import RunConfig
 
 AUTO = "auto"
 """Where to resume from: the newest good checkpoint of the run itself, if there is one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """What a run leaves under a name in its folder: the path, asked for at a `RunDirectory`."""
+
+    name: str
+
+    def __get__(self, directory: RunDirectory, owner: object) -> Path:
+        return directory.path / self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,40 +50,20 @@ class RunDirectory:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The config, every default spelled out."""
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, a JSON object a line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """What the run came to, as JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def program(self) -> Path:
-        """What the compiled step is made of, as JSON."""
-        return self.path / "program.json"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of the steps that `train.profile` asks for."""
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The checkpoints, where the config does not put them elsewhere."""
-        return self.path / "checkpoints"
-
-    @property
-    def plot(self) -> Path:
-        """The loss curves."""
-        return self.path / "loss.png"
+    config = _Entry("config.yaml")
+    """The config, every default spelled out."""
+    metrics = _Entry("metrics.jsonl")
+    """Metrics, a JSON object a line."""
+    summary = _Entry("summary.json")
+    """What the run came to, as JSON."""
+    program = _Entry("program.json")
+    """What the compiled step is made of, as JSON."""
+    profile = _Entry("profile")
+    """Traces of the steps that `train.profile` asks for."""
+    checkpoints = _Entry("checkpoints")
+    """The checkpoints, where the config does not put them elsewhere."""
+    plot = _Entry("loss.png")
+    """The loss curves."""
 
     def check_files(self) -> None:
         """Checks that what a run writes in the end replaces nothing but files.
@@ -190,16 +181,10 @@ def create_directory(config: RunConfig, resume: str | None = None) -> RunDirecto
                 yaml.safe_dump(config.to_dict(), file, sort_keys=False)
         check_writable(path)
     except FileExistsError as error:
-        if kind_at(path) != "a folder":
-            raise ConfigError(
-                f"run_dir: {str(path)!r} is {kind_at(path) or 'a link to nothing'} and no folder; "
-                "name another"
-            ) from error
+        _check_folder("run_dir", path)
         raise _holds_a_run(path) from error
     except OSError as error:
-        raise ConfigError(
-            f"run_dir: cannot write to {str(path)!r}: {error.strerror}; name another"
-        ) from error
+        raise _cannot_write("run_dir", path, error.strerror) from error
     return directory
 
 
@@ -215,16 +200,21 @@ def check_directory(config: RunConfig) -> None:
             path = as_path(folder, key)
             places = (path, *path.absolute().parents)
             there = next(place for place in places if os.path.lexists(place))
-            if kind_at(there) != "a folder":
-                kind = kind_at(there) or "a link to nothing"
-                raise ConfigError(f"{key}: {str(there)!r} is {kind} and no folder; name another")
+            _check_folder(key, there)
             if not os.access(there, os.W_OK | os.X_OK):
-                raise ConfigError(
-                    f"{key}: cannot write to {str(path)!r}: {str(there)!r} may not be written to; "
-                    "name another"
-                )
+                raise _cannot_write(key, path, f"{str(there)!r} may not be written to")
     if config.run_dir and kind_at(RunDirectory(as_path(config.run_dir, "run_dir")).config):
         raise _holds_a_run(config.run_dir)
+
+
+def _check_folder(key: str, path: Path) -> None:
+    if (kind := kind_at(path)) != "a folder":
+        kind = kind or "a link to nothing"
+        raise ConfigError(f"{key}: {str(path)!r} is {kind} and no folder; name another")
+
+
+def _cannot_write(key: str, path: Path, why: str | None) -> ConfigError:
+    return ConfigError(f"{key}: cannot write to {str(path)!r}: {why}; name another")
 
 
 def _holds_a_run(path: str | Path) -> ConfigError:
@@ -258,9 +248,7 @@ def take_folders(
     try:
         check_writable(folder)
     except OSError as error:
-        raise ConfigError(
-            f"checkpoint.dir: cannot write to {str(folder)!r}: {error.strerror}; name another"
-        ) from error
+        raise _cannot_write("checkpoint.dir", folder, error.strerror) from error
     if folder.resolve() != directory.path.resolve():
         stack.enter_context(locked(folder, "checkpoint.dir", tell))
 
@@ -290,9 +278,7 @@ def _row(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    is_row = isinstance(step, int) and not isinstance(step, bool)
-    return row if is_row else None
+    return row if isinstance(row, dict) and is_whole(row.get("step")) else None
 
 
 _WHOLE = ("mesh", "parallel")
@@ -380,8 +366,10 @@ def _take(path: Path, folder: Path, key: str, tell: Callable[[str], None]) -> in
             break
         # The run before removed it between our opening and our locking it.
         os.close(file)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     os.ftruncate(file, 0)
-    os.write(file, json.dumps(_myself()).encode())
+    os.write(file, json.dumps(holder).encode())
     return file
 
 
@@ -394,11 +382,6 @@ def _open(path: Path, key: str) -> int:
             f"{key}: cannot open {str(path)!r}, which says who writes there: {error.strerror}; "
             "remove it, or name another folder"
         ) from error
-
-
-def _myself() -> dict[str, Any]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
 def _holder(path: Path) -> str:

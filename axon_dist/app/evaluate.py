@@ -25,16 +25,16 @@ from axon_dist.data import (
     byte_tokenizer,
     load_tokenizer,
 )
-from axon_dist.loop.sums import LAG, MetricSums, delayed
+from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
 from axon_dist.ops.precision import autocast
 from axon_dist.step import TrainState, TrainStep
 
-from ..config.schema import RunConfig
+from ..config import RunConfig
+from .run_model import find_checkpoint, load_arrays, load_state, run_config, world_of
 from .runs import build_loader, measured_on
 from .steps import build_step
-from .trained import find_checkpoint, load_arrays, load_state, run_config, world_of
 
 SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
 """Losses that have metrics which are too dear for training, and what measures both."""

@@ -1,19 +1,22 @@
-"""What the step of a config costs, and what it is made of, read from its compiled program."""
+"""What a run would do and cost, read from its compiled step; nothing is trained or written."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-import jax
+import yaml
+from flax.traverse_util import flatten_dict
 
 from axon_dist.core.errors import MeshError
 from axon_dist.core.told import told
-from axon_dist.core.words import byte_size
+from axon_dist.core.tree import num_bytes
+from axon_dist.core.words import byte_size, plural, si
 from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.mesh.targets import Target, parse_target, prepare_environment
@@ -21,11 +24,12 @@ from axon_dist.planner import read_step
 from axon_dist.sharding import Explanation
 from axon_dist.step import TrainStep
 
-from ..config.parse import CONFIG
-from ..config.schema import RunConfig
-from .runs import Run
-from .steps import abstract_batch, build_step, build_world, remat_line
-from .summary import attention_line, parameters_of
+from ..config import CONFIG, RunConfig, abstract_batch
+from .device_memory import bytes_per_device_of
+from .directory import check_directory
+from .runs import Run, build_run
+from .steps import build_step, build_world
+from .summary import attention_line, opening_lines, parameters_of, remat_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +177,7 @@ def memory_by_category(run: Run, found: Report) -> dict[str, int]:
     state, places = run.step.abstract_state, run.step.state_shardings
     memory, kinds = found.memory, {}
     for name, label in _KINDS.items():
-        kinds[label] = _bytes(getattr(state, name), getattr(places, name))
+        kinds[label] = bytes_per_device_of(getattr(state, name), getattr(places, name))
     rest = memory.arguments + memory.host_arguments - sum(kinds.values())
     return {
         **{label: size for label, size in kinds.items() if size},
@@ -192,11 +196,6 @@ _KINDS: Mapping[str, str] = {
     "outer": "outer parameters",
     "meeting": "outer optimizer state",
 }
-
-
-def _bytes(shapes: object, places: object) -> int:
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
-    return sum(math.prod(p.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, p in pairs)
 
 
 def _device(rank: int, device: Any) -> dict[str, Any]:
@@ -232,3 +231,119 @@ def _leaves(*explanations: Explanation | None) -> list[dict[str, Any]]:
 
 def _schedule(table: Any) -> dict[str, str]:
     return {"name": table.name, "csv": table.to_csv()}
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What `dry_run` finds.
+
+    Args:
+        config: every value of the config, defaults spelled out.
+        opening: what the run says of itself at its start.
+        program: what `read_program` reads from its compiled step.
+        items: what a sample is counted in, and how many the whole run takes.
+        ranks: of each process the ranks and the rows of a global batch that it brings.
+        files: what would be written, and how large it gets where that is known.
+    """
+
+    config: dict[str, Any]
+    opening: tuple[str, ...]
+    program: dict[str, Any]
+    items: tuple[str, int]
+    ranks: tuple[str, ...]
+    files: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        memory = self.program["memory"]
+        width = max(map(len, memory))
+        item, count = self.items
+        chip = self.program["chip"]
+        fits = f" of {byte_size(self.program['chip_bytes'])} of {chip}" if chip else ""
+        return [
+            *_differing(self.config),
+            "---",
+            *self.opening,
+            f"{si(count)} {item} in all",
+            *self.ranks,
+            "memory per device, read from the compiled step:",
+            *(f"  {label:<{width}}  {byte_size(size):>8}" for label, size in memory.items()),
+            f"  {'in all':<{width}}  {byte_size(sum(memory.values())):>8}{fits}",
+            *self.program["warnings"],
+            "would write:",
+            *(f"  {file}" for file in self.files),
+            "dry run: nothing was trained and nothing was written",
+        ]
+
+
+def _differing(config: Mapping[str, Any]) -> list[str]:
+    """The values of a config that are not those of one that says nothing, and how many are."""
+    every, defaults = (
+        flatten_dict(dict(one), sep=".", is_leaf=lambda _, value: not value)
+        for one in (config, RunConfig().to_dict())
+    )
+    told = {key: x for key, x in every.items() if key not in defaults or defaults[key] != x}
+    left = plural(len(every) - len(told), "further key")
+    return [
+        *(f"{key} = {yaml.safe_dump(x, default_flow_style=True).splitlines()[0]}"
+          for key, x in told.items()),
+        f"{left} as by default: axon config --full lists all",
+    ]  # fmt: skip
+
+
+@told(config=CONFIG)
+def dry_run(config: RunConfig) -> DryRun:
+    """Builds and compiles all that a run needs, and says what it would do; writes nothing.
+
+    Args:
+        config: a run as YAML describes it, checked.
+
+    Returns:
+        What was found.
+
+    Raises:
+        AxonDistError: whatever a run would be refused for before its first step.
+    """
+    check_directory(config)
+    run = build_run(config)
+    run.check_weights()
+    train = config.train
+    return DryRun(
+        config=config.to_dict(),
+        opening=tuple(opening_lines(run)),
+        program=read_program(run),
+        items=(run.item, train.steps * run.items_per_step),
+        ranks=tuple(_shares(run)),
+        files=tuple(_files_of(config, run.step.abstract_state)),
+    )
+
+
+def _shares(run: Run) -> list[str]:
+    """How a global batch is divided."""
+    axes, mesh = run.step.strategy.batch_axes, run.world.mesh
+    rows, accumulate = run.config.train.global_batch, run.config.train.accumulate
+    index, count = run.world.share_of_batch(axes)
+    ranks = 1
+    for axis in axes:
+        ranks *= mesh.shape[axis]
+    each = rows // ranks
+    cut = f", in {plural(accumulate, 'microbatch')} of {each // accumulate}" * (accumulate > 1)
+    return [
+        f"each of {plural(ranks, 'batch rank')} ({', '.join(axes) or 'no axis'}) takes "
+        f"{each} of {plural(rows, 'sample')} a step{cut}",
+        f"this process brings share {index + 1} of {count}: {rows // count} samples a step",
+    ]
+
+
+def _files_of(config: RunConfig, state: object) -> list[str]:
+    path = Path(config.run_dir or f"runs/{config.name}-<time>").expanduser()
+    kept = config.checkpoint
+    folder = Path(kept.dir).expanduser() if kept.dir else path / "checkpoints"
+    size = num_bytes(state)
+    when = f"every {kept.every} steps and at the end" if kept.every else "at the end"
+    named = ("config.yaml", "metrics.jsonl", "program.json", "summary.json", "loss.png")
+    return [
+        *(os.fspath(path / name) for name in named),
+        f"{folder}{os.sep}step_…: {when}, {byte_size(size)} each, of which "
+        f"{plural(kept.keep + kept.best, 'stays', 'stay')}",
+    ]

@@ -18,10 +18,11 @@ from flax import nnx
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths
-from ..core.typing import Array, Batch, PyTree
+from ..core.typing import Array, Batch
 from ..mesh import World
 from ..nn import Layout
-from ..parallel import AdaptLayers, Strategy, ddp, fsdp, zero
+from ..parallel import ContextMode, Strategy, ddp, fsdp, zero
+from ..parallel.context import ContextLayers
 from ..step import build_train_step
 
 POSITIONS, FEATURES = 8, 8
@@ -53,19 +54,17 @@ def _convolution(
     letters = "WHD"[:dims][::-1]
     numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
 
+    options = {
+        "window_strides": (1,) * dims,
+        "padding": padding,
+        "dimension_numbers": numbers,
+        "feature_group_count": groups,
+        **options,
+    }
+
     def run(x: Array, kernel: Array) -> Array:
         x = x.reshape(*x.shape[:2], -1, 4) if image else x
-        strides = options.get("strides", (1,) * dims)
-        more = {name: value for name, value in options.items() if name != "strides"}
-        return jax.lax.conv_general_dilated(
-            x,
-            kernel,
-            strides,
-            padding,
-            dimension_numbers=numbers,
-            feature_group_count=groups,
-            **more,
-        )
+        return jax.lax.conv_general_dilated(x, kernel, **options)
 
     return run
 
@@ -133,7 +132,7 @@ def _repeated(x: Array, kernel: Array) -> Array:
 
 _CONVOLUTIONS = {
     "conv": Sentinel(_convolution(1), (3, 8, 8)),
-    "conv_strided": Sentinel(_convolution(1, strides=(2,)), (3, 8, 8)),
+    "conv_strided": Sentinel(_convolution(1, window_strides=(2,)), (3, 8, 8)),
     "conv_dilated": Sentinel(_convolution(1, rhs_dilation=(2,)), (3, 8, 8), core=False),
     "conv_valid": Sentinel(_convolution(1, padding="VALID"), (3, 8, 8), core=False),
     "conv_transposed": Sentinel(
@@ -145,11 +144,11 @@ _CONVOLUTIONS = {
     "conv_causal": Sentinel(_convolution(1, groups=8, padding=((3, 0),)), (4, 1, 8)),
     "conv2d": Sentinel(_convolution(2, image=True), (3, 3, 4, 8)),
     "conv2d_strided": Sentinel(
-        _convolution(2, image=True, strides=(2, 2)), (3, 3, 4, 8), core=False
+        _convolution(2, image=True, window_strides=(2, 2)), (3, 3, 4, 8), core=False
     ),
     "conv2d_depthwise": Sentinel(_convolution(2, 4, image=True), (3, 3, 1, 4)),
     "conv_patches": Sentinel(
-        _convolution(2, image=True, padding="VALID", strides=(2, 2)), (2, 2, 4, 8)
+        _convolution(2, image=True, padding="VALID", window_strides=(2, 2)), (2, 2, 4, 8)
     ),
 }
 
@@ -237,31 +236,11 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitPositions(AdaptLayers):
-    """Splits the positions of what every sentinel gets, as context parallelism does.
-
-    Args:
-        axis: the mesh axis.
-    """
-
-    axis: str
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes it needs."""
-        return (self.axis,)
-
-    @property
-    def splits_positions(self) -> bool:
-        """Always."""
-        return True
+class SplitPositions(ContextLayers):
+    """Splits the positions of what every sentinel gets, as context parallelism does."""
 
     def check(self, model: nnx.Module, layout: Layout) -> None:
         """Any model can be run so."""
-
-    def extend(self, layout: Layout) -> Layout:
-        """Positions are split in every layer."""
-        return dataclasses.replace(layout, sequence=(*layout.sequence, self.axis))
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
         """Pins the input of every operation."""
@@ -290,7 +269,9 @@ class Laid:
 
 
 def _split(strategy: Strategy | None = None) -> Strategy:
-    return dataclasses.replace(strategy or Strategy("cp"), layers=(SplitPositions("cp"),))
+    return dataclasses.replace(
+        strategy or Strategy("cp"), layers=(SplitPositions(ContextMode.ULYSSES, "cp"),)
+    )
 
 
 LAYOUTS: MappingProxyType[str, Laid] = MappingProxyType(
@@ -406,7 +387,7 @@ def _on_one(model: nnx.Module, batch: Batch, device: object) -> dict[str, Array]
         return _loss(nnx.merge(graphdef, params, rest, copy=True), batch)
 
     given = jax.device_put((params, batch), device)
-    return _by_path(nnx.to_pure_dict(jax.jit(jax.grad(loss))(*given)))
+    return dict(leaves_with_paths(nnx.to_pure_dict(jax.jit(jax.grad(loss))(*given))))
 
 
 def _laid_out(
@@ -417,11 +398,7 @@ def _laid_out(
     model = Guard(names, nnx.Rngs(0))
     step = build_train_step(model, optax.sgd(0.1), _loss, row.strategy(), world)
     grads, _ = step.gradients(step.init(), batch)
-    return _by_path(grads)
-
-
-def _by_path(tree: PyTree) -> dict[str, Array]:
-    return dict(leaves_with_paths(tree))
+    return dict(leaves_with_paths(grads))
 
 
 def _error(got: Array, expected: Array) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from axon_dist.core.words import byte_size, clock_time, duration, plural
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
-from .recorded import (
+from .run_records import (
     Curve,
     Recorded,
     Runs,
@@ -134,14 +134,11 @@ def _side_by_side(runs: Runs) -> str | None:
     names = [one.name for one in runs]
     figures = compared([_figures(one) for one in runs])
     settings = compared([one.settings() for one in runs], differing=True)
-    return (
-        _table([[label, *row] for label, row in figures.items()], ["", *names])
-        + "<h3>Configs: the keys that differ</h3>"
-        + (
-            _table([[label, *row] for label, row in settings.items()], ["", *names])
-            or _say("None.")
-        )
+    shown, differing = (
+        _table([[label, *row] for label, row in rows.items()], ["", *names])
+        for rows in (figures, settings)
     )
+    return shown + _under("Configs: the keys that differ", differing or _say("None."))
 
 
 def _told_apart(runs: list[Recorded]) -> Runs:
@@ -188,43 +185,36 @@ def _loss(runs: Runs) -> str | None:
 
 def _validation(runs: Runs) -> str | None:
     metrics = [n for n in runs[0].metrics("validation/") if not n.endswith("/loss")]
-    drawn = []
+    drawn = ""
     for metric in metrics:
         short = metric.removeprefix("validation/")
         names = {f"train/{short}": f"training {short}", metric: f"validation {short}"}
-        if plot := _plot(runs, names, short):
-            drawn.append(f"<h3>{escape(short)}</h3>{plot}")
-    return "".join(drawn) or None
+        drawn += _under(short, _plot(runs, names, short))
+    return drawn or None
 
 
 def _norms(runs: Runs) -> str | None:
     """The norm of the gradient, and those of the layers where a run has recorded them."""
-    drawn = [_plot(runs, {"train/grad_norm": "gradient norm"}, "norm before clipping")]
-    for kind in ("grad", "param", "update"):
+    drawn = _plot(runs, {"train/grad_norm": "gradient norm"}, "norm before clipping") or ""
+    for kind, what in {"grad": "gradients", "param": "weights", "update": "updates"}.items():
         begin = f"train/{kind}_norm/"
         names = {n: n.removeprefix(begin) for n in runs[0].metrics(begin)}
-        if plot := _plot(runs, names, "norm"):
-            drawn.append(f"<h3>{_NORMS[kind]} by layer</h3>{plot}")
-    return "".join(filter(None, drawn)) or None
-
-
-_NORMS = {"grad": "gradients", "param": "weights", "update": "updates"}
+        drawn += _under(f"{what} by layer", _plot(runs, names, "norm"))
+    return drawn or None
 
 
 def _throughput(runs: Runs) -> str | None:
-    drawn = []
+    drawn = ""
     for metric in [n for n in runs[0].metrics("time/") if n.endswith("_per_second")]:
         item = metric.removeprefix("time/").removesuffix("_per_second")
-        drawn.append(_plot(runs, {metric: f"{item}/s"}, f"{item}/s"))
+        drawn += _plot(runs, {metric: f"{item}/s"}, f"{item}/s") or ""
     shares = {
         "time/model_flops_utilization": "model FLOP utilization",
         "time/goodput": "goodput",
         "time/data_share": "waiting for data",
         "time/host_share": "host",
     }
-    if plot := _plot(runs, shares, "share"):
-        drawn.append(f"<h3>shares of the time</h3>{plot}")
-    return "".join(filter(None, drawn)) or None
+    return drawn + _under("shares of the time", _plot(runs, shares, "share")) or None
 
 
 def _step_time(runs: Runs) -> str | None:
@@ -242,20 +232,30 @@ def _step_time(runs: Runs) -> str | None:
 _PERCENTILES = {"50": "half within", "90": "90 %", "99": "99 %", "100": "all"}
 
 
-def _time(runs: Runs) -> str | None:
-    drawn = []
-    for one in runs:
-        seconds = {str(k): float(v) for k, v in (one.summary.get("seconds") or {}).items()}
-        if not seconds:
-            continue
-        if restart := one.restart_seconds:
-            seconds["restart"] = restart
-        seconds = {_KINDS.get(kind, kind): x for kind, x in seconds.items() if x > 0}
-        words = {kind: clock_time(x) if x >= 60 else duration(x) for kind, x in seconds.items()}
-        since = one.summary.get("first_step")
-        leg = f"<p>since step {escape(str(since))}; restarts of the whole run</p>" if since else ""
-        drawn.append(f"<h3>{escape(one.name)}</h3>{bars(seconds, words)}{leg}")
-    return "".join(drawn) or None
+def _under(heading: str, html: str | None) -> str:
+    return f"<h3>{escape(heading)}</h3>{html}" if html else ""
+
+
+def _of_each(draw: Callable[[Recorded], str | None]) -> Callable[[Runs], str | None]:
+    """From what draws one run to what draws several, each under its name."""
+
+    def draw_all(runs: Runs) -> str | None:
+        return "".join(_under(one.name, draw(one)) for one in runs) or None
+
+    return draw_all
+
+
+@_of_each
+def _time(one: Recorded) -> str | None:
+    seconds = {str(k): float(v) for k, v in (one.summary.get("seconds") or {}).items()}
+    if not seconds:
+        return None
+    seconds["restart"] = one.restart_seconds
+    seconds = {_KINDS.get(kind, kind): x for kind, x in seconds.items() if x > 0}
+    words = {kind: clock_time(x) if x >= 60 else duration(x) for kind, x in seconds.items()}
+    since = one.summary.get("first_step")
+    leg = f"<p>since step {escape(str(since))}; restarts of the whole run</p>" if since else ""
+    return f"{bars(seconds, words)}{leg}"
 
 
 _KINDS = {
@@ -267,55 +267,52 @@ _KINDS = {
 }
 
 
-def _memory(runs: Runs) -> str | None:
-    drawn = []
-    for one in runs:
-        sizes = {str(k): float(v) for k, v in (one.program.get("memory") or {}).items()}
-        if not sizes:
-            continue
-        words = {name: byte_size(size) for name, size in sizes.items()}
-        chip, capacity = one.program.get("chip"), one.program.get("chip_bytes")
-        of = f" of {byte_size(float(capacity))} of a {chip}" if chip and capacity else ""
-        said = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
-        drawn.append(f"<h3>{escape(one.name)}</h3><p>{escape(said)}</p>{bars(sizes, words)}")
-    return "".join(drawn) or None
+@_of_each
+def _memory(one: Recorded) -> str | None:
+    sizes = {str(k): float(v) for k, v in (one.program.get("memory") or {}).items()}
+    if not sizes:
+        return None
+    words = {name: byte_size(size) for name, size in sizes.items()}
+    chip, capacity = one.program.get("chip"), one.program.get("chip_bytes")
+    of = f" of {byte_size(float(capacity))} of a {chip}" if chip and capacity else ""
+    said = f"{byte_size(sum(sizes.values()))} per device at the peak of a step{of}"
+    return f"<p>{escape(said)}</p>{bars(sizes, words)}"
 
 
-def _collectives(runs: Runs) -> str | None:
-    drawn = []
-    for one in runs:
-        if "collectives" not in one.program:
-            continue
-        by_axis = {str(k): float(v) for k, v in one.program["wire_bytes_by_axis"].items()}
-        if not by_axis:
-            drawn.append(f"<h3>{escape(one.name)}</h3><p>The step sends nothing.</p>")
-            continue
-        words = {axis: f"{byte_size(size)} sent" for axis, size in by_axis.items()}
-        hidden = [] if one.program.get("is_cpu") else ["exposure"]
-        head = ["kind", "axis", "dtype", "count", "bytes each", *hidden, "source"]
-        rows = [
-            [
-                *(row["kind"], row["axis"], ", ".join(row["dtypes"]), row["count"]),
-                byte_size(float(row["wire_bytes"])),
-                *([row["exposure"]] if hidden else []),
-                row["source"],
-            ]
-            for row in one.program["collectives"][:60]
-        ]
-        drawn.append(f"<h3>{escape(one.name)}</h3>{bars(by_axis, words)}{_table(rows, head)}")
-    return "".join(drawn) or None
+@_of_each
+def _collectives(one: Recorded) -> str | None:
+    if "collectives" not in one.program:
+        return None
+    by_axis = {str(k): float(v) for k, v in one.program["wire_bytes_by_axis"].items()}
+    if not by_axis:
+        return "<p>The step sends nothing.</p>"
+    sent = {axis: f"{byte_size(size)} sent" for axis, size in by_axis.items()}
+    columns = {
+        "kind": "kind",
+        "axis": "axis",
+        "dtypes": "dtype",
+        "count": "count",
+        "wire_bytes": "bytes each",
+        **({} if one.program.get("is_cpu") else {"exposure": "exposure"}),
+        "source": "source",
+    }
+    words = {"dtypes": ", ".join, "wire_bytes": lambda size: byte_size(float(size))}
+    rows = [
+        [words.get(name, str)(row[name]) for name in columns]
+        for row in one.program["collectives"][:60]
+    ]
+    return f"{bars(by_axis, sent)}{_table(rows, list(columns.values()))}"
 
 
-def _timeline(runs: Runs) -> str | None:
-    drawn = []
-    for one in runs:
-        if found := one.program.get("schedule"):
-            table = Schedule.from_csv(found["csv"], str(found["name"]))
-            validate(table)
-            picture = to_svg(table, simulate(table))
-            picture = picture.replace(' xmlns="http://www.w3.org/2000/svg"', "")
-            drawn.append(f'<h3>{escape(one.name)}</h3><div class="paper">{picture}</div>')
-    return "".join(drawn) or None
+@_of_each
+def _timeline(one: Recorded) -> str | None:
+    found = one.program.get("schedule")
+    if not found:
+        return None
+    table = Schedule.from_csv(found["csv"], str(found["name"]))
+    validate(table)
+    picture = to_svg(table, simulate(table)).replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    return f'<div class="paper">{picture}</div>'
 
 
 def _parameters(runs: Runs) -> str | None:
@@ -387,6 +384,7 @@ def _table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> str:
 
 
 _NOT_MEASURED = "Nothing was measured: metrics.jsonl has no record of it."
+_NO_SUMMARY = "Unknown: summary.json, of the end, does not say."
 _NO_PROGRAM = "Unknown: program.json, which axon train writes after the first step, does not say."
 _ABSENT = Part("absent", "Not recorded", lambda runs: None, "")
 PARTS: tuple[Part, ...] = (
@@ -402,13 +400,23 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("throughput", "Throughput", _throughput, _NOT_MEASURED),
     Part("steps", "Step time", _step_time, _NOT_MEASURED),
-    Part("time", "Where the time went", _time, "Unknown: summary.json, of the end, does not say."),
+    Part(
+        "time",
+        "Where the time went",
+        _time,
+        "Unknown: summary.json, of the end, does not say.",
+    ),
     Part("memory", "Memory per device", _memory, _NO_PROGRAM),
     Part("collectives", "Collectives", _collectives, _NO_PROGRAM),
-    Part("schedule", "Schedule", _timeline, "There is no pipeline, so there is no schedule."),
+    Part(
+        "schedule",
+        "Schedule",
+        _timeline,
+        "There is no pipeline, so there is no schedule.",
+    ),
     Part("mesh", "Mesh", _mesh, _NO_PROGRAM),
     Part("parameters", "Where every parameter lies", _parameters, _NO_PROGRAM),
-    Part("versions", "Versions", _versions, "Unknown: summary.json, of the end, does not say."),
+    Part("versions", "Versions", _versions, _NO_SUMMARY),
     Part("config", "Config", _config, "Unknown: config.yaml is missing."),
 )
 """Everything that a page shows, in its order."""

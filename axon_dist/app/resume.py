@@ -23,7 +23,7 @@ from axon_dist.core.typing import PyTree
 from axon_dist.launch import MEMORY
 from axon_dist.step import PortableForm, TrainState
 
-from ..config.schema import RunConfig
+from ..config import RunConfig
 from .directory import AUTO, RunDirectory
 from .runs import Run
 
@@ -49,94 +49,113 @@ def open_checkpoints(
     )
 
 
-def save_state(
-    run: Run,
-    form: PortableForm,
-    checkpoints: CheckpointManager,
-    state: TrainState,
-    number: int,
-    loss: float | None,
-) -> None:
-    """Saves a state with all that it takes to go on from it: config and place in the data.
+@dataclasses.dataclass(frozen=True)
+class SavedStates:
+    """The states that a run saves, and goes on from: its checkpoints, and copies in host memory.
 
     Args:
         run: what is trained, with its loader.
         form: in which its states are kept.
-        checkpoints: its checkpoints.
-        state: the state; its arrays may be donated when this returns.
-        number: how many steps it has taken.
-        loss: its validation loss, if it was measured.
+        checkpoints: on the disk.
+        copies: in memory; None where the config asks for none.
     """
-    meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
-    checkpoints.save(number, form.of(state), meta=meta, score=loss)
 
+    run: Run
+    form: PortableForm
+    checkpoints: CheckpointManager
+    copies: HostCopies | None
 
-def newest_state(
-    form: PortableForm, checkpoints: CheckpointManager, copies: RunCopies | None = None
-) -> TrainState | None:
-    """The newest good state that a run has saved, or None before the first.
+    def save(self, state: TrainState, number: int, loss: float | None) -> None:
+        """Saves a state with all that it takes to go on from it: config and place in the data.
 
-    Args:
-        form: in which its states are kept.
-        checkpoints: its checkpoints.
-        copies: in memory, which are thrown away: they hold steps that the run takes back.
-    """
-    checkpoints.wait()
-    if copies is not None:
-        copies.kept.forget()
-    found = checkpoints.restore_newest(form.target)
-    return None if found is None else form.take_up(found.state)
+        Args:
+            state: the state; its arrays may be donated when this returns.
+            number: how many steps it has taken.
+            loss: its validation loss, if it was measured.
+        """
+        run = self.run
+        meta = {"step": number, "config": run.config.to_dict(), "data": run.loader.state()}
+        self.checkpoints.save(number, self.form.of(state), meta=meta, score=loss)
 
+    def copy(self, state: TrainState, number: int) -> None:
+        """Keeps a state in memory, and its place in the data; its arrays may be donated then."""
+        assert self.copies is not None
+        self.copies.save(number, self.form.of(state), {"data": self.run.loader.state()})
 
-def find_start(
-    run: Run,
-    form: PortableForm,
-    directory: RunDirectory,
-    resume: str | None,
-    tell: Callable[[str], None],
-    copies: RunCopies | None = None,
-) -> TrainState | None:
-    """Restores the state that a run goes on from, and moves its loader to where that was taken.
+    def go_back(self) -> TrainState | None:
+        """The newest good state that the run has saved, or None before the first.
 
-    Args:
-        run: what is trained, with its loader.
-        form: in which its states are kept.
-        directory: its folder.
-        resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or the
-            path of a checkpoint, of a folder of them, or of a run.
-        tell: takes sentences for the user.
-        copies: of earlier starts of the run, in memory; one at least as new as the newest
-            checkpoint is what the run goes on from.
+        Copies in memory are thrown away: they hold steps that the run takes back.
+        """
+        self.checkpoints.wait()
+        if self.copies is not None:
+            self.copies.forget()
+        found = self.checkpoints.restore_newest(self.form.target)
+        return None if found is None else self.form.take_up(found.state)
 
-    Returns:
-        The state, or None for a run that begins.
+    def find_start(self, resume: str | None, tell: Callable[[str], None]) -> TrainState | None:
+        """Restores the state that a run goes on from, and moves its loader to where that was taken.
 
-    Raises:
-        CheckpointError: when there is no good checkpoint in the path, it belongs to another model,
-            or all checkpoints of the run are damaged.
-        ConfigError: when it was taken in other data, or a run that begins would mix its
-            checkpoints with those of another.
-    """
-    checkpoints = open_checkpoints(run, directory, tell)
-    if resume is None:
-        _check_empty(checkpoints)
-        return None
-    copy = None if copies is None else copies.newest(tell)
-    if copy is not None and copy.step >= on_main(checkpoints.newest_step):
-        run.loader.restore(copy.meta["data"])
-        tell(f"going on after step {copy.step} from the copies in memory")
-        return form.take_up(copy.state)
-    if resume == AUTO:
-        found = checkpoints.restore_newest(form.target)
-        if found is None:
-            tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
+        A copy in memory that is at least as new as the newest checkpoint is what it goes on from.
+
+        Args:
+            resume: None to begin; `"auto"` for the newest good one of the run, if there is one; or
+                the path of a checkpoint, of a folder of them, or of a run.
+            tell: takes sentences for the user.
+
+        Returns:
+            The state, or None for a run that begins.
+
+        Raises:
+            CheckpointError: when there is no good checkpoint in the path, it belongs to another
+                model, or all checkpoints of the run are damaged.
+            ConfigError: when it was taken in other data, or a run that begins would mix its
+                checkpoints with those of another.
+        """
+        checkpoints, form = self.checkpoints, self.form
+        if resume is None:
+            _check_empty(checkpoints)
             return None
-    else:
-        found = _restore_path(as_path(resume, "--resume"), form.target, tell)
-    run.loader.restore(_data_state(found))
-    state = form.take_up(found.state)
-    tell(f"going on after step {int(state.step)} from {str(found.path)!r}")
-    return state
+        copy = self._newest_copy(tell)
+        if copy is not None and copy.step >= on_main(checkpoints.newest_step):
+            self.run.loader.restore(copy.meta["data"])
+            tell(f"going on after step {copy.step} from the copies in memory")
+            return form.take_up(copy.state)
+        if resume == AUTO:
+            found = checkpoints.restore_newest(form.target)
+            if found is None:
+                tell(f"no checkpoint in {str(checkpoints.folder)!r}: beginning at step 0")
+                return None
+        else:
+            found = _restore_path(as_path(resume, "--resume"), form.target, tell)
+        self.run.loader.restore(_data_state(found))
+        state = form.take_up(found.state)
+        tell(f"going on after step {int(state.step)} from {str(found.path)!r}")
+        return state
+
+    def _newest_copy(self, tell: Callable[[str], None]) -> HostCopy | None:
+        """The newest copy that is whole, or None."""
+        try:
+            return None if self.copies is None else self.copies.newest(self.form.target)
+        except DamagedCheckpointError as error:
+            tell(str(error))
+            return None
+
+
+def open_states(
+    run: Run, directory: RunDirectory, env: Mapping[str, str], tell: Callable[[str], None]
+) -> SavedStates:
+    """Finds what a run has saved.
+
+    Args:
+        run: what is trained.
+        directory: its folder.
+        env: the environment, in which the launcher says where memory outlives a process.
+        tell: takes a sentence when something fails.
+    """
+    asked = run.config.checkpoint.memory_every
+    copies = HostCopies(Path(env[MEMORY]), tell) if asked else None
+    return SavedStates(run, PortableForm(run.step), open_checkpoints(run, directory, tell), copies)
 
 
 def _check_empty(checkpoints: CheckpointManager) -> None:
@@ -193,53 +212,6 @@ def _data_state(found: Restored) -> dict[str, int]:
             "one that axon train wrote"
         )
     return found.manifest.meta["data"]
-
-
-@dataclasses.dataclass(frozen=True)
-class RunCopies:
-    """The copies that a run makes of its state, in the form that a checkpoint has.
-
-    Args:
-        run: what is trained, with its loader.
-        form: in which its states are kept.
-        kept: where the copies are.
-    """
-
-    run: Run
-    form: PortableForm
-    kept: HostCopies
-
-    def save(self, state: TrainState, number: int) -> None:
-        """Keeps a state, and its place in the data; its arrays may be donated afterwards."""
-        self.kept.save(number, self.form.of(state), {"data": self.run.loader.state()})
-
-    def newest(self, tell: Callable[[str], None]) -> HostCopy | None:
-        """The newest copy that is whole, or None.
-
-        Args:
-            tell: takes a sentence about one that is damaged.
-        """
-        try:
-            return self.kept.newest(self.form.target)
-        except DamagedCheckpointError as error:
-            tell(str(error))
-            return None
-
-
-def open_copies(
-    run: Run, form: PortableForm, env: Mapping[str, str], tell: Callable[[str], None]
-) -> RunCopies | None:
-    """Finds the memory that a run keeps its copies in; None where the config asks for none.
-
-    Args:
-        run: what is trained.
-        form: in which its states are kept.
-        env: the environment, in which the launcher says where.
-        tell: takes a sentence when a copy could not be made.
-    """
-    if not run.config.checkpoint.memory_every:
-        return None
-    return RunCopies(run, form, HostCopies(Path(env[MEMORY]), tell))
 
 
 def check_copies(config: RunConfig, env: Mapping[str, str], resume: str | None) -> None:

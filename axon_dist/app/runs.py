@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from axon_dist.core.errors import ConfigError
+import jax
+
+from axon_dist.core.errors import AxonDistError, ConfigError
 from axon_dist.data import Loader, standard_library_files
+from axon_dist.launch import ELASTIC, PLANNED
 from axon_dist.loop import LoopOptions, MetricWriter, Progress, Trainer, require
-from axon_dist.mesh import World, agree
+from axon_dist.mesh import World, agree, build_mesh
 from axon_dist.mesh.chips import machine_of
 from axon_dist.step import TrainState, TrainStep
 from axon_dist.weights import load_weights
 from axon_dist.weights.load import check_weights
 
-from ..config.data import SyntheticImageData, TextData
-from ..config.schema import RunConfig
-from .fewer import step_for
-from .steps import abstract_batch, build_world, check_memory
+from ..config import RunConfig, abstract_batch
+from ..config.sections import ProfileConfig, SyntheticImageData, TextData
+from .device_memory import check_memory
+from .steps import build_step, build_world
 
 
 def build_loader(
@@ -127,11 +134,8 @@ class Run:
         progress: Progress,
         writers: Sequence[MetricWriter],
         save: Callable[[TrainState, int, float | None], None],
-        go_back: Callable[[], TrainState | None] | None = None,
-        history: Sequence[Mapping[str, object]] = (),
-        on_compiled: Callable[[], None] = lambda: None,
-        profile_dir: str | None = None,
         copy: Callable[[TrainState, int], None] | None = None,
+        **others: Any,
     ) -> Trainer:
         """Puts the loop around the step.
 
@@ -139,16 +143,11 @@ class Run:
             progress: shows the run.
             writers: take its metrics.
             save: takes its state now and then, as that of a `Trainer`.
-            go_back: returns the newest state saved, as that of a `Trainer`.
-            history: the metrics of earlier legs, as those of a `Trainer`.
-            on_compiled: called after the first step.
-            profile_dir: the folder for traces.
             copy: keeps its state in the memory of the hosts, as that of a `Trainer`.
+            **others: fields of the `Trainer`: `go_back`, `history`, `on_compiled`, `profile_dir`.
         """
         config, train = self.config, self.config.train
-        profile = {}
-        if train.profile is not None:
-            profile = {"profile_at": train.profile.at, "profile_steps": train.profile.steps}
+        traced = train.profile or ProfileConfig(at=0)
         sets = {"": self.loader, **self.validation}
         return Trainer(
             step=self.step,
@@ -168,7 +167,8 @@ class Run:
                 best_mode=train.best.mode,
                 patience=train.best.patience,
                 min_delta=train.best.min_delta,
-                **profile,
+                profile_at=traced.at,
+                profile_steps=traced.steps,
             ),
             validation={
                 name: functools.partial(one.validation_batches, train.eval_batches)
@@ -179,11 +179,8 @@ class Run:
             save=save,
             copy=copy,
             give_back=self.give_back,
-            go_back=go_back,
-            history=history,
             facts=self.facts(),
-            on_compiled=on_compiled,
-            profile_dir=profile_dir,
+            **others,
         )
 
     @property
@@ -281,3 +278,146 @@ def measured_on(config: RunConfig, files: Sequence[str], key: str = "files") -> 
     if isinstance(data, TextData) and not data.files:
         changes["files"] = tuple(str(file.path) for file in standard_library_files())
     return dataclasses.replace(config, data=dataclasses.replace(data, **changes))
+
+
+def step_for(config: RunConfig, world: World) -> tuple[TrainStep, str]:
+    """The step on the processes that there are; what it does otherwise where some are lost.
+
+    Args:
+        config: a run as YAML describes it.
+        world: their devices, and the mesh that they form.
+
+    Returns:
+        The step, and a sentence; "" where none is lost.
+    """
+    step = build_step(config, world)
+    present = world.num_processes
+    planned = max(int(os.environ.get(PLANNED) or present), present)
+    smaller = for_fewer(config, world, step, planned, present)
+    few, count = config.train.accumulate, smaller.train.accumulate
+    if count == few:
+        return step, ""
+    missing = f"{present} of {planned} processes: "
+    if why := step.coupling(abstract_batch(config)):
+        return step, (
+            f"{missing}each device holds more of the global batch at a time, for {why}, and more "
+            "microbatches would change that"
+        )
+    return build_step(smaller, world), (
+        f"{missing}{count} microbatches a step in place of {few} keep the global batch of "
+        f"{config.train.global_batch} samples"
+    )
+
+
+def microbatches_for_fewer(
+    global_batch: int, accumulate: int, planned_ranks: int, ranks: int
+) -> int:
+    """How many microbatches keep both the global batch and what a device holds of one at a time.
+
+    Args:
+        global_batch: samples of a step.
+        accumulate: microbatches of a step as planned.
+        planned_ranks: how many devices were to share a microbatch.
+        ranks: how many do.
+
+    Returns:
+        The fewest, at least as many as planned, that divide the batch and give a device no more
+        samples at a time than was planned; as many as planned where none do.
+
+    Example:
+        >>> microbatches_for_fewer(24, 1, 4, 3), microbatches_for_fewer(24, 1, 4, 2)
+        (2, 2)
+    """
+    at_a_time = global_batch // (accumulate * planned_ranks)
+    for count in range(accumulate, global_batch // ranks + 1):
+        if global_batch % (count * ranks) == 0 and global_batch // (count * ranks) <= at_a_time:
+            return count
+    return accumulate
+
+
+def for_fewer(
+    config: RunConfig, world: World, step: TrainStep, planned: int, present: int
+) -> RunConfig:
+    """The config with so many microbatches as keep the global batch on the devices that are left.
+
+    Args:
+        config: a run as YAML describes it.
+        world: the devices that are left.
+        step: of the config as it is.
+        planned: how many processes there were to be.
+        present: how many there are.
+
+    Returns:
+        The config; as it is where none is missing, or the mesh does not shrink with them, or a
+        pipeline has microbatches of its own.
+    """
+    if not _mesh_shrinks(config):
+        return config
+    axes = step.strategy.batch_axes
+    was = config.mesh.resolve(world.size * planned // present)
+    planned_ranks = math.prod(size for name, size in was.shape.items() if name in axes)
+    ranks = math.prod(world.mesh.shape[name] for name in axes)
+    if ranks >= planned_ranks or step.strategy.pipeline is not None:
+        return config
+    train = config.train
+    count = microbatches_for_fewer(train.global_batch, train.accumulate, planned_ranks, ranks)
+    return dataclasses.replace(config, train=dataclasses.replace(train, accumulate=count))
+
+
+def _mesh_shrinks(config: RunConfig) -> bool:
+    return -1 in config.mesh.shape.values() and config.devices.emulate is None
+
+
+_CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+@contextlib.contextmanager
+def compiling_ahead(
+    config: RunConfig, world: World, env: Mapping[str, str], tell: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Lets process 0 compile the step of a run that has lost a process into the cache of JAX.
+
+    Which process is lost does not matter: those that are left count from 0 again, so that they run
+    the program of the first ones. JAX looks into the cache when they start.
+
+    Args:
+        config: of the run.
+        world: of all processes.
+        env: the environment, in which an elastic launcher says so; nothing is compiled elsewhere,
+            nor without a cache that outlives the processes.
+        tell: takes a sentence when fewer processes could not go on.
+
+    Yields:
+        Starts the compilation, once the step of the run is compiled; the context waits for it.
+    """
+    thread = threading.Thread(target=_compile_ahead, args=(config, world, tell), name="axon-ahead")
+    # A run on fewer processes has another mesh; its program can be kept where there is a cache.
+    has_cache = all(getattr(jax.config, name) for name in _CACHE)
+    can_lose = bool(env.get(ELASTIC)) and world.num_processes > 1
+    try:
+        yield thread.start if _mesh_shrinks(config) and has_cache and can_lose else lambda: None
+    finally:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _compile_ahead(config: RunConfig, world: World, tell: Callable[[str], None]) -> None:
+    fewer = world.num_processes - 1
+    try:
+        step, _ = step_for(config, world_of_first(config, world, fewer))
+        step.lower(abstract_batch(config)).compile()
+    except AxonDistError as error:
+        tell(f"{fewer} processes could not go on if one were lost: {error}")
+
+
+def world_of_first(config: RunConfig, world: World, count: int) -> World:
+    """The world that the first processes of a run would make up without the others.
+
+    Args:
+        config: of the run.
+        world: of all processes.
+        count: how many of them.
+    """
+    devices = [d for d in world.mesh.devices.flat if d.process_index < count]
+    devices.sort(key=lambda device: device.id)
+    return World(build_mesh(config.mesh.resolve(len(devices)), devices), world.backend)

@@ -9,31 +9,24 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 from flax import nnx
 from flax.traverse_util import empty_node, flatten_dict
 
 from axon_dist.core.errors import ConfigError
-from axon_dist.core.files import host_memory
 from axon_dist.core.typing import LossFn, OptionValue
-from axon_dist.inspect import memory
 from axon_dist.launch import Timeouts
-from axon_dist.mesh import World, agree, is_on_paper, self_test
-from axon_dist.mesh.chips import machine_of
-from axon_dist.nn import ActivationCheckpointing
+from axon_dist.mesh import World, agree, self_test
 from axon_dist.optim import watched
 from axon_dist.parallel import SlowPlan, Strategy
-from axon_dist.planner import read_step, recompute_least
-from axon_dist.planner.reading import AUTO, USABLE, recomputing_line
+from axon_dist.planner.reading import AUTO
 from axon_dist.step import TrainStep, build_train_step
 from axon_dist.step.parts import trainable_filter
 from axon_dist.weights.formats import NATIVE_NAME, format_of
 
+from ..config import Optimizer, RunConfig, abstract_batch, build_strategy
 from ..config.models import make_model
-from ..config.optimizers import Optimizer
-from ..config.schema import RunConfig, build_strategy
+from .device_memory import recomputing_least
 
 PLACES = frozenset({"files", "validation_files", "tokenizer", "dir", "run_dir"})
 """Keys whose values are paths."""
@@ -114,7 +107,7 @@ def build_step(
         format_of(config.weights.format)
     if config.remat == AUTO:
         given = optimizer, metrics, loss_fn, compiler_options, meeting, trains
-        return _recomputing_least(config, world, trains, lambda own: build_step(own, world, *given))
+        return recomputing_least(config, world, trains, lambda one: build_step(one, world, *given))
     factory = functools.partial(model_of, config)
     strategy = build_strategy(config.parallel, factory, world)
     strategy = dataclasses.replace(strategy, slow=meeting(strategy.slow))
@@ -158,61 +151,6 @@ def _optimizer(
     return watch, None
 
 
-def _recomputing_least(
-    config: RunConfig, world: World, trains: bool, build: Callable[[RunConfig], TrainStep]
-) -> TrainStep:
-    """The step of a config whose `remat` is `auto`, compiled where it is looked for."""
-
-    def with_remat(remat: ActivationCheckpointing | None) -> TrainStep:
-        return build(dataclasses.replace(config, remat=remat))
-
-    def peak(step: TrainStep) -> int | None:
-        return None if is_on_paper(world) else memory(step.lower(batch).compile()).peak
-
-    batch = abstract_batch(config)
-    plain = with_remat(None)
-    if not trains:
-        return plain
-    if plain.strategy.remat is not None or plain.strategy.pipeline is not None:
-        raise ConfigError(
-            f"remat: auto, and strategy {plain.strategy.name!r} says itself what is recomputed; "
-            "leave one of both out: full_shard's activation_checkpointing, or remat. In a pipeline "
-            "pipeline.backward says it"
-        )
-    return recompute_least(
-        lambda remat: plain if remat is None else with_remat(remat),
-        lambda step: read_step(step, batch),
-        peak,
-        usable_bytes(world),
-    )
-
-
-def remat_line(config: RunConfig, step: TrainStep) -> str | None:
-    """What `remat: auto` has chosen for a step, and what that saves; None where it was not asked.
-
-    Args:
-        config: a run as YAML describes it.
-        step: its step.
-    """
-    if config.remat != AUTO:
-        return None
-    batch, usable = abstract_batch(config), usable_bytes(step.world)
-    every = build_step(dataclasses.replace(config, remat=ActivationCheckpointing()), step.world)
-    return recomputing_line(
-        step.strategy.remat, read_step(step, batch), read_step(every, batch), usable
-    )
-
-
-def usable_bytes(world: World) -> int:
-    """Bytes of a device that a step may fill: of its chip, or of this host's memory its share."""
-    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
-    row = machine_of(world.mesh)
-    if row is not None:
-        return int(USABLE * row.memory_bytes)
-    stats = {} if world.is_cpu else here[0].memory_stats() or {}
-    return int(USABLE * stats.get("bytes_limit", host_memory() // max(1, len(here))))
-
-
 def _example(config: RunConfig, strategy: Strategy, world: World) -> dict[str, Any] | None:
     """The batch in which a pipeline looks for the calls of blocks; None where nobody looks."""
     if strategy.pipeline is None:
@@ -246,58 +184,6 @@ def what_is_trained(config: RunConfig) -> dict[str, Any]:
 
         return {"trainable": is_trained, "frozen_dtype": config.frozen_dtype}
     return {"trainable": chosen, "frozen_dtype": config.frozen_dtype}
-
-
-def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a run's global batch, known before any data is read."""
-    fields = config.kind.task.fields(config.model, config.data)
-    return {
-        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
-        for name, field in fields.items()
-    }
-
-
-def check_memory(config: RunConfig, step: TrainStep) -> None:
-    """Checks that the state and a batch can be there at all, before either is.
-
-    A run needs more than these, which `axon inspect` reads from the compiled program.
-
-    Raises:
-        ConfigError: when the state alone is larger than the memory of the devices, or a batch than
-            that of the host.
-    """
-    world = step.world
-    each = _bytes_per_device(step)
-    here = [d for d in world.mesh.devices.flat if d.process_index == world.process_index]
-    if world.is_cpu:
-        need, there, where = each * len(here), host_memory(), "this host"
-    else:
-        need, where = each, f"a {here[0].device_kind}"
-        there = (here[0].memory_stats() or {}).get("bytes_limit", need)
-    if need > there:
-        raise ConfigError(
-            f"the parameters and what the optimizer keeps of them need {each / 1e9:.4g} GB on each "
-            f"of {world.size} devices, {need / 1e9:.4g} GB on {where}, which has "
-            f"{there / 1e9:.4g} GB; make the model smaller, or split it over more devices"
-        )
-    arrays = abstract_batch(config).values()
-    batch = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
-    batch //= world.num_batch_shares(step.strategy.batch_axes)
-    if batch > host_memory():
-        raise ConfigError(
-            f"train.global_batch: got {config.train.global_batch} samples, of which this process "
-            f"loads {batch / 1e9:.4g} GB at once; it has {host_memory() / 1e9:.4g} GB of memory. "
-            "Lower it"
-        )
-
-
-def _bytes_per_device(step: TrainStep) -> int:
-    leaves = jax.tree.leaves(step.abstract_state)
-    places = jax.tree.leaves(step.state_shardings)
-    return sum(
-        math.prod(place.shard_shape(leaf.shape)) * getattr(leaf.dtype, "itemsize", 8)
-        for leaf, place in zip(leaves, places, strict=True)
-    )
 
 
 def _check_batch(config: RunConfig, step: TrainStep) -> None:

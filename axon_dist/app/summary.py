@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -17,13 +18,14 @@ from axon_dist.mesh import World, rank_table
 from axon_dist.models import TransformerConfig, describe_attention
 from axon_dist.optim import matrices
 from axon_dist.parallel import ContextMode
-from axon_dist.step import TrainStep
-from axon_dist.step.parts import ModelParts
+from axon_dist.planner import read_step
+from axon_dist.planner.reading import AUTO, LADDER, recomputing_line
+from axon_dist.step import ModelParts, TrainStep
 
-from ..config.optimizers import Decaying
-from ..config.schema import RunConfig
+from ..config import Decaying, RunConfig, abstract_batch
+from .device_memory import usable_bytes
 from .runs import Run
-from .steps import remat_line
+from .steps import build_step
 
 
 def opening_lines(run: Run) -> list[str]:
@@ -129,6 +131,22 @@ def summary_table(summary: dict[str, Any], total_seconds: float) -> Table:
     for label, value in rows.items():
         table.add_row(label, value)
     return table
+
+
+def remat_line(config: RunConfig, step: TrainStep) -> str | None:
+    """What `remat: auto` has chosen for a step, and what that saves; None where it was not asked.
+
+    Args:
+        config: a run as YAML describes it.
+        step: its step.
+    """
+    if config.remat != AUTO:
+        return None
+    batch, usable = abstract_batch(config), usable_bytes(step.world)
+    every = build_step(dataclasses.replace(config, remat=LADDER["every block"]), step.world)
+    return recomputing_line(
+        step.strategy.remat, read_step(step, batch), read_step(every, batch), usable
+    )
 
 
 def _loss(loss: float | None, unit: str) -> str:

@@ -7,17 +7,25 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from axon_dist.checkpoint import CheckpointManager, on_main
-from axon_dist.core.errors import CheckpointError, ConfigError, NonfiniteError
+from axon_dist.core.errors import (
+    AxonDistError,
+    CheckpointError,
+    ConfigError,
+    NonfiniteError,
+    OutOfMemoryError,
+)
 from axon_dist.core.told import told
-from axon_dist.core.words import printable
+from axon_dist.core.tree import num_bytes
+from axon_dist.core.words import byte_size, printable
 from axon_dist.loop import (
     FINISHED,
     JsonlWriter,
@@ -34,24 +42,20 @@ from axon_dist.loop import (
     make_progress,
     plot_losses,
 )
-from axon_dist.step import PortableForm, TrainState
+from axon_dist.mesh.chips import hardware, machine_of
+from axon_dist.step import TrainState
 
-from ..config import CONFIG, RunConfig
-from ..config.sections import Logger, Mlflow, TensorBoard, Trackio, Wandb
+from ..config import CONFIG, Logger, Mlflow, RunConfig, TensorBoard, Trackio, Wandb
+from .config_plans import plan_config
 from .directory import RunDirectory, create_directory, take_folders
 from .examine import read_program
-from .fewer import compiling_ahead
-from .memory_advice import explained
 from .resume import (
     check_copies,
     check_resume,
-    find_start,
-    newest_state,
     open_checkpoints,
-    open_copies,
-    save_state,
+    open_states,
 )
-from .runs import Run, build_run
+from .runs import Run, build_run, compiling_ahead
 from .summary import opening_lines, summarize, summary_table
 
 
@@ -84,7 +88,7 @@ def train(
     Args:
         config: a run as YAML describes it, checked.
         console: where process 0 tells how it goes; None tells nothing.
-        resume: where to go on, `"auto"` or a path; see `find_start`.
+        resume: where to go on, `"auto"` or a path; see `SavedStates`.
 
     Returns:
         The result.
@@ -108,9 +112,8 @@ def train(
         tell(line)
     with contextlib.ExitStack() as stack:
         on_main(lambda: take_folders(config, directory, stack, tell))
-        form = PortableForm(run.step)
-        copies = open_copies(run, form, os.environ, tell)
-        state = find_start(run, form, directory, resume, tell, copies)
+        saved = open_states(run, directory, os.environ, tell)
+        state = saved.find_start(resume, tell)
         if state is not None and int(state.step) >= config.train.steps:
             tell(f"finished already: {int(state.step)} of {config.train.steps} steps are done")
             return _finished_already(run, directory, state)
@@ -120,19 +123,18 @@ def train(
         with contextlib.ExitStack() as inner:
             writers = _open_writers(config, directory, inner) if run.is_main else []
             checkpoints = inner.enter_context(open_checkpoints(run, directory, progress.note))
-            save = functools.partial(save_state, run, form, checkpoints)
-            go_back = functools.partial(newest_state, form, checkpoints, copies)
+            saved = dataclasses.replace(saved, checkpoints=checkpoints)
             ahead = compiling_ahead(config, run.world, os.environ, progress.note)
             keep = _keep_program(run, directory, progress, inner.enter_context(ahead))
             trainer = run.trainer(
                 progress,
                 writers,
-                save,
-                go_back,
-                history,
-                keep,
-                str(directory.profile),
-                None if copies is None else copies.save,
+                saved.save,
+                copy=None if saved.copies is None else saved.copy,
+                go_back=saved.go_back,
+                history=history,
+                on_compiled=keep,
+                profile_dir=str(directory.profile),
             )
             with explained(run, directory.path):
                 result = _fit(trainer, state, checkpoints)
@@ -220,11 +222,6 @@ def _finished_already(run: Run, directory: RunDirectory, state: TrainState) -> R
         state=state,
         num_steps=int(state.step),
         reason=FINISHED,
-        train_curve=(),
-        validation_curve=(),
-        compile_seconds=0.0,
-        train_seconds=0.0,
-        items_per_second=None,
         device_bytes=bytes_per_device(state),
     )
     summary = summarize(run, result)
@@ -279,3 +276,82 @@ def _print_closing(
     plot = directory.plot if directory.plot.exists() else "none (pip install 'axon_dist[plots]')"
     _print_line(console, f"run directory: {directory.path}")
     _print_line(console, f"loss curves: {plot}")
+
+
+PROFILE = "memory.prof"
+"""The file in the folder of a run that says what was in memory; `pprof` reads it."""
+
+
+@contextlib.contextmanager
+def explained(run: Run, folder: Path) -> Iterator[None]:
+    """Turns the error of a device without memory left into one that says what to change.
+
+    Args:
+        run: what is trained.
+        folder: takes the memory profile.
+
+    Raises:
+        OutOfMemoryError: in its place.
+    """
+    try:
+        yield
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first, advised = str(error).splitlines()[0], "; ".join([*_profiled(folder), *advice(run)])
+        raise OutOfMemoryError(f"a device has no memory left ({first}); {advised}") from error
+
+
+def _profiled(folder: Path) -> Iterator[str]:
+    try:
+        jax.profiler.save_device_memory_profile(str(folder / PROFILE))
+    except (OSError, RuntimeError):
+        return
+    yield f"what it held is in {str(folder / PROFILE)!r}, for pprof"
+
+
+def advice(run: Run) -> list[str]:
+    """What would make a run smaller, in the order in which it helps.
+
+    Args:
+        run: what is trained.
+
+    Returns:
+        Clauses, each with keys of the config.
+    """
+    config, mesh = run.config, run.world.mesh
+    found = list(_plan_advice(run))
+    held = sum(row.bytes_per_device for row in run.step.claims.params.rows)
+    held += sum(row.bytes_per_device for row in run.step.claims.opt_state.rows)
+    whole = num_bytes(run.step.abstract_state)
+    if held * 2 > whole and mesh.size > 1:
+        found.append(
+            f"a device holds {byte_size(held)} of {byte_size(whole)} of the train state: split it, "
+            "parallel=full_shard"
+        )
+    rows = config.train.global_batch // run.step.layout.divisor
+    if rows > 1:
+        more = config.train.accumulate * next(k for k in range(2, rows + 1) if rows % k == 0)
+        found.append(f"take less at a time, train.accumulate={more}")
+    if config.remat is None and run.step.strategy.remat is None:
+        found.append("recompute blocks in the backward pass, 'remat={interval: 1}'")
+    return found or ["take more devices, or a smaller train.global_batch"]
+
+
+def _plan_advice(run: Run) -> Iterator[str]:
+    """The planner's choice for such a model, batch and machine, of whatever kind."""
+    chip = machine_of(run.world.mesh)
+    if chip is None:
+        return
+    try:
+        found = plan_config(run.config, hardware(chip.name), run.world.size)
+    except AxonDistError:
+        return
+    best = found.best
+    if found.fits:
+        yield (
+            f"axon plan would take {best.arrangement.name} on mesh {best.arrangement.mesh}, "
+            f"{byte_size(best.reading.peak)} of {byte_size(best.device_bytes)} on a {chip.name}"
+        )
+    else:
+        yield f"by axon plan no strategy fits {run.world.size} x {chip.name}"

@@ -25,10 +25,10 @@ from axon_dist.ops.precision import without_gathers
 from axon_dist.parallel import SlowPlan, ddp
 from axon_dist.step import TrainState, TrainStep, build_train_step
 
-from ..config.parse import CONFIG
-from ..config.schema import RunConfig
+from ..config import CONFIG, RunConfig
+from .device_memory import check_memory
 from .runs import build_loader
-from .steps import build_step, build_world, check_memory, model_of, what_is_trained
+from .steps import build_step, build_world, model_of, what_is_trained
 
 COMPARED = ("loss", "grad_norm")
 """The metrics that are compared, beside the parameters."""

@@ -183,22 +183,12 @@ def _version(name: str) -> str | None:
 
 def launch_processes(arguments: argparse.Namespace) -> int:
     """Launches; the exit code is that of the rank that failed first."""
-    command = arguments.command
-    plan = LaunchPlan(
-        command=tuple(command[1:] if command[:1] == ["--"] else command),
-        num_processes=arguments.num_processes,
-        nnodes=arguments.nnodes,
-        node_rank=arguments.node_rank,
-        master_addr=arguments.master_addr,
-        master_port=arguments.master_port,
-        devices_per_process=arguments.devices_per_process,
-        max_restarts=arguments.max_restarts,
-        elastic=arguments.elastic,
-        rejoin_after=arguments.rejoin_after,
-        grace=arguments.grace,
-        log_dir=arguments.log_dir or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S")),
-    )
-    return launch(plan, _tell)
+    given = {name: value for name, value in vars(arguments).items() if name != "verb"}
+    if given["command"][:1] == ["--"]:
+        del given["command"][0]
+    given["command"] = tuple(given["command"])
+    given["log_dir"] = given["log_dir"] or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    return launch(LaunchPlan(**given), _tell)
 
 
 def _tell(line: str) -> None:

@@ -38,7 +38,6 @@ from axon_dist.core.errors import ConfigError
 from axon_dist.core.words import plural, printable
 from axon_dist.launch import INTERRUPTED
 from axon_dist.planner import parse_bytes
-from axon_dist.weights import MAX_FILE
 
 from .values import check_output, notice, write_output
 
@@ -64,6 +63,15 @@ class LastingConsole(Console):
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
     return load_config(arguments.config, arguments.overrides)
+
+
+def _given(arguments: argparse.Namespace, *but: str) -> dict[str, Any]:
+    """What was typed for the function of a verb, by the names of its arguments."""
+    return {n: x for n, x in vars(arguments).items() if n not in ("verb", "json", *but)}
+
+
+def _print(line: str) -> None:
+    Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def _write_json(arguments: argparse.Namespace, plain: object) -> None:
@@ -95,22 +103,10 @@ def _dry_run(config: RunConfig, resume: str | None) -> int:
 def evaluate_run(arguments: argparse.Namespace) -> int:
     """Evaluates the model of a run, and prints its metrics."""
 
-    def tell(text):
-        return Console().print(text, soft_wrap=True, highlight=False, markup=False)
-
-    evaluation = evaluate(
-        arguments.folder,
-        step=arguments.step,
-        overrides=arguments.overrides,
-        files=arguments.data,
-        num_batches=arguments.batches,
-        one_device=arguments.one_device,
-        tell=tell,
-        trust=arguments.trust,
-    )
+    evaluation = evaluate(**_given(arguments), tell=_print)
     if not is_main_process():
         return 0
-    tell(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
+    _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
     Console().print(_table(evaluation))
     _write_json(arguments, evaluation.to_dict())
     return 0
@@ -129,21 +125,7 @@ def _table(evaluation: Evaluation) -> Table:
 
 def generate_texts(arguments: argparse.Namespace) -> int:
     """Continues the prompts, and prints the texts."""
-    completions = generate_text(
-        arguments.folder,
-        arguments.prompt,
-        arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        stops=not arguments.past_end,
-        step=arguments.step,
-        overrides=arguments.overrides,
-        one_device=arguments.one_device,
-        tell=notice,
-        trust=arguments.trust,
-    )
+    completions = generate_text(**_given(arguments), tell=notice)
     if not is_main_process():
         return 0
     console = Console(highlight=False, soft_wrap=True)
@@ -161,29 +143,21 @@ def _text(completion: Completion) -> Text:
 
 def export(arguments: argparse.Namespace) -> int:
     """Writes the weights, and prints where."""
-    max_file = MAX_FILE if arguments.max_file is None else parse_bytes(arguments.max_file)
-    count = export_run(
-        arguments.folder,
-        arguments.out,
-        arguments.format,
-        step=arguments.step,
-        dtype=arguments.dtype,
-        max_file=max_file,
-        tell=notice,
-        trust=arguments.trust,
-    )
-    line = f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.out}"
-    Console().print(line, soft_wrap=True, highlight=False, markup=False)
+    given = _given(arguments, "max_file")
+    if arguments.max_file is not None:
+        given["max_file"] = parse_bytes(arguments.max_file)
+    count = export_run(**given, tell=notice)
+    _print(f"{plural(count, 'tensor')} ({arguments.format}) in {arguments.path}")
     return 0
 
 
 def report(arguments: argparse.Namespace) -> int:
     """Writes the page, and prints where."""
-    page = report_page(arguments.folder, arguments.compare)
-    out = arguments.out or Path(arguments.folder).expanduser() / "report.html"
+    page = report_page(arguments.run, arguments.compare)
+    out = arguments.out or Path(arguments.run).expanduser() / "report.html"
     check_output("--out", out)
     write_output("--out", out, page)
-    Console().print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+    _print(f"report: {out}")
     return 0
 
 
@@ -199,9 +173,8 @@ def check_samples(arguments: argparse.Namespace) -> int:
     """Prints what was check; 1 when the data come more slowly than the step takes them."""
     config = _config(arguments)
     check = check_data(config, arguments.samples, arguments.seconds, not arguments.no_step)
-    console = Console()
     for line in data_lines(check):
-        console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+        _print(printable(line))
     return 1 if check.keeps_up is False else 0
 
 

@@ -97,7 +97,7 @@ _CONFIG = (
     _argument("config", metavar="CONFIG", help="a YAML file, see configs/"),
     _overrides("replaces a value of the config, as in train.steps=100; read as YAML"),
 )
-_FOLDER = _argument("folder", metavar="RUN", help="the folder of a run")
+_FOLDER = _argument("run", metavar="RUN", help="the folder of a run")
 _STEP = _argument(
     "--step",
     type=lambda text: text if text == "best" else as_int(text),
@@ -146,13 +146,19 @@ VERBS: tuple[Verb, ...] = (
             *_RUN,
             _argument(
                 "--data",
+                dest="files",
                 action="append",
                 default=[],
                 metavar="FILES",
                 help="a path or glob to measure on in place of the run's validation data; may be "
                 "repeated",
             ),
-            _int("--batches", metavar="N", help="N batches only; all of the data by default"),
+            _int(
+                "--batches",
+                dest="num_batches",
+                metavar="N",
+                help="N batches only; all of the data by default",
+            ),
             _file("--json", "write the numbers to this file too"),
         ),
         (
@@ -169,12 +175,19 @@ VERBS: tuple[Verb, ...] = (
             *_RUN,
             _argument(
                 "--prompt",
+                dest="prompts",
                 action="append",
                 required=True,
                 metavar="TEXT",
                 help="the text to continue; may be repeated",
             ),
-            _int("--tokens", default=100, metavar="N", help="the most tokens to add (100)"),
+            _int(
+                "--tokens",
+                dest="num_tokens",
+                default=100,
+                metavar="N",
+                help="the most tokens to add (100)",
+            ),
             _number(
                 "--temperature",
                 default=1.0,
@@ -186,7 +199,12 @@ VERBS: tuple[Verb, ...] = (
                 "--top-p", metavar="P", help="sample among the likeliest tokens that add up to P"
             ),
             _int("--seed", default=0, help="of the sampling (0)"),
-            _flag("--past-end", "continue where the model ends the document"),
+            _argument(
+                "--past-end",
+                dest="stops",
+                action="store_false",
+                help="continue where the model ends the document",
+            ),
             _file("--json", "write the texts to this file too"),
         ),
         (
@@ -201,7 +219,7 @@ VERBS: tuple[Verb, ...] = (
         (
             _FOLDER,
             _argument(
-                "out", metavar="OUT", help="a file that ends in .safetensors, or a folder for it"
+                "path", metavar="OUT", help="a file that ends in .safetensors, or a folder for it"
             ),
             _argument(
                 "--format",
@@ -226,7 +244,7 @@ VERBS: tuple[Verb, ...] = (
         "Draw a run as one HTML page.",
         "runs:report",
         (
-            _argument("folder", metavar="RUN", help="the folder of a run, ended or not"),
+            _argument("run", metavar="RUN", help="the folder of a run, ended or not"),
             _argument(
                 "--compare",
                 action="append",

@@ -6,15 +6,6 @@ Start reading in `schema.py`; `read.py` turns YAML into types, and `app` builds 
 
 import importlib
 
-from .data import DATA as DATA
-from .data import ImageData as ImageData
-from .data import JsonlData as JsonlData
-from .data import MixtureData as MixtureData
-from .data import OwnData as OwnData
-from .data import ParquetData as ParquetData
-from .data import SyntheticImageData as SyntheticImageData
-from .data import TextData as TextData
-from .data import TokenData as TokenData
 from .describe import Key as Key
 from .describe import Section as Section
 from .describe import completion_words as completion_words
@@ -25,47 +16,40 @@ from .models import MODELS as MODELS
 from .models import ModelKind as ModelKind
 from .models import OwnModel as OwnModel
 from .optimizers import OPTIMIZERS as OPTIMIZERS
+from .optimizers import SCHEDULES as SCHEDULES
+from .optimizers import Decaying as Decaying
+from .optimizers import Optimizer as Optimizer
 from .optimizers import OwnOptimizer as OwnOptimizer
-from .own import Own as Own
 from .parse import CONFIG as CONFIG
 from .parse import load_config as load_config
 from .parse import load_untrusted as load_untrusted
-from .rates import SCHEDULES as SCHEDULES
 from .schema import RunConfig as RunConfig
+from .schema import abstract_batch as abstract_batch
 from .schema import build_strategy as build_strategy
+from .sections import DATA as DATA
 from .sections import LOGGERS as LOGGERS
 from .sections import CheckpointConfig as CheckpointConfig
 from .sections import DevicesConfig as DevicesConfig
+from .sections import ImageData as ImageData
+from .sections import JsonlData as JsonlData
+from .sections import Logger as Logger
+from .sections import MixtureData as MixtureData
+from .sections import Mlflow as Mlflow
+from .sections import OwnData as OwnData
+from .sections import ParquetData as ParquetData
+from .sections import SyntheticImageData as SyntheticImageData
+from .sections import TensorBoard as TensorBoard
+from .sections import TextData as TextData
+from .sections import TokenData as TokenData
+from .sections import Trackio as Trackio
 from .sections import TrainConfig as TrainConfig
-
-VERBS = frozenset(
-    [
-        "AUTO",
-        "DataCheck",
-        "Examination",
-        "Run",
-        "RunDirectory",
-        "RunResult",
-        "Verification",
-        "abstract_batch",
-        "build_loader",
-        "build_run",
-        "build_step",
-        "build_world",
-        "check_data",
-        "create_directory",
-        "examine",
-        "model_of",
-        "step_for",
-        "train",
-        "verify",
-    ]
-)
-"""Names of `axon_dist.app` that are found here too."""
+from .sections import Wandb as Wandb
+from .user_code import Own as Own
 
 
 def __getattr__(name: str) -> object:
     """What is built and run lives in `app`, above this room; asked for here, it is found."""
-    if name in VERBS:
-        return getattr(importlib.import_module("axon_dist.app"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    app = None if name.startswith("_") else importlib.import_module("axon_dist.app")
+    if not hasattr(app, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(app, name)

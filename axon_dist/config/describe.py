@@ -16,9 +16,9 @@ import yaml
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.parallel import STRATEGIES
 
-from .own import Own
-from .read import HUB, Bound, OneOf, Parsed, write
+from .read import HUB, Bound, OneOf, Option, Parsed, options_of, write
 from .schema import RunConfig
+from .user_code import PATH, Own
 
 _WORDS = {
     int: "integer",
@@ -109,15 +109,23 @@ def _sections(
     cls: Any, path: str, variant: str = "", presets: Iterable[str] = ()
 ) -> Iterator[Section]:
     """A dataclass as a section, and behind it those of its fields that are sections."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    meanings = field_meanings(cls)
-    keys, inner = [], []
-    for field in dataclasses.fields(cls):
-        hint, name = hints[field.name], f"{path}.{field.name}".lstrip(".")
-        keys.append(Key(name, type_in_words(hint), _default(field, hint), meanings[field.name]))
-        inner += list(_inside(hint, name))
-    yield Section(path, variant, first_sentence(cls), tuple(keys), tuple(presets))
-    yield from inner
+    yield Section(path, variant, first_sentence(cls), _keys(cls, path), tuple(presets))
+    for name, option in options_of(cls).items():
+        yield from _inside(option.hint, f"{path}.{name}".lstrip("."))
+
+
+def _keys(thing: Any, path: str) -> tuple[Key, ...]:
+    """The keys that a dataclass or a function takes."""
+    meanings = meanings_of(thing)
+    return tuple(
+        Key(
+            f"{path}.{name}".lstrip("."),
+            type_in_words(option.hint),
+            _default(option),
+            meanings.get(name, ""),
+        )
+        for name, option in options_of(thing).items()
+    )
 
 
 def _inside(hint: object, path: str) -> Iterator[Section]:
@@ -142,52 +150,31 @@ def _inside(hint: object, path: str) -> Iterator[Section]:
 
 def _own(key: str, cls: type[Own], path: str) -> Section:
     """A thing of the user's own: where it is found, and what the library reads beside it."""
-    hints, meanings = typing.get_type_hints(cls, include_extras=True), field_meanings(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    keys = [Key(f"{path}.{key}", "package.module:name", "", "where it is found.")]
-    for name in cls.own_fields():
-        words, default = type_in_words(hints[name]), _default(fields[name], hints[name])
-        keys.append(Key(f"{path}.{name}", words, default, meanings[name]))
-    return Section(path, f"{key}: package.module:name", first_sentence(cls), tuple(keys))
+    place = Key(f"{path}.{key}", PATH, "", "where it is found.")
+    return Section(path, f"{key}: {PATH}", first_sentence(cls), (place, *_keys(cls, path)))
 
 
 def _strategies() -> Iterator[Section]:
     for name, make in STRATEGIES.items():
-        function = inspect.unwrap(make)
-        hints = typing.get_type_hints(function, include_extras=True)
-        meanings = documented_arguments(function)
-        keys = tuple(
-            Key(
-                f"parallel.{name}.{option}",
-                type_in_words(hints[option]),
-                "" if p.default is p.empty else _yaml(write(p.default)),
-                meanings.get(option, ""),
-            )
-            for option, p in inspect.signature(make).parameters.items()
-            if option not in ("model", "world")
-        )
-        yield Section(f"parallel.{name}", "", first_sentence(function), keys)
-        for key in keys:
-            yield from _inside(hints[key.path.rpartition(".")[2]], key.path)
+        yield from _sections(make, f"parallel.{name}")
 
 
-def field_meanings(cls: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of its bases say of each of its fields.
+def meanings_of(thing: Any) -> dict[str, str]:
+    """What the docstring of a function, or those of a class and its bases, say of each argument.
 
     Example:
-        >>> field_meanings(Key)["default"]
+        >>> meanings_of(Key)["default"]
         'as YAML writes it; empty for a section, and for a key that has none.'
     """
     found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        found.update(documented_arguments(base))
-    return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
+    for one in reversed(getattr(thing, "__mro__", (thing,))):
+        found.update(_documented(one))
+    return found
 
 
-def documented_arguments(thing: object) -> dict[str, str]:
+def _documented(thing: object) -> dict[str, str]:
     """The entries of the `Args` of a docstring: name and text."""
-    text = inspect.cleandoc(thing.__doc__ or "")
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE)
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", _docstring(thing), re.MULTILINE)
     entries = re.findall(
         r"^    (\w+): (.*(?:\n        .*)*)", section[1] if section else "", re.MULTILINE
     )
@@ -198,7 +185,11 @@ def documented_arguments(thing: object) -> dict[str, str]:
 
 def first_sentence(thing: object) -> str:
     """The first paragraph of a docstring, on one line."""
-    return " ".join(inspect.cleandoc(thing.__doc__ or "").split("\n\n")[0].split())
+    return " ".join(_docstring(thing).split("\n\n")[0].split())
+
+
+def _docstring(thing: Any) -> str:
+    return inspect.cleandoc(inspect.unwrap(thing).__doc__ or "")
 
 
 def type_in_words(hint: object) -> str:
@@ -244,14 +235,11 @@ def _one_of(names: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _default(field: dataclasses.Field, hint: object) -> str:
+def _default(option: Option) -> str:
     """The default as YAML writes it; of a section, what it is."""
-    if field.default_factory is not dataclasses.MISSING:
-        value: object = field.default_factory()
-    elif field.default is dataclasses.MISSING:
+    value, hint = option.default, option.hint
+    if value is dataclasses.MISSING:
         return ""
-    else:
-        value = field.default
     for extra in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
         if isinstance(extra, OneOf) and value is not None:
             return extra.name_of(value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import flax.linen as nn
 import numpy as np
@@ -32,15 +33,15 @@ from axon_dist.models import (
 )
 from axon_dist.weights import format_name, hub_config
 
-from .data import TOKENS, ImageData, OwnData, SyntheticImageData, TokensData
-from .own import Own, parameters_of
 from .read import HUB, write
+from .sections import TOKENS, ImageData, OwnData, SyntheticImageData, TokensData
+from .user_code import Own, parameters_of
 
 NO_LIMIT = 2**31
 """What the labels of a model that does not say how many classes it has must be below."""
 
 
-_Data = TypeVar("_Data", contravariant=True)
+_Data = TypeVar("_Data")
 _Pictures: TypeAlias = ImageData | SyntheticImageData
 
 
@@ -67,58 +68,53 @@ class Field:
         return np.sort(drawn, axis=-1) if self.rises else drawn
 
 
-class Task(Protocol[_Data]):
+@dataclasses.dataclass(frozen=True)
+class Task(abc.ABC, Generic[_Data]):
     """What joins a kind of model and a kind of data.
+
+    Args:
+        loss_fn: what a step minimizes.
 
     Attributes:
         data: the data sections that a model can be trained on.
         item: what throughput counts.
     """
 
-    @property
-    def loss_fn(self) -> LossFn:
-        """What a step minimizes."""
-        ...
-
-    data: tuple[type, ...]
-    item: str
+    loss_fn: LossFn
+    data: ClassVar[tuple[type, ...]]
+    item: ClassVar[str]
 
     def check(self, model: object, data: _Data) -> None:
         """Raises `ConfigError` unless a model can take the samples of a data section."""
-        ...
 
+    @abc.abstractmethod
     def fields(self, model: object, data: _Data) -> dict[str, Field]:
         """The arrays of a batch."""
-        ...
 
+    @abc.abstractmethod
     def load(self, model: object, data: _Data, **options: int) -> Loader:
         """Reads the data and makes the batches of one process; options are those of `Loader`.
 
         Raises:
             ConfigError: when the data is missing, damaged, or not what the model can take.
         """
-        ...
 
     def items_per_sample(self, data: _Data) -> int:
         """How many items a sample has."""
-        ...
+        return 1
 
     def batch(self, rows: int, data: _Data) -> str:
         """The size of a global batch, in words."""
-        ...
+        return f"{rows} {self.item}"
 
+    @abc.abstractmethod
     def unit(self, data: _Data) -> str:
         """What the loss is measured in."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class NextToken:
-    """A language model predicts each token of a text from those before.
-
-    Args:
-        loss_fn: what a step minimizes.
-    """
+class NextToken(Task[TokensData]):
+    """A language model predicts each token of a text from those before."""
 
     loss_fn: LossFn = next_token_loss
     data = TOKENS
@@ -167,12 +163,8 @@ class NextToken:
 
 
 @dataclasses.dataclass(frozen=True)
-class Classification:
-    """A model of images says which class each is of.
-
-    Args:
-        loss_fn: what a step minimizes.
-    """
+class Classification(Task[_Pictures]):
+    """A model of images says which class each is of."""
 
     loss_fn: LossFn = classification_loss
     data = (ImageData, SyntheticImageData)
@@ -198,10 +190,6 @@ class Classification:
         num_classes = getattr(model, "num_classes", NO_LIMIT)
         return ImageLoader(load_images(data, _channels(model), num_classes), **options)
 
-    def items_per_sample(self, data: _Pictures) -> int:
-        """A sample is an image."""
-        return 1
-
     def batch(self, rows: int, data: _Pictures) -> str:
         """Images and their size."""
         return f"{rows} images of {data.image_size} x {data.image_size}"
@@ -217,20 +205,11 @@ def _channels(model: object) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnTask:
-    """Samples of the user's own, which a model and a loss take as they are.
-
-    Args:
-        loss_fn: what a step minimizes.
-    """
-
-    loss_fn: LossFn
+class OwnTask(Task[OwnData]):
+    """Samples of the user's own, which a model and a loss take as they are."""
 
     data = (OwnData,)
     item = "samples"
-
-    def check(self, model: object, data: OwnData) -> None:
-        """Nothing is known of them."""
 
     def fields(self, model: object, data: OwnData) -> dict[str, Field]:
         """The arrays of the first sample."""
@@ -240,14 +219,6 @@ class OwnTask:
     def load(self, model: object, data: OwnData, **options: int) -> Loader:
         """Calls the factory of the data."""
         return Loader(data.samples, **options)
-
-    def items_per_sample(self, data: OwnData) -> int:
-        """A sample is a sample."""
-        return 1
-
-    def batch(self, rows: int, data: OwnData) -> str:
-        """How many samples."""
-        return f"{rows} samples"
 
     def unit(self, data: OwnData) -> str:
         """The loss alone knows."""

@@ -1,4 +1,4 @@
-"""The optimizers that a config can name, a dataclass each."""
+"""The optimizers and learning-rate schedules that a config can name, a dataclass each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,147 @@ from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
 from axon_dist.optim import by_path, hidden_matrices, matrices, muon
 
-from .own import Own
-from .rates import SCHEDULES, Cosine, RateSchedule
-from .read import Fraction, Natural, NonNegative, OneOf, Positive
+from .read import Count, Fraction, Natural, NonNegative, OneOf, Positive
+from .user_code import Own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateSchedule(abc.ABC):
+    """How the learning rate moves over a run.
+
+    Args:
+        warmup_steps: steps of linear growth from 0 to the peak.
+        warmup_fraction: the same as a share of the steps of the run; one of the two may be given.
+    """
+
+    warmup_steps: Natural = 0
+    warmup_fraction: Fraction = 0.0
+
+    def validate(self) -> None:
+        """Raises `ConfigError` for a warmup that is said in both ways."""
+        if self.warmup_steps and self.warmup_fraction:
+            raise ConfigError(
+                f"got warmup_steps={self.warmup_steps} and warmup_fraction={self.warmup_fraction}, "
+                "which both say how long the warmup is; leave one of them out"
+            )
+
+    def build(self, peak: float, num_steps: int) -> optax.Schedule:
+        """Returns `learning_rate(step)` for a run of some steps, warmup included.
+
+        Raises:
+            ConfigError: when the warmup is as long as the run.
+        """
+        steps = self.warmup_steps or round(self.warmup_fraction * num_steps)
+        if steps >= num_steps:
+            key = "warmup_steps" if self.warmup_steps else "warmup_fraction"
+            raise ConfigError(
+                f"{key}={getattr(self, key)} leaves nothing of a run of {num_steps} steps; "
+                f"it must be smaller: lower optimizer.schedule.{key} or raise train.steps"
+            )
+        after = self.after_warmup(peak, num_steps - steps, steps)
+        if not steps:
+            return after
+        return optax.join_schedules([optax.linear_schedule(0.0, peak, steps), after], [steps])
+
+    @abc.abstractmethod
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the schedule of the steps that follow those of the warmup."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstantRate(RateSchedule):
+    """Stays at the peak."""
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the peak, whatever the step."""
+        return optax.constant_schedule(peak)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cosine(RateSchedule):
+    """Falls along half a cosine (arXiv:1608.03983, without restarts).
+
+    Args:
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    final_fraction: Fraction = 0.1
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the half cosine from the peak to its final fraction."""
+        return optax.cosine_decay_schedule(peak, num_steps, self.final_fraction)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear(RateSchedule):
+    """Falls along a straight line.
+
+    Args:
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    final_fraction: Fraction = 0.0
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the line from the peak to its final fraction."""
+        return optax.linear_schedule(peak, peak * self.final_fraction, num_steps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay(RateSchedule):
+    """Stays at the peak, and falls along a straight line at the end (arXiv:2404.06395).
+
+    Args:
+        decay_fraction: the share of the steps of the run over which it falls.
+        final_fraction: what is left of the peak at the last step.
+    """
+
+    decay_fraction: Fraction = 0.2
+    final_fraction: Fraction = 0.0
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns the peak, and the line from there to its final fraction.
+
+        Raises:
+            ConfigError: when warmup and decay are longer than the run.
+        """
+        decay = round(self.decay_fraction * (num_steps + warmup))
+        if decay > num_steps:
+            raise ConfigError(
+                f"decay_fraction={self.decay_fraction} is {decay} steps, and after the warmup a "
+                f"run has {num_steps}; lower optimizer.schedule.decay_fraction or the warmup"
+            )
+        return optax.linear_schedule(
+            peak, peak * self.final_fraction, decay, transition_begin=num_steps - decay
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InverseSquareRoot(RateSchedule):
+    """Falls as one over the root of the step (arXiv:1706.03762).
+
+    Args:
+        timescale: steps after the warmup in which it falls to 0.71 of the peak; as many as the
+            warmup has make the schedule of the paper.
+    """
+
+    timescale: Count = 1000
+
+    def after_warmup(self, peak: float, num_steps: int, warmup: int) -> optax.Schedule:
+        """Returns `peak sqrt(timescale / (timescale + step))`."""
+        scale = self.timescale
+        return lambda step: peak * jnp.sqrt(scale / (scale + jnp.maximum(step, 0)))
+
+
+SCHEDULES: MappingProxyType[str, type[RateSchedule]] = MappingProxyType(
+    {
+        "cosine": Cosine,
+        "linear": Linear,
+        "constant": ConstantRate,
+        "wsd": WarmupStableDecay,
+        "inverse_sqrt": InverseSquareRoot,
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +199,9 @@ class Group:
 
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
+Transform: TypeAlias = optax.GradientTransformation
+Factory: TypeAlias = Callable[[], nnx.Module]
+"""Makes a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,9 +231,7 @@ class Optimizer(abc.ABC):
                     "has no weight decay; leave it out, or take adamw, lion or muon"
                 )
 
-    def build(
-        self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:
         """Returns the optax transformation for a run of some steps.
 
         Args:
@@ -118,14 +257,14 @@ class Optimizer(abc.ABC):
         own = self.transform(rate, make_model)
         return by_path({p: one(make_model) for p, one in members.items()}, own) if members else own
 
-    def _member(self, group: Group, num_steps: int) -> Callable[..., optax.GradientTransformation]:
+    def _member(self, group: Group, num_steps: int) -> Callable[..., Transform]:
         """The optimizer of a group, from the function that makes the model."""
         peak = group.rate * self.learning_rate
         decays = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
         own = dataclasses.replace(self, **decays, **({"decay": "all"} if decays else {}))
         return functools.partial(own.transform, self.schedule.build(peak, num_steps))
 
-    def _check_groups(self, make_model: Callable[[], nnx.Module]) -> None:
+    def _check_groups(self, make_model: Factory) -> None:
         with nnx.use_eager_sharding(False):
             model = nnx.eval_shape(make_model)
         paths = [p for p, _ in leaves_with_paths(nnx.to_pure_dict(nnx.state(model, nnx.Param)))]
@@ -145,7 +284,6 @@ class Optimizer(abc.ABC):
         """The learning rate of every step of a run, `[num_steps]`.
 
         Example:
-            >>> from axon_dist.config.rates import Linear
             >>> SGD(learning_rate=1.0, schedule=Linear(warmup_fraction=0.5)).rates(4).tolist()
             [0.0, 0.5, 1.0, 0.5]
         """
@@ -153,9 +291,7 @@ class Optimizer(abc.ABC):
         return np.asarray(jnp.broadcast_to(rate(jnp.arange(num_steps)), (num_steps,)))
 
     @abc.abstractmethod
-    def transform(
-        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
         """Returns the optax transformation that follows a learning rate."""
 
 
@@ -192,9 +328,7 @@ class Adam(Optimizer):
     b2: Fraction = 0.999
     eps: Positive = 1e-8
 
-    def transform(
-        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
         """Returns `optax.adam`."""
         return optax.adam(rate, self.b1, self.b2, self.eps, mu_dtype=self.momentum_dtype)
 
@@ -213,9 +347,7 @@ class AdamW(Decaying):
     b2: Fraction = 0.95
     eps: Positive = 1e-8
 
-    def transform(
-        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
         """Returns `optax.adamw`."""
         return optax.adamw(
             rate,
@@ -240,9 +372,7 @@ class Lion(Decaying):
     b1: Fraction = 0.9
     b2: Fraction = 0.99
 
-    def transform(
-        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
         """Returns `optax.lion`."""
         return optax.lion(
             rate, self.b1, self.b2, self.momentum_dtype, self.weight_decay, mask=self.mask
@@ -272,9 +402,7 @@ class SGD(Optimizer):
                 "momentum"
             )
 
-    def transform(
-        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
         """Returns `optax.sgd`."""
         return optax.sgd(rate, self.momentum or None, self.nesterov, self.momentum_dtype)
 
@@ -300,9 +428,7 @@ class Muon(Decaying):
     b1: Fraction = 0.9
     b2: Fraction = 0.95
 
-    def transform(
-        self, rate: optax.Schedule, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def transform(self, rate: optax.Schedule, make_model: Factory | None = None) -> Transform:
         """Returns `muon` for the hidden matrices of the model; without it, for every matrix."""
         return muon(
             rate,
@@ -340,9 +466,7 @@ class OwnOptimizer(Own):
     section: ClassVar[str] = "optimizer"
     offered: ClassVar[tuple[str, ...]] = ("num_steps",)
 
-    def build(
-        self, num_steps: int, make_model: Callable[[], nnx.Module] | None = None
-    ) -> optax.GradientTransformation:
+    def build(self, num_steps: int, make_model: Factory | None = None) -> Transform:
         """Calls the factory.
 
         Args:

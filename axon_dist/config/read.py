@@ -12,13 +12,14 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union
 
 import numpy as np
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
 
-from .own import Own
+from .user_code import PATH, Own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,29 +106,24 @@ class Parsed:
 MOST = 2**31 - 1
 """Steps and samples are counted in 32 bits on the devices."""
 
-Count: TypeAlias = Annotated[
-    int, Bound(f"at least 1 and at most {MOST}", lambda value: 1 <= value <= MOST)
-]
+
+def _from(least: int, most: int) -> Bound:
+    return Bound(f"at least {least} and at most {most}", lambda value: least <= value <= most)
+
+
+Count: TypeAlias = Annotated[int, _from(1, MOST)]
 """A number of things of which there must be one."""
 
-Natural: TypeAlias = Annotated[
-    int, Bound(f"at least 0 and at most {MOST}", lambda value: 0 <= value <= MOST)
-]
+Natural: TypeAlias = Annotated[int, _from(0, MOST)]
 """A number of things that may be missing."""
 
-Ahead: TypeAlias = Annotated[
-    int, Bound("at least 0 and at most 1024", lambda value: 0 <= value <= 1024)
-]
+Ahead: TypeAlias = Annotated[int, _from(0, 1024)]
 """Batches that wait in memory."""
 
-Port: TypeAlias = Annotated[
-    int, Bound("at least 1 and at most 65535", lambda value: 1 <= value <= 65535)
-]
+Port: TypeAlias = Annotated[int, _from(1, 65535)]
 """Of TCP, on this host."""
 
-Devices: TypeAlias = Annotated[
-    int, Bound("at least 1 and at most 1024", lambda value: 1 <= value <= 1024)
-]
+Devices: TypeAlias = Annotated[int, _from(1, 1024)]
 """CPU devices that are made up, each with threads of its own."""
 
 Positive: TypeAlias = Annotated[
@@ -205,14 +201,15 @@ def write(value: object, hint: object = None) -> Any:
         [1, 2]
     """
     if isinstance(value, Own):
-        return value.to_plain()
+        ours = {name: getattr(value, name) for name in options_of(type(value))}
+        return {value.key: value.path, **ours, **value.options}
     if (choice := _extra(hint, OneOf)) is not None:
         return {choice.tag: choice.name_of(value), **write(value)}
     if (parsed := _extra(hint, Parsed)) is not None:
         return parsed.write(value)
     if dataclasses.is_dataclass(value):
-        hints = typing.get_type_hints(type(value), include_extras=True)
-        return {name: write(getattr(value, name), hints[name]) for name in _fields(type(value))}
+        options = options_of(type(value))
+        return {name: write(getattr(value, name), x.hint) for name, x in options.items()}
     if isinstance(value, tuple):
         args = typing.get_args(hint) or (None,)
         return [write(item, args[0]) for item in value]
@@ -223,28 +220,83 @@ def write(value: object, hint: object = None) -> Any:
     return str(value) if isinstance(value, np.dtype) else value
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One key that a dataclass or a function takes.
+
+    Args:
+        hint: its type, with what `Annotated` puts beside it.
+        default: the value where the key is missing; `MISSING` where it must be given.
+    """
+
+    hint: Any
+    default: Any
+
+
+def options_of(thing: Any) -> dict[str, Option]:
+    """What a config can say to a dataclass, or to a function that makes a strategy.
+
+    What the library gives itself is left out: the path and the options of a thing of the user's
+    own, and the model and the world of a strategy.
+
+    Example:
+        >>> options_of(Parsed)["form"].hint
+        <class 'str'>
+    """
+    hints = typing.get_type_hints(inspect.unwrap(thing), include_extras=True)
+    if dataclasses.is_dataclass(thing):
+        made = {f.name: f.default_factory for f in dataclasses.fields(thing)}
+        defaults = {f.name: f.default for f in dataclasses.fields(thing)}
+        defaults |= {name: make() for name, make in made.items() if make is not MISSING}
+        given = ("path", "options") if issubclass(typing.cast(type, thing), Own) else ()
+    else:
+        parameters = inspect.signature(thing).parameters.values()
+        defaults = {p.name: MISSING if p.default is p.empty else p.default for p in parameters}
+        given = ("model", "world")
+    return {n: Option(hints[n], default) for n, default in defaults.items() if n not in given}
+
+
+def _says_missing(path: str, name: str) -> str:
+    return f"{_join(path, name)}: missing, and it has no default; set it"
+
+
+def read_options(
+    options: Mapping[str, Option],
+    data: Mapping[str, object],
+    path: str,
+    kind: str = "key",
+    says_missing: Callable[[str, str], str] = _says_missing,
+) -> dict[str, Any]:
+    """Reads the keys that something takes.
+
+    Args:
+        options: what it takes.
+        data: what is given.
+        path: the dotted key of all of it.
+        kind: what a key is called in messages.
+        says_missing: the message about one that must be given, from the path and its name.
+
+    Raises:
+        ConfigError: for an unknown or missing key, a wrong type or a value out of bounds.
+    """
+    for key in data:
+        if key not in options:
+            hint = did_you_mean(key, options)
+            raise ConfigError(f"{_join(path, key)}: there is no such {kind}.{hint}")
+    for name, option in options.items():
+        if name not in data and option.default is MISSING:
+            raise ConfigError(says_missing(path, name))
+    return {key: read(options[key].hint, value, _join(path, key)) for key, value in data.items()}
+
+
 def _extra(hint: object, kind: type[_T]) -> _T | None:
     """The first thing of a kind that `Annotated` puts beside a type."""
     extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, kind)), None)
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field]:
-    return {field.name: field for field in dataclasses.fields(cls)}
-
-
 def _read_dataclass(cls: Any, data: object, path: str) -> Any:
-    data = _section(data, path)
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = _fields(cls)
-    for key in data:
-        if key not in fields:
-            hint = did_you_mean(key, fields)
-            raise ConfigError(f"{_join(path, key)}: there is no such key.{hint}")
-    for name, field in fields.items():
-        if name not in data and _is_required(field):
-            raise ConfigError(f"{_join(path, name)}: missing, and it has no default; set it")
-    values = {key: read(hints[key], value, _join(path, key)) for key, value in data.items()}
+    values = read_options(options_of(cls), _section(data, path), path)
     # A class may take one of its fields as positions: `Policy("Block", "Head")`.
     endless = [
         name for name, p in inspect.signature(cls).parameters.items() if p.kind is p.VAR_POSITIONAL
@@ -264,10 +316,6 @@ def _checked(make: Callable[[], Any], path: str) -> Any:
         message = str(error)
         says_where = not path or message.startswith(path)
         raise ConfigError(message if says_where else f"{path}: {message}") from error
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _section(data: object, path: str) -> Mapping[str, object]:
@@ -309,7 +357,7 @@ def _read_choice(choice: OneOf, value: object, path: str) -> Any:
         if isinstance(value, Mapping) and key in value:
             return _read_own(choice, key, value, path)
     if not choice.table:
-        keys = " or ".join(f"{{{key}: package.module:name}}" for key in choice.own)
+        keys = " or ".join(f"{{{key}: {PATH}}}" for key in choice.own)
         raise ConfigError(f"{path}: got {value!r}, which must be {keys}")
     given = {choice.tag: value} if isinstance(value, str) else _section(value, path)
     data = dict(given)
@@ -333,12 +381,14 @@ def _read_own(choice: OneOf, key: str, value: Mapping[str, object], path: str) -
         raise ConfigError(
             f"{path}: got {key} and {others[0]}, which both say what it is; leave one of them out"
         )
-    cls, data = choice.own[key], {name: item for name, item in value.items() if name != key}
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for name in cls.own_fields():
-        if name in data:
-            data[name] = read(hints[name], data[name], _join(path, name))
-    return _checked(lambda: cls.from_plain(value[key], data), path)
+    cls, function = choice.own[key], value[key]
+    ours = options_of(cls)
+    given = {name: item for name, item in value.items() if name in ours}
+    given = read_options(ours, given, path)
+    if not isinstance(function, str):
+        raise ConfigError(f"{path}: got {function!r}, which must be a path such as {PATH}")
+    rest = {str(name): x for name, x in value.items() if name not in (key, *ours)}
+    return _checked(lambda: cls(path=function, options=types.MappingProxyType(rest), **given), path)
 
 
 def _pick(table: Mapping[Any, Any], name: object, path: str) -> Any:
@@ -367,8 +417,8 @@ def _read_union(hint: object, value: object, path: str) -> Any:
     raise errors[0]
 
 
-def _knows(hint: object, section: Mapping[str, object]) -> bool:
-    return dataclasses.is_dataclass(hint) and set(section) <= set(_fields(typing.cast(type, hint)))
+def _knows(hint: Any, section: Mapping[str, object]) -> bool:
+    return dataclasses.is_dataclass(hint) and set(section) <= set(options_of(hint))
 
 
 def _has_keys(hint: object) -> bool:

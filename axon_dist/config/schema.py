@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
+
+import jax
 
 from axon_dist.core.errors import ConfigError, did_you_mean
 from axon_dist.core.files import as_path
@@ -18,7 +18,6 @@ from axon_dist.parallel import STRATEGIES, Strategy, as_strategy, compose
 from axon_dist.parallel.plans import USUAL_EVERY
 from axon_dist.planner.reading import Remat
 
-from .data import DATA, OwnData, TextData
 from .models import (
     LOSSES,
     MODELS,
@@ -30,8 +29,19 @@ from .models import (
     with_hub_weights,
 )
 from .optimizers import OPTIMIZERS, AdamW, Optimizer, OwnOptimizer
-from .read import OneOf, Parsed, Seed, read, write
-from .sections import LOGGERS, CheckpointConfig, DevicesConfig, Logger, Lora, TrainConfig, Weights
+from .read import OneOf, Parsed, Seed, options_of, read, read_options, write
+from .sections import (
+    DATA,
+    LOGGERS,
+    CheckpointConfig,
+    DevicesConfig,
+    Logger,
+    Lora,
+    OwnData,
+    TextData,
+    TrainConfig,
+    Weights,
+)
 
 StrategyOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Options by strategy name."""
@@ -137,28 +147,15 @@ def read_strategies(parallel: Mapping[str, Mapping[str, object]]) -> dict[str, d
             hint = did_you_mean(_OTHER_NAMES.get(name.lower(), name), STRATEGIES)
             raise ConfigError(f"parallel.{name}: there is no such strategy.{hint}")
     return {
-        name: _read_options(STRATEGIES[name], options, name) for name, options in parallel.items()
+        name: read_options(
+            options_of(STRATEGIES[name]), given, f"parallel.{name}", "option", _says_missing
+        )
+        for name, given in parallel.items()
     }
 
 
-def _read_options(
-    function: Callable[..., Any], options: Mapping[str, object], strategy: str
-) -> dict[str, Any]:
-    """Reads keyword arguments of a function by their annotations."""
-    path = f"parallel.{strategy}"
-    hints = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
-    parameters = inspect.signature(function).parameters
-    known = {name: p for name, p in parameters.items() if name not in ("model", "world")}
-    for key in options:
-        if key not in known:
-            raise ConfigError(f"{path}.{key}: there is no such option.{did_you_mean(key, known)}")
-    for key, parameter in known.items():
-        if parameter.default is parameter.empty and key not in options:
-            raise ConfigError(_says_missing(strategy, key))
-    return {key: read(hints[key], value, f"{path}.{key}") for key, value in options.items()}
-
-
-def _says_missing(strategy: str, option: str) -> str:
+def _says_missing(path: str, option: str) -> str:
+    strategy = path.removeprefix("parallel.")
     meaning, value = _REQUIRED.get(option, ("which has no default", "..."))
     return (
         f"parallel.{strategy} needs {option}, {meaning}; write "
@@ -392,3 +389,12 @@ class RunConfig:
                 f"every checkpoint; make checkpoint.every={save_every} a multiple of "
                 f"train.eval_every={eval_every}"
             )
+
+
+def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a run's global batch, known before any data is read."""
+    fields = config.kind.task.fields(config.model, config.data)
+    return {
+        name: jax.ShapeDtypeStruct((config.train.global_batch, *field.shape), field.dtype)
+        for name, field in fields.items()
+    }

@@ -1,27 +1,35 @@
-"""How long a step takes, what it processes, how much of the hardware it uses, and its trace."""
+"""Means of metrics; how long a step takes, how much of the hardware it uses, and its trace."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import leaves_with_paths
 from axon_dist.core.typing import PyTree
+from axon_dist.core.weighted import Weighted
 
 from ..step import TrainStep
+
+_T = TypeVar("_T")
+
+LAG = 2
+"""So many results stay on the devices, so that neither they nor the host wait for each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,3 +271,53 @@ class StepProfile:
             jax.profiler.stop_trace()
             for tell in self._told:
                 tell(told)
+
+
+class MetricSums:
+    """Totals and weights of metrics, in float64.
+
+    Example:
+        >>> sums = MetricSums()
+        >>> sums.add({"loss": Weighted(6.0, 2.0)})
+        >>> sums.add({"loss": Weighted(2.0, 2.0)}, copies=2)
+        >>> sums.means
+        {'loss': 2.3333333333333335}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, metrics: Mapping[str, Weighted], copies: int = 1) -> None:
+        """Takes what `evaluate_sums` returns for a batch, and waits for it.
+
+        Args:
+            metrics: totals and weights.
+            copies: how often each sample stands in the batch.
+        """
+        for name, part in jax.device_get(dict(metrics)).items():
+            both = np.array([part.total, part.weight], np.float64) / copies
+            self._sums[name] = self._sums.get(name, np.zeros(2)) + both
+
+    @property
+    def means(self) -> dict[str, float]:
+        """`sum(totals) / sum(weights)` of every metric; 0 where nothing weighs."""
+        return {n: float(total / w) if w else 0.0 for n, (total, w) in self._sums.items()}
+
+
+def delayed(items: Iterable[_T], lag: int) -> Iterator[_T]:
+    """Yields the items in order, each only after `lag` more have been made.
+
+    Args:
+        items: what to yield; arrays that are still being computed, for instance.
+        lag: how many to make ahead.
+
+    Example:
+        >>> list(delayed([1, 2, 3], lag=2))
+        [1, 2, 3]
+    """
+    waiting: collections.deque[_T] = collections.deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > lag:
+            yield waiting.popleft()
+    yield from waiting

@@ -7,10 +7,12 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
+
+from flax.traverse_util import flatten_dict
 
 from axon_dist.core.errors import ConfigError
 
@@ -83,7 +85,7 @@ class JsonlWriter:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds a line."""
-        values = {name: _as_json(value) for name, value in metrics.items()}
+        values = {n: x if math.isfinite(x) else str(x) for n, x in metrics.items()}
         if not os.fstat(self._file.fileno()).st_nlink:
             self.was_removed = True
             self.close()
@@ -123,7 +125,21 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-class WandbWriter:
+class _RunWriter:
+    """Logs to the run of a tracker that speaks as wandb does."""
+
+    _run: Any
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class WandbWriter(_RunWriter):
     """A run of Weights & Biases.
 
     Args:
@@ -151,16 +167,8 @@ class WandbWriter:
             dir=str(directory), project=project, name=name, mode=mode, config=dict(config or {})
         )
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
-
-
-class TrackioWriter:
+class TrackioWriter(_RunWriter):
     """A run of trackio, which keeps it on this machine: `trackio show` draws it.
 
     Args:
@@ -175,14 +183,6 @@ class TrackioWriter:
     def __init__(self, *, project: str, name: str, config: Mapping[str, object] | None = None):
         trackio = require("trackio", "loggers", "the logger 'trackio'")
         self._run = trackio.init(project=project, name=name, config=dict(config or {}))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Ends the run."""
-        self._run.finish()
 
 
 class MlflowWriter:
@@ -206,7 +206,7 @@ class MlflowWriter:
         found = self._client.get_experiment_by_name(experiment)
         known = found.experiment_id if found else self._client.create_experiment(experiment)
         self._run = self._client.create_run(known, run_name=name).info.run_id
-        for key, value in _flat(config or {}):
+        for key, value in flatten_dict(dict(config or {}), sep=".").items():
             self._client.log_param(self._run, key, str(value)[:500])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -217,19 +217,6 @@ class MlflowWriter:
     def close(self) -> None:
         """Ends the run."""
         self._client.set_terminated(self._run)
-
-
-def _flat(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in config.items():
-        inner = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping):
-            yield from _flat(value, inner)
-        else:
-            yield inner, value
-
-
-def _as_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 Curve: TypeAlias = Sequence[tuple[int, float]]

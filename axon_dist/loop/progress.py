@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -50,48 +50,29 @@ class Status:
 class Progress(Protocol):
     """Something that shows a run; a context that lasts as long as the run."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         """Begins to show."""
-        ...
-
-    def __exit__(self, *exception: object) -> None:
-        """Leaves the last state standing."""
-        ...
-
-    def phase(self, text: str) -> AbstractContextManager[None]:
-        """Shows something that takes a while, such as compiling, as long as the context lasts."""
-        ...
-
-    def update(self, status: Status) -> None:
-        """Takes the newest status; called once per step, so it must cost next to nothing."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Tells a sentence that stays."""
-        ...
-
-
-class SilentProgress:
-    """Tells nothing."""
-
-    def __enter__(self) -> SilentProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        """Leaves the last state standing."""
 
     def phase(self, text: str) -> AbstractContextManager[None]:
-        """Does nothing."""
+        """Shows something that takes a while, such as compiling, as long as the context lasts."""
         return nullcontext()
 
     def update(self, status: Status) -> None:
-        """Does nothing."""
+        """Takes the newest status; called once per step, so it must cost next to nothing."""
 
     def note(self, text: str) -> None:
-        """Does nothing."""
+        """Tells a sentence that stays."""
 
 
-class PlainProgress:
+class SilentProgress(Progress):
+    """Tells nothing."""
+
+
+class PlainProgress(Progress):
     """A line now and then, for logs and pipes.
 
     Args:
@@ -116,16 +97,17 @@ class PlainProgress:
         self._written: Status | None = None
         self._next_time = clock()
 
-    def __enter__(self) -> PlainProgress:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         if self._last is not None and self._last is not self._written:
             self._write(status_line(self._last))
 
-    def phase(self, text: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
         """Writes what begins, and how long it took."""
-        return _PlainPhase(text, self._write, self._clock)
+        start = self._clock()
+        self._write(f"{text} ...")
+        yield
+        self._write(f"{text}: {self._clock() - start:.1f} s")
 
     def update(self, status: Status) -> None:
         """Writes the status if the last line is old enough, or the validation loss is new."""
@@ -144,19 +126,6 @@ def _validation(status: Status | None) -> tuple[int | None, float | None]:
     return (status.validation_step, status.validation_loss) if status else (None, None)
 
 
-class _PlainPhase:
-    def __init__(self, text: str, write: Callable[[str], None], clock: Callable[[], float]):
-        self._text, self._write, self._clock = text, write, clock
-
-    def __enter__(self) -> None:
-        self._start = self._clock()
-        self._write(f"{self._text} ...")
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None:
-            self._write(f"{self._text}: {self._clock() - self._start:.1f} s")
-
-
 def status_line(status: Status) -> str:
     """The status in one line.
 
@@ -169,22 +138,18 @@ def status_line(status: Status) -> str:
 
 def status_parts(status: Status) -> list[str]:
     """What is known of a status, each in a few words."""
-    known = {
-        "loss {:.3f}": status.loss,
-        "validation {:.3f}": status.validation_loss,
-        f"{{}} {status.item}/s": _maybe(si, status.items_per_second),
-        "{}/step": _maybe(duration, status.step_seconds),
-        "{}/device": _maybe(byte_size, status.device_bytes),
-        "{} left": _maybe(clock_time, status.seconds_left),
-    }
-    return [form.format(value) for form, value in known.items() if value is not None]
+    known = (
+        ("loss {}", "{:.3f}".format, status.loss),
+        ("validation {}", "{:.3f}".format, status.validation_loss),
+        (f"{{}} {status.item}/s", si, status.items_per_second),
+        ("{}/step", duration, status.step_seconds),
+        ("{}/device", byte_size, status.device_bytes),
+        ("{} left", clock_time, status.seconds_left),
+    )
+    return [form.format(words(value)) for form, words, value in known if value is not None]
 
 
-def _maybe(function: Callable[[float], str], value: float | None) -> str | None:
-    return None if value is None else function(value)
-
-
-class LiveProgress:
+class LiveProgress(Progress):
     """Redraws two lines at the foot of a terminal, from a thread of its own.
 
     Args:
@@ -199,7 +164,7 @@ class LiveProgress:
         self._start = time.monotonic()
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8)
 
-    def __enter__(self) -> LiveProgress:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
@@ -207,9 +172,15 @@ class LiveProgress:
         self._phase = None
         self._live.stop()
 
-    def phase(self, text: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
         """Turns a spinner, and leaves a line that says how long it turned."""
-        return self._spin(text)
+        self._phase = phase = _Spin(text)
+        try:
+            yield
+            self._console.print(Text.assemble(("✓ ", "green"), phase.words()))
+        finally:
+            self._phase = None
 
     def update(self, status: Status) -> None:
         """Keeps the status for the next redraw; a new validation gets a line that stays."""
@@ -223,15 +194,6 @@ class LiveProgress:
     def note(self, text: str) -> None:
         """Prints the sentence above the bar."""
         self._console.print(Text(text, style="yellow"))
-
-    @contextmanager
-    def _spin(self, text: str) -> Iterator[None]:
-        self._phase = _Spin(text)
-        try:
-            yield
-            self._console.print(Text.assemble(("✓ ", "green"), self._phase.words()))
-        finally:
-            self._phase = None
 
     def _render(self) -> RenderableType:
         status, phase = self._status, self._phase

@@ -18,6 +18,7 @@ from axon_dist.core.typing import Array
 from axon_dist.core.words import plural
 
 from ..step.state import FLAG, SPIKE, NonfiniteLoss, TrainState, is_lost
+from .arguments import LoopOptions
 from .metrics import MetricWriter
 from .progress import Progress, Status
 from .stop import INTERRUPTIONS
@@ -96,15 +97,12 @@ class Record:
     so that compiling, validating and saving are not counted as training.
 
     Args:
+        options: length and cadence of the run, and what its throughput counts.
         first_step: steps taken before this run.
-        num_steps: the last step of the run.
-        log_every: steps averaged into one record.
         writers: take the records.
         progress: takes a status after every fetched step.
         device_bytes: bytes of the train state per device, to be shown.
-        items_per_step: items in a global batch; None leaves the throughput out.
         utilization: from items per second to the share of the hardware's peak, if that is known.
-        item: what the items are.
         skips: whether steps that were not finite are counted and left out; else the first of them
             is `lost`, and nothing after it is taken.
         tell: takes the number of steps taken whenever something got done.
@@ -113,45 +111,31 @@ class Record:
         facts: from the number of steps taken, and of those that changed the state, to what more
             is known of them, such as the learning rate.
         sheet: where the time of the run goes.
-        best: the metric by which a state is the best, and `"min"` or `"max"`.
     """
 
     def __init__(
         self,
+        options: LoopOptions,
         first_step: int,
-        num_steps: int,
-        log_every: int,
         writers: Sequence[MetricWriter],
         progress: Progress,
         device_bytes: int,
-        items_per_step: int | None = None,
-        utilization: Callable[[float], float] | None = None,
-        item: str = "tokens",
-        skips: bool = False,
-        tell: Callable[[int], None] = lambda step: None,
-        history: Sequence[Mapping[str, Any]] = (),
-        facts: Callable[[int, int], Mapping[str, float]] = lambda step, updates: {},
-        sheet: TimeSheet | None = None,
-        best: tuple[str, str] = ("validation/loss", "min"),
+        utilization: Callable[[float], float] | None,
+        skips: bool,
+        tell: Callable[[int], None],
+        history: Sequence[Mapping[str, Any]],
+        facts: Callable[[int, int], Mapping[str, float]],
+        sheet: TimeSheet,
     ):
-        self._best = best
-        self._facts, self.sheet = facts, sheet or TimeSheet()
+        self.options, self.writers, self.progress = options, writers, progress
+        self.device_bytes, self.utilization, self.skips = device_bytes, utilization, skips
+        self._facts, self.sheet, self._tell = facts, sheet, tell
         self.step_seconds, self._told = array.array("d"), (0.0, 0.0, 0.0, 0)
-        self._tell = tell
         self.lost: NonfiniteLoss | None = None
-        self.skips = skips
         self.skipped_steps = int(max((row.get(_SKIPPED, 0) for row in history), default=0))
         self._skipped: list[str] = []
         self.first_step = self.taken = self.step = first_step
-        self.num_steps: int = num_steps
-        self.log_every: int = log_every
-        self.rollbacks: int = 0
-        self.writers: Sequence[MetricWriter] = writers
-        self.progress: Progress = progress
-        self.device_bytes: int = device_bytes
-        self.items_per_step: int | None = items_per_step
-        self.item: str = item
-        self.utilization: Callable[[float], float] | None = utilization
+        self.rollbacks = 0
         self._curves = [point for row in history for point in _points(row)]
         self.latest: dict[str, float] = {}
         self._validated: dict[str, float] = {}
@@ -165,13 +149,10 @@ class Record:
     @property
     def items_per_second(self) -> float | None:
         """Throughput over the whole run while the clock ran."""
-        if self.items_per_step is None or not self.train_seconds:
+        items = self.options.items_per_step
+        if items is None or not self.train_seconds:
             return None
-        return self.items_per_step * self.timed_steps / self.train_seconds
-
-    @property
-    def _rate(self) -> str:
-        return f"time/{self.item}_per_second"
+        return items * self.timed_steps / self.train_seconds
 
     def start_clock(self) -> None:
         """From now on time is training time."""
@@ -224,7 +205,7 @@ class Record:
         self.latest = self.latest | means
         self._validated = means
         self._write(means)
-        self._show()
+        self.progress.update(self.status())
 
     @property
     def train_curve(self) -> list[tuple[int, float]]:
@@ -249,17 +230,16 @@ class Record:
     @property
     def scores(self) -> list[tuple[int, float]]:
         """Step and score of every validation; less is better."""
-        metric, mode = self._best
-        sign = -1 if mode == "max" else 1
-        curve = self._curve(VALIDATION, metric.removeprefix(f"{VALIDATION}/"))
+        sign = -1 if self.options.best_mode == "max" else 1
+        curve = self._curve(VALIDATION, self.options.best_metric.removeprefix(f"{VALIDATION}/"))
         return [(step, sign * value) for step, value in curve]
 
-    def validations_since_best(self, min_delta: float) -> int:
+    def validations_since_best(self) -> int:
         """How many validations ago the best one was; what is better by less does not count."""
         best, at = math.inf, 0
         scores = [score for _, score in self.scores]
         for number, score in enumerate(scores, 1):
-            if score < best - min_delta:
+            if score < best - self.options.min_delta:
                 best, at = score, number
         return len(scores) - at
 
@@ -317,28 +297,25 @@ class Record:
         else:
             self._window.append({n: x for n, x in values.items() if n not in (FLAG, SPIKE)})
         self.skips |= SPIKE in values
-        if step % self.log_every == 0 or step == self.num_steps:
+        if step % self.options.log_every == 0 or step == self.options.num_steps:
             self.close_window()
-        self._show()
+        self.progress.update(self.status())
 
     def _speed(self) -> dict[str, float]:
         if not self._recent:
             return {}
-        seconds = statistics.fmean(self._recent)
+        seconds, items = statistics.fmean(self._recent), self.options.items_per_step
         speed = {"time/step_seconds": seconds}
-        if self.items_per_step is not None:
-            rate = speed[self._rate] = self.items_per_step / seconds
+        if items is not None:
+            rate = speed[f"time/{self.options.item}_per_second"] = items / seconds
             if self.utilization is not None:
                 speed["time/model_flops_utilization"] = self.utilization(rate)
         return speed
 
     def _shares(self) -> dict[str, float]:
         """Where the time since the last record went, and that of the whole run so far."""
-        before = self._told
-        self._told = now = (
-            *(self.train_seconds, self.sheet[DATA], self.sheet[DEVICES]),
-            len(self.step_seconds),
-        )
+        before, count = self._told, len(self.step_seconds)
+        self._told = now = self.train_seconds, self.sheet[DATA], self.sheet[DEVICES], count
         train, data, devices = (now[index] - before[index] for index in range(3))
         shares = {"time/unix": time.time(), "time/elapsed_seconds": self.sheet.elapsed}
         if train <= 0:
@@ -364,23 +341,21 @@ class Record:
             self.progress.note(f"{count}; {skipped[0]}")
         return bool(skipped)
 
-    def _show(self) -> None:
-        self.progress.update(self.status())
-
     def status(self) -> Status:
         """Where the run stands."""
-        speed = self._speed()
+        speed, item = self._speed(), self.options.item
         seconds = speed.get("time/step_seconds")
-        left = self.num_steps - self.step
+        left = self.options.num_steps - self.step
         recent = self._window or [{"loss": value} for _, value in self.train_curve[-1:]]
+        validation_step, validation_loss = (self.validation_curve or [(None, None)])[-1]
         return Status(
             step=self.step,
-            num_steps=self.num_steps,
+            num_steps=self.options.num_steps,
             loss=statistics.fmean(row["loss"] for row in recent) if recent else None,
-            validation_loss=self.validation_curve[-1][1] if self.validation_curve else None,
-            validation_step=self.validation_curve[-1][0] if self.validation_curve else None,
-            items_per_second=speed.get(self._rate),
-            item=self.item,
+            validation_loss=validation_loss,
+            validation_step=validation_step,
+            items_per_second=speed.get(f"time/{item}_per_second"),
+            item=item,
             step_seconds=seconds,
             seconds_left=seconds * left if seconds and left else None,
             device_bytes=self.device_bytes,
@@ -434,12 +409,12 @@ class TrainResult:
     state: TrainState
     num_steps: int
     reason: str
-    train_curve: tuple[tuple[int, float], ...]
-    validation_curve: tuple[tuple[int, float], ...]
-    compile_seconds: float
-    train_seconds: float
-    items_per_second: float | None
     device_bytes: int
+    train_curve: Curve = ()
+    validation_curve: Curve = ()
+    compile_seconds: float = 0.0
+    train_seconds: float = 0.0
+    items_per_second: float | None = None
     first_step: int = 0
     skipped_steps: int = 0
     rollbacks: int = 0

@@ -16,7 +16,15 @@ from axon_dist.mesh import agree, watch_steps
 from ..step import Nonfinite, TrainState, TrainStep
 from ..step import state as nonfinite
 from .arguments import BATCHES, KINDS, STATE, LoopOptions
-from .meters import StepProfile, bytes_per_device, percentiles, utilization_of
+from .meters import (
+    LAG,
+    MetricSums,
+    StepProfile,
+    bytes_per_device,
+    delayed,
+    percentiles,
+    utilization_of,
+)
 from .metrics import MetricWriter
 from .progress import Progress, SilentProgress
 from .record import (
@@ -32,7 +40,6 @@ from .record import (
     TrainResult,
 )
 from .stop import StopConsensus, Stops, stop_on_signals
-from .sums import LAG, MetricSums, delayed
 
 ValidationSet: TypeAlias = Callable[[], Iterable[Batch]]
 """Makes the batches of one validation."""
@@ -227,21 +234,17 @@ class Trainer:
     def _record(self, state: TrainState, tell: Callable[[int], None], sheet: TimeSheet) -> Record:
         options = self.options
         return Record(
+            options,
             int(state.step),
-            options.num_steps,
-            options.log_every,
             self.writers,
             self.progress,
             bytes_per_device(state),
-            options.items_per_step,
             utilization_of(self.step, options.peak_flops, options.sequence_length),
-            item=options.item,
-            skips=self._policy is Nonfinite.SKIP,
-            tell=tell,
-            history=self.history,
-            facts=self.facts,
-            sheet=sheet,
-            best=(options.best_metric, options.best_mode),
+            self._policy is Nonfinite.SKIP,
+            tell,
+            self.history,
+            self.facts,
+            sheet,
         )
 
     @property
@@ -383,7 +386,7 @@ class Trainer:
         options = self.options
         if not options.patience or not _is_multiple(record.taken, options.eval_every):
             return False
-        since = record.validations_since_best(options.min_delta)
+        since = record.validations_since_best()
         if since >= options.patience:
             self.progress.note(
                 f"{options.best_metric} was best {plural(since, 'validation')} ago: stopping early"

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from axon_dist.app import train
-from axon_dist.app.fewer import compiling_ahead, world_of_first
 from axon_dist.app.resume import check_copies
-from axon_dist.app.runs import build_run
+from axon_dist.app.runs import build_run, compiling_ahead, world_of_first
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 
@@ -87,7 +86,7 @@ def test_copies_that_nobody_keeps_are_refused(config, tmp_path):
 
 
 def test_nothing_is_compiled_ahead_where_nothing_can_be_lost(config, monkeypatch):
-    monkeypatch.setattr("axon_dist.app.fewer._compile", lambda *given: pytest.fail("compiled"))
+    monkeypatch.setattr("axon_dist.app.runs._compile_ahead", lambda *given: pytest.fail("compiled"))
     run = build_run(config("run"))
     with compiling_ahead(run.config, run.world, {"AXON_ELASTIC": "1"}, print) as begin:
         begin()

@@ -13,8 +13,8 @@ from rich.console import Console
 from axon_dist import merge_lora
 from axon_dist.app import evaluate, generate_text, load_model, train
 from axon_dist.app.evaluate import _placed_model
+from axon_dist.app.run_model import find_checkpoint
 from axon_dist.app.steps import build_world
-from axon_dist.app.trained import find_checkpoint
 from axon_dist.cli.main import main
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import CheckpointError, ConfigError

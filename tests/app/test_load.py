@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from axon_dist.app import evaluate, load_model, train
+from axon_dist.app.run_model import load_arrays
 from axon_dist.app.runs import build_run
-from axon_dist.app.trained import load_arrays
 from axon_dist.checkpoint import load_checkpoint, save_checkpoint
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import CheckpointError, ConfigError

@@ -18,8 +18,8 @@ from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from axon_dist.app import create_directory, train
-from axon_dist.app.memory_advice import advice
 from axon_dist.app.runs import build_loader, build_run
+from axon_dist.app.training import advice
 from axon_dist.checkpoint import read_manifest
 from axon_dist.cli.main import main
 from axon_dist.config import DATA, LOGGERS, MODELS, OPTIMIZERS, SCHEDULES, RunConfig, load_config

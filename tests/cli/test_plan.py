@@ -3,9 +3,9 @@ import pathlib
 import pytest
 import yaml
 
-from axon_dist.app import planned
-from axon_dist.app.sized import config_of_size
+from axon_dist.app import config_plans
 from axon_dist.cli.main import main
+from axon_dist.cli.plans import config_of_size
 from axon_dist.models import num_params
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -18,8 +18,8 @@ def out_of(capsys, *arguments, code=0):
 
 def test_a_size_on_some_devices(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(planned, "MOST", 3)
-    monkeypatch.setattr(planned, "FEW", 0)
+    monkeypatch.setattr(config_plans, "MOST", 3)
+    monkeypatch.setattr(config_plans, "FEW", 0)
     text = out_of(capsys, "--params", "10e9", "--devices", "8", "--memory", "80GB")
     assert text.startswith("10e9 parameters: a decoder of 32 blocks, width 5120, 40 heads")
     assert "1024 samples per step, 8 devices of 80" in " ".join(text.split())
@@ -36,7 +36,7 @@ TINY = ["model.num_layers=2", "train.global_batch=16"]
 @pytest.fixture
 def few(monkeypatch):
     """Reads one plan alone."""
-    monkeypatch.setattr(planned, "MOST", 1)
+    monkeypatch.setattr(config_plans, "MOST", 1)
 
 
 def test_a_config_on_a_target(capsys, few):
@@ -49,7 +49,7 @@ def test_a_config_on_a_target(capsys, few):
 
 
 def test_what_trains_to_other_numbers_is_apart(capsys, few, monkeypatch):
-    monkeypatch.setattr(planned, "FEW", 1)
+    monkeypatch.setattr(config_plans, "FEW", 1)
     large = ["model.width=512", "train.global_batch=1024"]
     given = [*large, "model.num_layers=2", "precision=float32"]
     text = out_of(capsys, str(CONFIGS / "fsdp8.yaml"), *given, "--target", "h100:8")
@@ -130,7 +130,7 @@ def test_mistakes(capsys, arguments, message):
 
 
 def test_names_are_those_of_configs_and_the_order_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(planned, "MOST", 2)
+    monkeypatch.setattr(config_plans, "MOST", 2)
     given = ["model.num_layers=2", "train.global_batch=16", "--target", "h100:8"]
     text = out_of(capsys, str(CONFIGS / "fsdp8.yaml"), *given)
     assert "Best first: what fits" in text

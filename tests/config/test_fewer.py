@@ -10,8 +10,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axon_dist.app.fewer import for_fewer, microbatches_for_fewer
-from axon_dist.app.runs import build_run
+from axon_dist.app.runs import build_run, for_fewer, microbatches_for_fewer
 from axon_dist.config import RunConfig
 from axon_dist.mesh import World
 from axon_dist.parallel import ddp

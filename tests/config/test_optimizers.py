@@ -8,18 +8,16 @@ from flax import nnx
 
 from axon_dist.config.optimizers import (
     OPTIMIZERS,
+    SCHEDULES,
     SGD,
     Adam,
     AdamW,
-    Lion,
-    Muon,
-)
-from axon_dist.config.rates import (
-    SCHEDULES,
     ConstantRate,
     Cosine,
     InverseSquareRoot,
     Linear,
+    Lion,
+    Muon,
     WarmupStableDecay,
 )
 from axon_dist.config.read import read

@@ -44,7 +44,10 @@ def test_options_reach_the_strategy():
 
 
 def test_refusals(world):
-    with pytest.raises(ConfigError, match=r"ShardingStrategy got 'full', and has no such member\. Did you mean 'full_shard'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ShardingStrategy got 'full', and has no such member\. Did you mean 'full_shard'",
+    ):
         fsdp("full")
     with pytest.raises(ConfigError, match=r"hybrid_shard got the axes \('fsdp',\); it needs one"):
         fsdp("hybrid_shard")

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from axon_dist import build_train_step
-from axon_dist.app.steps import build_step, remat_line
+from axon_dist.app.steps import build_step
+from axon_dist.app.summary import remat_line
 from axon_dist.config import RunConfig
 from axon_dist.core.errors import ConfigError
 from axon_dist.mesh import World, paper_world

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from axon_dist.app import plan_config
-from axon_dist.app.planned import ReadPlan
+from axon_dist.app.config_plans import ReadPlan
 from axon_dist.config import load_config
 from axon_dist.planner import parse_cluster
 from tests.repo.digests import run

@@ -10,9 +10,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from axon_dist.core.errors import AxonDistError, ConfigError, did_you_mean
+
+PATH = "package.module:name"
+"""How the place of a function is written."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,31 +48,6 @@ class Own:
 
     path: str
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def from_plain(cls, path: Any, data: Mapping[str, object]) -> Self:
-        """Makes it from a path and the keys beside it; those that are fields of its own are no
-        options.
-
-        Raises:
-            ConfigError: when the path is no text.
-        """
-        if not isinstance(path, str):
-            raise ConfigError(f"got {path!r}, which must be a path such as package.module:name")
-        fields = cls.own_fields()
-        own = {name: value for name, value in data.items() if name in fields}
-        options = {str(name): value for name, value in data.items() if name not in fields}
-        return cls(path=path, options=MappingProxyType(options), **own)
-
-    def to_plain(self) -> dict[str, Any]:
-        """The section as YAML holds it."""
-        own = {name: getattr(self, name) for name in self.own_fields()}
-        return {self.key: self.path, **own, **self.options}
-
-    @classmethod
-    def own_fields(cls) -> tuple[str, ...]:
-        """The keys of the section that are for the library and not for the function."""
-        return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("path", "options"))
 
     def validate(self) -> None:
         """Imports it and checks that it takes what it will be given; calls nothing.
@@ -193,8 +171,7 @@ def find(path: str, where: str) -> Callable[..., Any]:
     module_name, _, names = path.partition(":") if ":" in path else path.rpartition(".")
     if not module_name or not names:
         raise ConfigError(
-            f"{where}: got {path!r}, which must be the path of a function or class, such as "
-            "package.module:name"
+            f"{where}: got {path!r}, which must be the path of a function or class, such as {PATH}"
         )
     found: Any = _import(module_name, where)
     for name in names.split("."):

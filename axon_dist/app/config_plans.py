@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from axon_dist.core.errors import AxonDistError, ConfigError
@@ -32,10 +32,9 @@ from axon_dist.planner import (
 from axon_dist.planner.reading import AUTO, USABLE
 from axon_dist.step import TrainStep
 
-from ..config.parse import CONFIG
-from ..config.schema import RunConfig
+from ..config import CONFIG, RunConfig, abstract_batch
 from .examine import examine
-from .steps import abstract_batch, build_step, model_of
+from .steps import build_step, model_of
 
 MOST = 10
 """How many kinds of plans are traced, the simplest first."""
@@ -91,11 +90,6 @@ class ReadPlan:
     def fits(self) -> bool:
         """Whether all of it fits into the usable memory."""
         return self.reading.peak <= USABLE * self.device_bytes
-
-    @property
-    def complexity(self) -> int:
-        """How much is combined; smaller is simpler."""
-        return 2 * _complexity(self.arrangement) + int(self.arrangement.remat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +160,9 @@ def plan_config(
     Raises:
         ConfigError: where no mesh of all the devices divides the batch, or each is refused.
     """
+    size = hardware.memory_bytes if device_bytes is None else device_bytes
     apart = _apart_in(config, hardware.num_nodes(num_devices))
-    search = _Search(config, hardware, num_devices, device_bytes, *apart)
+    search = _Search(config, hardware, num_devices, size, *apart)
     refused: dict[str, str] = {}
     plans = search.plans(MOST, refused)
     if not plans:
@@ -178,8 +173,8 @@ def plan_config(
     limit = ranked[0].time.total if ranked[0].fits else float("inf")
     faster = [plan for plan in others if plan.fits and (1 + ALIKE) * plan.time.total < limit]
     ranked = [_measured(p, target) if n < num_compiled else p for n, p in enumerate(ranked)]
-    told = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
-    return ConfigPlans(search.work, hardware, num_devices, *told)
+    kinds = tuple(ranked), tuple(refused.items()), tuple(_ranked(faster))
+    return ConfigPlans(search.work, hardware, num_devices, *kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +185,7 @@ class _Search:
         config: a run, checked.
         hardware: the chip.
         num_devices: all of them are used.
-        device_bytes: memory of a device; None takes the chip's.
+        device_bytes: memory of a device.
         apart: how replicas train on their own; None for one model.
         replicas: how many of them.
         changed: why it trains to other numbers than the config that is planned for.
@@ -199,7 +194,7 @@ class _Search:
     config: RunConfig
     hardware: Hardware
     num_devices: int
-    device_bytes: int | None
+    device_bytes: int
     apart: SlowReplicas | None = None
     replicas: int = 1
     changed: str | None = None
@@ -217,8 +212,7 @@ class _Search:
     @property
     def usable(self) -> float:
         """Bytes of a device that a plan may fill."""
-        size = self.device_bytes
-        return USABLE * (self.hardware.memory_bytes if size is None else size)
+        return USABLE * self.device_bytes
 
     def plans(self, most: int, refused: dict[str, str]) -> list[ReadPlan]:
         """Traces the simplest kinds whose train state fits; the smallest where none does.
@@ -230,24 +224,20 @@ class _Search:
         kinds: dict[str, list[Arrangement]] = {}
         for one in self.candidates():
             kinds.setdefault(one.name, []).append(one)
-        order = sorted(kinds.values(), key=lambda group: _complexity(group[0]))
-        found: list[ReadPlan] = []
-        nearest: tuple[float, Arrangement] | None = None
-        for group in order:
-            if len(found) == most:
+        found: list[ReadPlan | None] = []
+        too_large: list[tuple[float, Arrangement]] = []
+        for group in sorted(kinds.values(), key=lambda group: _complexity(group[0])):
+            if len(found) - found.count(None) == most:
                 break
             state, least = _least_split(self, group, refused)
-            if least is None:
-                continue
-            if state <= self.usable:
-                plan = _read(self, refused, least)
-                found += [] if plan is None else [plan]
-            elif nearest is None or state < nearest[0]:
-                nearest = state, least
-        if not found and nearest is not None:
-            plan = _read(self, refused, nearest[1])
-            found += [] if plan is None else [plan]
-        return found
+            if least is not None and state <= self.usable:
+                found.append(_read(self, refused, least))
+            elif least is not None:
+                too_large.append((state, least))
+        if found.count(None) == len(found) and too_large:
+            _, nearest = min(too_large, key=lambda row: row[0])
+            found.append(_read(self, refused, nearest))
+        return [plan for plan in found if plan is not None]
 
     def candidates(self) -> list[Arrangement]:
         """All arrangements.
@@ -298,9 +288,8 @@ def workload(config: RunConfig, platform: str) -> Workload:
         config: a run, checked.
         platform: `cpu`, `gpu` or `tpu`.
     """
-    factory = functools.partial(model_of, config)
     return workload_of(
-        factory,
+        functools.partial(model_of, config),
         config.kind.task.loss_fn,
         abstract_batch(config),
         config.precision,
@@ -386,10 +375,8 @@ def _read(search: _Search, refused: dict[str, str], one: Arrangement) -> ReadPla
             if plan is None:
                 refused.setdefault(one.name, str(error))
             return plan
-        time = _time(reading, one, search.work, search.hardware)
-        time, met = _with_meetings(time, step, reading.mesh, search, one.apart)
-        size = search.hardware.memory_bytes if search.device_bytes is None else search.device_bytes
-        plan = ReadPlan(one, config, reading, time, size, changed=search.changed, met=met)
+        time, met = _with_meetings(_time(reading, one, search), step, reading, search, one.apart)
+        plan = ReadPlan(one, config, reading, time, search.device_bytes, None, search.changed, met)
         smaller = None if plan.fits else _smaller(plan, search, tried)
         if smaller is None:
             break
@@ -412,28 +399,25 @@ def _smaller(plan: ReadPlan, search: _Search, tried: int) -> Arrangement | None:
 
 
 def _with_meetings(
-    time: StepCost, step: Any, mesh: Mapping[str, int], search: _Search, apart: SlowReplicas | None
+    time: StepCost, step: Any, reading: Reading, search: _Search, apart: SlowReplicas | None
 ) -> tuple[StepCost, float]:
     """The time of a step with its share of what replicas do where they meet, and the bytes."""
     if apart is None:
         return time, 0.0
     met = [
-        read_program(program, arguments, len(arguments), mesh, search.platform)
+        read_program(program, arguments, len(arguments), reading.mesh, search.platform)
         for program, arguments in step.meeting_programs()
     ]
     # Nothing else runs while they meet.
     waits = [one.step_time(search.hardware, search.work.policy.compute) for one in met]
     waited = sum(one.communication for one in waits) / apart.every
     sent = sum(one.wire_bytes for one in met) / apart.every
-    shown = dataclasses.replace(
-        time, communication=time.communication + waited, exposed=time.exposed + waited
-    )
-    return shown, sent
+    communication, exposed = time.communication + waited, time.exposed + waited
+    return dataclasses.replace(time, communication=communication, exposed=exposed), sent
 
 
-def _time(
-    reading: Reading, arrangement: Arrangement, work: Workload, hardware: Hardware
-) -> StepCost:
+def _time(reading: Reading, arrangement: Arrangement, search: _Search) -> StepCost:
+    work, hardware = search.work, search.hardware
     if arrangement.pp == 1:
         return reading.step_time(hardware, work.policy.compute)
     # The turns of a pipeline are branches of a conditional, of which the program tells no number.
@@ -446,6 +430,10 @@ def _time(
     )
 
 
+def _simplicity(plan: ReadPlan) -> tuple[int, bool]:
+    return _complexity(plan.arrangement), plan.arrangement.remat
+
+
 def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
     """Fits, fast, simple; of what does not fit, the smallest first."""
     left = sorted(plans, key=lambda p: (not p.fits, p.time.total if p.fits else p.reading.peak))
@@ -453,7 +441,7 @@ def _ranked(plans: list[ReadPlan]) -> list[ReadPlan]:
     while left:
         first = left[0]
         alike = [p for p in left if p.fits and p.time.total <= (1 + ALIKE) * first.time.total]
-        chosen = min(alike, key=lambda p: p.complexity) if first.fits else first
+        chosen = min(alike, key=_simplicity) if first.fits else first
         ranked.append(chosen)
         left.remove(chosen)
     return ranked

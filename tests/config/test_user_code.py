@@ -9,6 +9,7 @@ import pytest
 
 from axon_dist.app import train, verify
 from axon_dist.config import RunConfig, build_strategy, load_config
+from axon_dist.config.read import write
 from axon_dist.core.errors import ConfigError
 from axon_dist.parallel.plan import Plan
 
@@ -85,7 +86,7 @@ def test_a_run_of_own_things_is_that_of_one_device_and_goes_on(folder):
     done = train(RunConfig.from_dict(plain()))
     config = load_config(done.directory.config)
     assert config == RunConfig.from_dict(plain())
-    assert config.loss.to_plain() == {"function": "own_things.squares", "scale": 2.0}
+    assert write(config.loss) == {"function": "own_things.squares", "scale": 2.0}
     again = train(
         load_config(done.directory.config, ["run_dir=again"]),
         resume="run/checkpoints/step_00000002",
