@@ -23,10 +23,11 @@ from .save import load_checkpoint as load_checkpoint
 from .save import save_checkpoint as save_checkpoint
 from .seal import is_checkpoint as is_checkpoint
 from .seal import read_manifest as read_manifest
+from .stores import TensorEntry as TensorEntry
 from .stores import export_safetensors as export_safetensors
 from .stores import gather as gather
-from .tensorfile import TensorEntry as TensorEntry
-from .tensorfile import list_tensors as list_tensors
-from .tensorfile import open_tensors as open_tensors
-from .tensorfile import plan_order as plan_order
-from .tensorfile import write_tensors as write_tensors
+from .stores import list_tensors as list_tensors
+from .stores import open_tensors as open_tensors
+from .stores import plan_order as plan_order
+from .stores import write_gathered as write_gathered
+from .stores import write_tensors as write_tensors

@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
+from ..core.words import first_few
 from ..mesh import process_index
 from .layout import (
     UNFINISHED,
@@ -37,13 +38,12 @@ from .layout import (
     from_main,
     from_stored,
     named_leaves,
-    shortened,
     spec_of,
     step_name,
     stored_target,
     to_stored,
 )
-from .tensorfile import open_tensors, write_tensors
+from .stores import open_tensors, write_tensors
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 """Where a piece lies in its leaf: the first index along each dim, and the one after the last."""
@@ -72,16 +72,6 @@ class CopyHeader:
     writers: tuple[int, ...]
     leaves: Mapping[LeafPath, LeafSpec]
     meta: Mapping[str, Any]
-
-    @property
-    def meta_text(self) -> str:
-        """What was kept with the state, as JSON."""
-        return json.dumps(self.meta)
-
-    @classmethod
-    def read_meta(cls, text: str) -> Mapping[str, Any]:
-        """The inverse of `meta_text`."""
-        return json.loads(text)
 
     @property
     def copy(self) -> tuple[int, str, int]:
@@ -213,10 +203,8 @@ def complete_copies(folder: Path) -> Iterator[Pieces]:
     """The copies in a folder that all of their writers have finished and that are whole, newest
     first."""
     groups: dict[tuple, dict[int, tuple[Path, CopyHeader]]] = {}
-    for path in folder.glob("*.copy"):
-        with contextlib.suppress(CheckpointError):
-            header = CopyHeader.read(path)
-            groups.setdefault(header.copy, {})[header.process] = path, header
+    for header, path in _headers(folder):
+        groups.setdefault(header.copy, {})[header.process] = path, header
     for _, group in sorted(groups.items(), reverse=True):
         header = next(iter(group.values()))[1]
         pieces = Pieces([path for path, _ in group.values()], header)
@@ -334,23 +322,28 @@ class HostCopies:
         best = _gathered(-1 if local is None else local.header.step)
         if max(best) < 0:
             return None
-        step, has_it = max(best), local is not None and local.header.step == max(best)
+        step = max(best)
         source = best.index(step)
+        if local is not None and local.header.step != step:
+            local = None
         targets = {path: described(path, leaf) for path, leaf in named_leaves(target).items()}
-        if has_it:
-            assert local is not None
+        if local is not None:
             wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
             if unlike := differences(local.header.leaves, wanted):
                 raise CheckpointError(
                     f"the copy of step {step} in the memory of this host does not fit: "
-                    f"{shortened(unlike)}; start the run anew, with the model it was made from"
+                    f"{first_few(unlike, between='; ')}; start the run anew, with the model it "
+                    "was made from"
                 )
-        read = _read_here if min(best) == step else _read_from
-        stored = read(local if has_it else None, source, targets)
-        _check_whole(local if has_it else None, step)
+        stored = {
+            path: _read(local, path, stored_target(leaf), None if min(best) == step else source)
+            for path, leaf in targets.items()
+        }
+        _check_whole(local, step)
         leaves = [from_stored(stored[path], leaf) for path, leaf in targets.items()]
         state = jax.tree.unflatten(jax.tree.structure(target), leaves)
-        return HostCopy(step, state, _meta_of(local if has_it else None, source))
+        meta = from_main(None if local is None else dict(local.header.meta), source)
+        return HostCopy(step, state, meta)
 
     def forget(self) -> None:
         """Throws all copies away, as a run does that goes back to an earlier state."""
@@ -392,37 +385,35 @@ def _gathered(number: int) -> list[int]:
     return [int(x) for x in np.ravel(multihost_utils.process_allgather(np.int32(number)))]
 
 
-Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
+def _read(
+    local: Pieces | None, path: LeafPath, leaf: jax.ShapeDtypeStruct, source: int | None
+) -> Array:
+    """A leaf from the memory of the hosts.
 
+    Args:
+        local: what this host has.
+        path: of the leaf.
+        leaf: what is stored of it, and where it is to lie.
+        source: the process that hands it to all, where some host has none; None where every
+            process takes what its shards need from its own host.
+    """
 
-def _read_here(local: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
-    """Every process takes what its shards need from the memory of its host."""
-    assert local is not None
+    def here(place: Slices) -> np.ndarray:
+        assert local is not None
+        return local.read(path, leaf.dtype, place)
 
-    def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
+    if source is None:
+
         def take(index):
-            return local.read(path, leaf.dtype, place_of(index, leaf.shape))
+            return here(place_of(index, leaf.shape))
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, take)
-
-    return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}
-
-
-def _read_from(local: Pieces | None, source: int, targets: Targets) -> dict[LeafPath, Array]:
-    """One process hands every leaf to all, some of which are on a host that has none."""
-
-    def place(path: LeafPath, leaf: jax.ShapeDtypeStruct) -> Array:
-        whole = tuple((0, size) for size in leaf.shape)
-        is_source = process_index() == source
-        values = np.zeros(leaf.shape, leaf.dtype)
-        if is_source:
-            assert local is not None
-            values = local.read(path, leaf.dtype, whole)
-        sent = np.asarray(multihost_utils.broadcast_one_to_all(values, is_source=is_source))
-        sent = sent.astype(leaf.dtype)
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: sent[index])
-
-    return {path: place(path, stored_target(leaf)) for path, leaf in targets.items()}
+    is_source = process_index() == source
+    whole = tuple((0, size) for size in leaf.shape)
+    values = here(whole) if is_source else np.zeros(leaf.shape, leaf.dtype)
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(values, is_source=is_source))
+    sent = sent.astype(leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: sent[index])
 
 
 def _check_whole(local: Pieces | None, step: int) -> None:
@@ -434,14 +425,3 @@ def _check_whole(local: Pieces | None, step: int) -> None:
             f"{[p for p, is_bad in enumerate(damaged) if is_bad]} is not what was written; going "
             "back to a checkpoint"
         )
-
-
-def _meta_of(local: Pieces | None, source: int) -> Mapping[str, Any]:
-    """What was kept with the copy, from the process that has it."""
-    is_source = process_index() == source
-    text = os.fsencode(local.header.meta_text) if is_source and local is not None else b""
-    size = max(_gathered(len(text)))
-    sent = np.zeros(size, np.uint8)
-    sent[: len(text)] = np.frombuffer(text, np.uint8)
-    got = multihost_utils.broadcast_one_to_all(sent, is_source=is_source)
-    return CopyHeader.read_meta(bytes(np.asarray(got, np.uint8)).decode())

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from ..core import errors
 from ..core.errors import AxonDistError, CheckpointError, ConfigError, NamedChoice
 from ..core.told import is_number, is_whole
 from ..core.tree import is_key, leaves_with_paths
@@ -38,7 +39,6 @@ UNFINISHED = ".tmp"
 """The ending of a folder that no reader may look into."""
 
 _STEP_NAME = re.compile(r"step_([0-9]{8,18})")
-_SHOWN = 3
 
 
 def step_name(step: int) -> str:
@@ -132,17 +132,6 @@ def differences(
         elif saved[path] != wanted[path]:
             unlike.append(f"{path} is {saved[path]} in the checkpoint and {wanted[path]} here")
     return unlike
-
-
-def shortened(sentences: list[str]) -> str:
-    """Joins the first few sentences, and counts the others.
-
-    Example:
-        >>> shortened(["a", "b", "c", "d", "e"])
-        'a; b; c; and 2 more'
-    """
-    more = len(sentences) - _SHOWN
-    return "; ".join(sentences[:_SHOWN] + ([f"and {more} more"] if more > 0 else []))
 
 
 def named_leaves(tree: PyTree) -> dict[LeafPath, Any]:
@@ -259,17 +248,23 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def from_main(value: object) -> Any:
-    """The value that process 0 holds, on every process; all of them must call this.
+def from_main(value: object, source: int = 0) -> Any:
+    """The value that process 0, or another one, holds, on every process; all must call this.
 
     Args:
         value: anything JSON holds; that of the other processes is ignored.
+        source: the process.
     """
+
+    def sent(x: np.ndarray) -> np.ndarray:
+        is_source = process_index() == source
+        return np.asarray(multihost_utils.broadcast_one_to_all(x, is_source=is_source))
+
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    sent = np.zeros(size, np.uint8)
-    sent[: text.size] = text[:size]
-    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))))
+    size = int(sent(np.asarray(text.size, np.int32)))
+    padded = np.zeros(size, np.uint8)
+    padded[: text.size] = text[:size]
+    return json.loads(bytes(sent(padded)))
 
 
 def on_main(action: Callable[[], Any]) -> Any:
@@ -289,18 +284,8 @@ def on_main(action: Callable[[], Any]) -> Any:
             outcome = {"kind": type(error).__name__, "text": str(error)}
     outcome = from_main(outcome)
     if "kind" in outcome:
-        raise _error_class(outcome["kind"])(outcome["text"])
+        raise getattr(errors, outcome["kind"])(outcome["text"])
     return outcome["result"]
-
-
-def _error_class(name: str) -> type[AxonDistError]:
-    """The error of this library with a name; process 0 raised it, so it exists."""
-    by_name, waiting = {}, [AxonDistError]
-    while waiting:
-        cls = waiting.pop()
-        by_name[cls.__name__] = cls
-        waiting += cls.__subclasses__()
-    return by_name[name]
 
 
 _FORMAT = 1

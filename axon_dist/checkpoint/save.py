@@ -17,6 +17,7 @@ from ..core.files import as_path
 from ..core.told import TEXTS
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
+from ..core.words import first_few
 from .layout import (
     Manifest,
     StateDictType,
@@ -30,7 +31,6 @@ from .layout import (
     mesh_shape,
     named_leaves,
     on_main,
-    shortened,
     spec_of,
     staging_of,
     stored_target,
@@ -138,11 +138,8 @@ class PendingSave:
         )
         checksums = leaf_checksums(stored)
         write = self._run(lambda: STORES[type].begin(staging_of(folder), stored))
-
-        def complete():
-            return self._complete(write, manifest, checksums, then)
-
-        threading.Thread(target=self._finish, args=(complete,), name="checkpoint").start()
+        parts = (write, manifest, checksums, then)
+        threading.Thread(target=self._finish, args=parts, name="checkpoint").start()
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete, on every process at once.
@@ -157,9 +154,9 @@ class PendingSave:
         """Returns when this process has done its part, whatever came of it."""
         concurrent.futures.wait([self._written])
 
-    def _finish(self, complete: Callable[[], None]) -> None:
+    def _finish(self, *parts: Any) -> None:
         try:
-            self._run(complete)
+            self._run(lambda: self._complete(*parts))
             self._written.set_result(None)
         except AxonDistError as error:
             self._written.set_exception(error)
@@ -317,8 +314,8 @@ def _check_leaves(
     unlike = differences(saved, wanted)
     if unlike:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} does not fit: {shortened(unlike)}; restore it into the "
-            "model, optimizer and precision that it was saved from"
+            f"checkpoint {str(folder)!r} does not fit: {first_few(unlike, between='; ')}; restore "
+            "it into the model, optimizer and precision that it was saved from"
         )
 
 

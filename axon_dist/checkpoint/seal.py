@@ -25,6 +25,7 @@ from ..core.errors import CheckpointError, DamagedCheckpointError
 from ..core.files import kind_at, read_bytes
 from ..core.typing import Array
 from ..core.typing import Path as LeafPath
+from ..core.words import first_few
 from .layout import (
     ARRAYS,
     MANIFEST,
@@ -283,9 +284,6 @@ def _problem_of(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-_SHOWN = 3
-
-
 def check_replaceable(folder: Path) -> None:
     """Raises unless a save into a folder loses nothing but an earlier checkpoint.
 
@@ -342,15 +340,12 @@ def foreign_in(path: Path, *, may_be_partial: bool) -> str | None:
     others = [name for name in names if not _is_part(name)]
     if others:
         what = "a checkpoint together with" if is_checkpoint(path) else "a folder that holds"
-        return f"{what} {_listed(others)}"
+        return f"{what} {first_few([*map(repr, others)])}"
     if not names or may_be_partial or is_checkpoint(path) or _is_manifest(path / MANIFEST):
         return None
-    return f"a folder that holds {_listed(names)} but no {MARKER} file and no manifest"
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"a folder that holds {first_few([*map(repr, names)])} but no {MARKER} file and no manifest"
+    )
 
 
 def _is_part(name: str) -> bool:

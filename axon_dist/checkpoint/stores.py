@@ -1,13 +1,25 @@
-"""The table of stores; a new way to keep values is a row here."""
+"""How values are kept in files: by Orbax, or as safetensors; a new way is a row of `STORES`.
+
+    8 bytes      N, the length of the header, little-endian
+    N bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    the rest     the values, row-major, without gaps
+
+The writer is our own because it takes one array after the other, where the library wants all of
+them at once. Source: https://github.com/huggingface/safetensors#format
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import json
+import math
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,36 +28,216 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from ..core.compat import stop_leaks_of_saves
+from ..core.errors import CheckpointError, UnsupportedError
+from ..core.files import kind_at
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
 from .layout import ARRAYS, StateDictType, as_array, is_main, named_leaves, on_main, to_stored
-from .tensorfile import open_tensors, plan_order, write_tensors
+
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+_MOST_HEADER = 100_000_000
+"""Bytes of a header, as the format has it."""
+_DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+def plan_order(leaves: Mapping[str, Any]) -> list[str]:
+    """The order in which `write_tensors` wants the arrays: wide elements first.
+
+    Each array then starts at a multiple of its element size.
+
+    Args:
+        leaves: by name, anything with a dtype.
+
+    Raises:
+        UnsupportedError: for a dtype that the format has no name for.
+    """
+    for name, leaf in leaves.items():
+        if np.dtype(leaf.dtype) not in _NAMES:
+            raise UnsupportedError(
+                f"{name} is {leaf.dtype}, for which safetensors has no name; its names are "
+                f"{', '.join(_DTYPES)}. Convert it, or save the state as StateDictType.SHARDED"
+            )
+    return sorted(leaves, key=lambda name: -np.dtype(leaves[name].dtype).itemsize)
+
+
+def write_tensors(
+    path: Path,
+    specs: Mapping[str, Any],
+    arrays: Iterable[np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes arrays one after the other.
+
+    Args:
+        path: where the safetensors file goes.
+        specs: dtype and shape by name, in the order of `plan_order`.
+        arrays: the values, in the same order; made when they are written, if this is a generator.
+        metadata: texts to put into the header.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, spec in specs.items():
+        dtype = np.dtype(spec.dtype)
+        end = offset + dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def open_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Maps the arrays of a file into memory; only what is touched is read.
+
+    Returns:
+        Read-only arrays by name.
+
+    Raises:
+        CheckpointError: when it is no safetensors file.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "w.safetensors")
+        >>> write_tensors(path, {"w": np.ones(2)}, [np.ones(2)])
+        >>> open_tensors(path)["w"].tolist()
+        [1.0, 1.0]
+    """
+    return {name: entry.open() for name, entry in list_tensors(path).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """Where an array lies in a file.
+
+    Args:
+        path: the file.
+        dtype: of its elements.
+        shape: of the array.
+        start: the byte of the file at which its values begin.
+    """
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def open(self) -> np.ndarray:
+        """Maps it into memory, read-only; what was touched is given back with the last view."""
+        if not self.size:
+            return np.zeros(self.shape, self.dtype)
+        raw = np.memmap(self.path, np.uint8, "r", self.start, self.size)
+        return np.asarray(raw).view(self.dtype).reshape(self.shape)
+
+
+def list_tensors(path: Path) -> dict[str, TensorEntry]:
+    """Reads the header of a file alone.
+
+    Returns:
+        Where each array lies, by name.
+
+    Raises:
+        CheckpointError: when it is no safetensors file, or was cut off.
+    """
+    try:
+        if (kind := kind_at(path)) not in (None, "a file"):
+            raise ValueError(f"it is {kind} and no file")
+        # Something else may have taken the name meanwhile, and must not be waited for either.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            size = os.fstat(file.fileno()).st_size
+            if length > min(size - 8, _MOST_HEADER):
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(file.read(length), object_pairs_hook=_with_names_once)
+        header.pop(_METADATA, None)
+        entries = {name: _entry(path, 8 + length, **row) for name, row in header.items()}
+        _check_filled(entries, 8 + length, size)
+        return entries
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
+        raise CheckpointError(
+            f"cannot read {str(path)!r} as safetensors: {error}; name another file"
+        ) from error
+
+
+def _entry(
+    path: Path, first: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> TensorEntry:
+    begin, end = data_offsets
+    if not isinstance(shape, list) or any(type(n) is not int for n in (*shape, begin, end)):
+        raise ValueError(f"shape {shape!r:.80} and bytes {data_offsets!r:.80} are no whole numbers")
+    if dtype not in _DTYPES:
+        raise ValueError(f"its dtype {dtype!r:.80} is none of {', '.join(_DTYPES)}")
+    entry = TensorEntry(path, np.dtype(_DTYPES[dtype]), tuple(shape), first + begin)
+    if min([begin, *shape], default=0) < 0 or end - begin != entry.size:
+        raise ValueError(f"{dtype} of shape {shape} cannot lie at bytes {begin} to {end}")
+    return entry
+
+
+def _with_names_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A section of JSON, which would have the last of two with the same name."""
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in section if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r:.80} twice")
+    return section
+
+
+def _check_filled(entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
+    """Raises unless the arrays lie side by side and fill the file, as the format wants it."""
+    end = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.start != end:
+            what = "overlaps the one before it" if entry.start < end else "has a hole before it"
+            raise ValueError(f"{name!r:.80} begins at byte {entry.start} and {what}, to byte {end}")
+        end += entry.size
+    if end != size:
+        what = "was cut off" if end > size else "has more in it"
+        raise ValueError(f"its arrays end at byte {end} of a file of {size}, which {what}")
+
 
 Leaves = Mapping[LeafPath, Array]
 """Arrays by path; no random keys among them."""
 
 Targets = Mapping[LeafPath, jax.ShapeDtypeStruct]
 """What to restore, each with its sharding."""
-
-
-class Store(Protocol):
-    """Writes arrays into a folder, and reads them back onto any mesh."""
-
-    def begin(self, folder: Path, leaves: Leaves) -> Callable[[], None]:
-        """Takes the values off the devices; every process calls this.
-
-        Args:
-            folder: exists, and is empty.
-            leaves: may be donated as soon as this returns.
-
-        Returns:
-            Writes them, and returns when they are written; may run in a thread.
-        """
-        ...
-
-    def restore(self, folder: Path, targets: Targets) -> dict[LeafPath, Array]:
-        """Reads every target's value onto its sharding, and no other; every process calls this."""
-        ...
 
 
 class OrbaxStore:
@@ -139,7 +331,7 @@ def gather(leaves: Iterable[Array]) -> Iterator[np.ndarray]:
             yield values
 
 
-STORES: MappingProxyType[StateDictType, Store] = MappingProxyType(
+STORES: MappingProxyType[StateDictType, OrbaxStore | FullStore] = MappingProxyType(
     {StateDictType.FULL: FullStore(), StateDictType.SHARDED: OrbaxStore()}
 )
 """Which store writes and reads each type of checkpoint."""
@@ -173,10 +365,40 @@ def export_safetensors(
     arrays = {name: as_array(name, leaf) for name, leaf in named_leaves(state).items()}
     stored = {name: to_stored(array) for name, array in arrays.items()}
     ordered = {name: stored[name] for name in plan_order(stored)}
-    values = gather(ordered.values())
-    unfinished = Path(f"{path}.tmp")
+    write_gathered(Path(path), ordered, gather(ordered.values()), metadata)
+
+
+def write_gathered(
+    path: Path,
+    specs: Mapping[str, Any],
+    values: Iterator[np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes arrays that process 0 alone gets; every process calls this.
+
+    Args:
+        path: of the file, which appears under its name when it is complete.
+        specs: as `write_tensors` takes them.
+        values: what `gather` yields of them; every process goes through all.
+        metadata: texts for the header.
+
+    Raises:
+        CheckpointError: on every process when it cannot be written.
+    """
+    error: OSError | None = None
     if is_main():
-        write_tensors(unfinished, ordered, values, metadata)
-        os.replace(unfinished, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(Path(f"{path}.tmp"), specs, values, metadata)
+            os.replace(f"{path}.tmp", path)
+        except OSError as caught:
+            error = caught
     collections.deque(values, maxlen=0)
-    on_main(lambda: None)
+    on_main(lambda: _check_written(path, error))
+
+
+def _check_written(path: Path, error: OSError | None) -> None:
+    if error is not None:
+        raise CheckpointError(
+            f"cannot write {str(path)!r}: {error.strerror}; make room there, or name another file"
+        ) from error

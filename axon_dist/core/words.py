@@ -1,6 +1,9 @@
-"""Numbers, bytes and times as people read them."""
+"""Numbers, bytes, times and lists as people read them."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
 
 
 def si(value: float) -> str:
@@ -73,3 +76,33 @@ def clock_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def first_few(texts: Sequence[str], most: int = 3, between: str = ", ", more: str = "") -> str:
+    """Joins the first of some texts, and counts the others.
+
+    Args:
+        texts: all of them.
+        most: how many are shown.
+        between: what stands between two.
+        more: what the others are called.
+
+    Example:
+        >>> first_few(["a", "b", "c", "d", "e"], between="; ")
+        'a; b; c; and 2 more'
+    """
+    left = len(texts) - most
+    rest = [f"and {left} more{more}"] if left > 0 else []
+    return between.join([*texts[:most], *rest])
+
+
+def ranges(numbers: Iterable[int], between: str = ",") -> str:
+    """Writes ascending integers as ranges.
+
+    Example:
+        >>> ranges([0, 1, 2, 3, 6])
+        '0-3,6'
+    """
+    by_run = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_run]
+    return between.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

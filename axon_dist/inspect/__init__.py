@@ -37,7 +37,6 @@ from .calls import recomputed as recomputed
 from .computations import carried_bytes as carried_bytes
 from .flops import Flops as Flops
 from .flops import flops as flops
-from .hlo import collectives as collectives
 from .ledger import Collective as Collective
 from .ledger import Ledger as Ledger
 from .ledger import ring_bytes as ring_bytes
@@ -54,3 +53,4 @@ from .report import Report as Report
 from .report import report as report
 from .report import target_devices as target_devices
 from .report import target_mesh as target_mesh
+from .transfers import collectives as collectives

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from ..core.errors import ClaimError
 from .computations import visits
-from .flops import CostModel
-from .hlo import collectives
+from .flops import CostModel, target_of
 from .ledger import Ledger
 from .parse import Instruction, ProgramLike, as_module
+from .transfers import collectives
 
 Expected: TypeAlias = int | range | None
 """A number of executions per step, a range of allowed numbers, or None for any number."""
@@ -150,7 +150,6 @@ ATTENTION = re.compile(r"fmha|flash|splash|attention", re.IGNORECASE)
 PALLAS = ("tpu_custom_call", "mosaic", "triton_kernel_call", "__gpu$xla.gpu.triton")
 """Targets that any kernel may have; its name says which it is."""
 
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NUMBER = re.compile(r"(\.\d+)+$")
 PADDING = 128
 """By how much less XLA fills up a dim that does not divide: 50 257 become 50 260 for cuBLAS."""
@@ -317,8 +316,7 @@ def expect_kernels(
 
 
 def _name(instruction: Instruction) -> str:
-    match = _TARGET.search(instruction.attributes)
-    target = match.group(1) if match else instruction.name
+    target = target_of(instruction) or instruction.name
     if not target.startswith(PALLAS):
         return target
     return f"{target} {_NUMBER.sub('', instruction.name)}"

@@ -11,7 +11,8 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from .parse import Computation, Instruction, Module, ProgramLike, as_module, total_bytes
 
@@ -26,7 +27,7 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
-_BINARY: dict[str, Callable[[int, int], int]] = {
+_OPERATIONS: dict[str, Callable[..., int]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -34,12 +35,11 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "or": operator.or_,
     "minimum": min,
     "maximum": max,
+    **dict.fromkeys(("bitcast", "copy", "convert", "reshape"), int),
 }
-_UNARY = ("bitcast", "copy", "convert", "reshape", "copy-start", "copy-done")
 
-
-class _Unknown(Exception):
-    """A value that is no integer known at compile time."""
+Known: TypeAlias = int | Mapping[int, int] | None
+"""What is known of a value: an integer, those among the elements of a tuple, or nothing."""
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
@@ -58,25 +58,21 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     called = loop.called
     condition = module.computations[called["condition"][0]]
     body = module.computations[called["body"][0]]
-    state = _initial_state(module, computation, loop)
+    given = _Call(module, computation, _arguments(module, computation))
+    state = given.value(loop.operands[0])
     for iteration in range(_MAX_SIMULATED):
-        try:
-            if not _Scalars(module, condition, [state]).value(condition.root.name):
-                return iteration
-        except _Unknown:
+        goes_on = _Call(module, condition, [state]).value(condition.root.name)
+        if not isinstance(goes_on, int):
             return None
+        if not goes_on:
+            return iteration
         before, state = state, _next_state(module, body, state)
         if state == before:
             return None
     return None
 
 
-def _initial_state(module: Module, computation: Computation, loop: Instruction) -> dict[int, int]:
-    value = _value(module, computation, _arguments(module, computation), loop.operands[0])
-    return value if isinstance(value, dict) else {}
-
-
-def _arguments(module: Module, computation: Computation) -> list[int | dict[int, int]]:
+def _arguments(module: Module, computation: Computation) -> list[Known]:
     """What is known about the arguments of a computation, where all its calls agree on it.
 
     XLA for CPUs moves small loops into calls of their own.
@@ -85,124 +81,81 @@ def _arguments(module: Module, computation: Computation) -> list[int | dict[int,
     for caller in module.computations.values():
         for call in (i for i in caller.instructions if i.opcode == "call"):
             if computation in module.called(call):
-                given = _arguments(module, caller)
-                values.append([_value(module, caller, given, name) for name in call.operands])
+                outer = _Call(module, caller, _arguments(module, caller))
+                values.append([outer.value(name) for name in call.operands])
     return values[0] if values and all(other == values[0] for other in values) else []
 
 
-def _value(
-    module: Module, computation: Computation, arguments: list[int | dict[int, int]], name: str
-) -> int | dict[int, int]:
-    """What is known about a value: an integer, or those of a tuple; nothing is an empty dict."""
-    instruction, scalars = computation.by_name.get(name), _Scalars(module, computation, arguments)
-    if instruction is None:
+def _next_state(module: Module, body: Computation, state: Known) -> Mapping[int, int]:
+    if body.root.opcode != "tuple" or not isinstance(state, Mapping):
         return {}
-    if instruction.opcode == "tuple":
-        return _known(scalars, instruction, range(len(instruction.operands)))
-    if instruction.opcode == "parameter":
-        number = int(instruction.arguments)
-        return arguments[number] if number < len(arguments) else {}
-    try:
-        return scalars.value(name)
-    except _Unknown:
-        return {}
+    return _Call(module, body, [state]).elements(body.root, state)
 
 
-def _next_state(module: Module, body: Computation, state: Mapping[int, int]) -> dict[int, int]:
-    if body.root.opcode != "tuple":
-        return {}
-    return _known(_Scalars(module, body, [state]), body.root, state)
+class _Call:
+    """What is known of the values in one call of a computation, on demand.
 
-
-def _known(scalars: _Scalars, carried: Instruction, indices: Iterable[int]) -> dict[int, int]:
-    values = {}
-    for index in indices:
-        try:
-            values[index] = scalars.value(carried.operands[index])
-        except _Unknown:
-            continue
-    return values
-
-
-class _Scalars:
-    """Evaluates the integer scalars of one call of a computation, on demand.
-
-    `arguments[n]` is parameter n: an integer, or a mapping from index to integer for a tuple.
+    `arguments[n]` is what is known of parameter n.
     """
 
-    def __init__(self, module: Module, computation: Computation, arguments: list):
+    def __init__(self, module: Module, computation: Computation, arguments: Sequence[Known]):
         self._module = module
         self._computation = computation
         self._arguments = arguments
 
-    def value(self, name: str) -> int:
+    def value(self, name: str) -> Known:
         instruction = self._computation.by_name.get(name)
-        if instruction is None or len(instruction.shapes) != 1 or instruction.shapes[0].dims:
-            raise _Unknown(name)
-        return self._evaluate(instruction)
-
-    def _evaluate(self, instruction: Instruction) -> int:
+        if instruction is None:
+            return None
         opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "parameter":
+            number = int(instruction.arguments)
+            return self._arguments[number] if number < len(self._arguments) else None
+        if opcode == "tuple":
+            return self.elements(instruction, range(len(operands)))
+        if opcode == "get-tuple-element":
+            return self._element(operands[0], int(instruction.attribute("index") or 0))
+        if len(instruction.shapes) != 1 or instruction.shapes[0].dims:
+            return None
         if opcode == "constant":
             return _constant(instruction.arguments)
-        if opcode == "parameter":
-            return _as_int(self._argument(instruction))
-        if opcode == "get-tuple-element":
-            return self._element(instruction)
-        if opcode in _UNARY:
-            return self.value(operands[0])
-        if opcode in _BINARY:
-            return _BINARY[opcode](self.value(operands[0]), self.value(operands[1]))
-        if opcode == "compare":
-            compare = _COMPARE[instruction.attribute("direction") or ""]
-            return int(compare(self.value(operands[0]), self.value(operands[1])))
-        if opcode == "select":
-            return self.value(operands[1 if self.value(operands[0]) else 2])
         if opcode in ("fusion", "call"):
-            return self._call(instruction)
-        raise _Unknown(opcode)
+            (callee,) = self._module.called(instruction)
+            given = [self.value(operand) for operand in operands]
+            return _Call(self._module, callee, given).value(callee.root.name)
+        return self._computed(instruction)
 
-    def _element(self, instruction: Instruction) -> int:
-        source = self._computation.by_name[instruction.operands[0]]
-        index = int(instruction.attribute("index") or 0)
+    def elements(self, made: Instruction, indices: Iterable[int]) -> Mapping[int, int]:
+        """The integers among some elements of a tuple."""
+        values = {index: self.value(made.operands[index]) for index in indices}
+        return {index: value for index, value in values.items() if isinstance(value, int)}
+
+    def _element(self, name: str, index: int) -> Known:
+        source = self._computation.by_name[name]
         if source.opcode == "tuple":
             return self.value(source.operands[index])
-        if source.opcode != "parameter":
-            raise _Unknown(source.opcode)
-        carried = self._argument(source)
-        if not isinstance(carried, Mapping) or index not in carried:
-            raise _Unknown(instruction.name)
-        return carried[index]
+        carried = self.value(name)
+        return carried.get(index) if isinstance(carried, Mapping) else None
 
-    def _argument(self, parameter: Instruction):
-        number = int(parameter.arguments)
-        if number >= len(self._arguments):
-            raise _Unknown(parameter.name)
-        return self._arguments[number]
-
-    def _call(self, instruction: Instruction) -> int:
-        (callee,) = self._module.called(instruction)
-        arguments = []
-        for name in instruction.operands:
-            try:
-                arguments.append(self.value(name))
-            except _Unknown:
-                arguments.append(None)
-        return _Scalars(self._module, callee, arguments).value(callee.root.name)
+    def _computed(self, instruction: Instruction) -> Known:
+        """What an operation makes of integers."""
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "select":
+            chosen = self.value(operands[0])
+            return self.value(operands[1 if chosen else 2]) if isinstance(chosen, int) else None
+        compute = _OPERATIONS.get(opcode)
+        if opcode == "compare":
+            compute = _COMPARE[instruction.attribute("direction") or ""]
+        if compute is None:
+            return None
+        values = [x for x in map(self.value, operands) if isinstance(x, int)]
+        return int(compute(*values)) if len(values) == len(operands) else None
 
 
-def _constant(text: str) -> int:
+def _constant(text: str) -> int | None:
     if text in ("true", "false"):
         return int(text == "true")
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    raise _Unknown(text)
-
-
-def _as_int(argument) -> int:
-    if not isinstance(argument, int):
-        raise _Unknown("argument")
-    return argument
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ def opaque_target(instruction: Instruction) -> str | None:
     """Names a custom call that may do matrix work that nothing in the text tells."""
     if instruction.opcode != "custom-call":
         return None
-    target = _target(instruction)
+    target = target_of(instruction)
     if _splash_products(instruction):
         return None
     known = "matmul" in target or "gemm" in target or "fmha" in target or "$conv" in target
@@ -64,7 +64,8 @@ def opaque_target(instruction: Instruction) -> str | None:
     return target
 
 
-def _target(instruction: Instruction) -> str:
+def target_of(instruction: Instruction) -> str:
+    """The target of a custom call; "" where it has none."""
     match = _TARGET.search(instruction.attributes)
     return match.group(1) if match else ""
 
@@ -75,7 +76,7 @@ def _gemm(computation: Computation, instruction: Instruction, contracted: tuple[
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> int:
-    target, attributes = _target(instruction), instruction.attributes
+    target, attributes = target_of(instruction), instruction.attributes
     if "matmul" in target or "gemm" in target:
         match = _GEMM_LHS.search(attributes)
         return _gemm(computation, instruction, _dims(match.group(1))) if match else 0

@@ -12,7 +12,17 @@ from rich.table import Table
 
 from ..core.errors import ConfigError, MeshError, did_you_mean
 from ..core.words import byte_size
-from .transfers import KINDS
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+"""The collectives of HLO."""
 
 Exposure: TypeAlias = Literal["hidden", "light", "exposed"]
 """How much of a transfer's time compute covers: all of it, a part, or none."""

@@ -24,10 +24,10 @@ from ..mesh.chips import Hardware, machine_of, unknown_chip
 from ..mesh.targets import Target, as_target, prepare_environment
 from .calls import Recomputed, attention_kernels, recomputed
 from .flops import Flops, flops
-from .hlo import collectives
 from .ledger import Ledger
 from .memory import MemoryReport, memory
 from .parse import as_module
+from .transfers import collectives
 
 AGREED = 0.1
 """The share by which the FLOPs of a compiled step may differ from those traced unmentioned."""

@@ -1,4 +1,11 @@
-"""Finds the collectives that a computation launches, in every form compilers give them.
+"""The collectives of a compiled program: the independent witness of what a strategy claims.
+
+Whether the compute scheduled beside a transfer hides it: two clocks run through the schedule of a
+computation, one of the compute units and one of the wire. Compute takes the least time its machine
+allows, and transfers queue up on the wire, so the same matrix product never hides two of them;
+what a loop within sends takes its part of the wire, too. What this calls hidden would be hidden
+even by compute that runs at its peak rate; latency, and the memory bandwidth a transfer takes
+away, are left out.
 
 A collective can be one instruction (`all-gather`), a pair (`all-gather-start`, `all-gather-done`),
 a computation wrapped in an asynchronous pair (`async-start`, or `call-start` for the sparse core of
@@ -10,26 +17,314 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from .parse import Computation, Instruction, Module, Shape
+import jax
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+from ..mesh import SLOW_AXES
+from ..mesh.chips import Hardware, machine_of
+from ..mesh.replica_groups import (
+    Groups,
+    permuted_axes,
+    replica_groups,
+    source_target_pairs,
+    spanned_axes,
 )
-"""The collectives of HLO."""
+from .computations import Visit, trip_count, visits
+from .flops import Cost, CostModel
+from .ledger import KINDS, Collective, Exposure, Ledger, ring_bytes
+from .parse import (
+    Computation,
+    Instruction,
+    Module,
+    ProgramLike,
+    Shape,
+    as_module,
+    origin,
+    total_bytes,
+)
+
+
+def collectives(
+    program: ProgramLike,
+    mesh: jax.sharding.Mesh | None = None,
+    machine: Hardware | None = None,
+) -> Ledger:
+    """Lists the collectives that one step of a compiled program executes.
+
+    Nothing the strategies declare enters: the rows are read from the optimised program that will
+    run. On CPU XLA widens bf16 collectives to f32 (`AllReducePromotion`), so bytes there are those
+    of the emulation; compile for the real target to see its bytes.
+
+    Args:
+        program: a `jax.stages.Compiled`, its text, or a `Module`.
+        mesh: the mesh it was compiled for; names the axes of every row.
+        machine: the rates that decide whether a transfer is hidden; looked up from the mesh's
+            devices unless given.
+
+    Returns:
+        A row for every collective and every way the control flow leads to it.
+
+    Example:
+        >>> ledger = collectives('''HloModule step, num_partitions=8
+        ... ENTRY %main (x: f32[100]) -> f32[100] {
+        ...   %x = f32[100]{0} parameter(0)
+        ...   ROOT %sum = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
+        ... }''')
+        >>> [(row.kind, row.group_size, row.wire_bytes) for row in ledger]
+        [('all-reduce', 4, 600)]
+    """
+    module = as_module(program)
+    machine = machine or machine_of(mesh)
+    wires = WireModel(module, machine)
+    rows = (row for visit in visits(module) for row in _rows(wires, visit, mesh))
+    axes = mesh.axis_names if mesh is not None else ()
+    return Ledger(tuple(rows), axes, wires.step_seconds(module.entry))
+
+
+def _rows(wires: WireModel, visit: Visit, mesh: jax.sharding.Mesh | None) -> Iterator[Collective]:
+    sent, judged = wires.sent(visit.computation), wires.judged(visit.computation)
+    for one, (exposure, waited) in zip(sent, judged, strict=True):
+        instruction, kind = one.transfer.instruction, one.transfer.kind
+        operands = one.transfer.owner.operand_shapes(instruction)
+        find_axes = permuted_axes if kind == "collective-permute" else spanned_axes
+        op_name, source = origin(instruction.attributes, wires.module.sources)
+        axes = find_axes(one.groups, mesh)
+        yield Collective(
+            name=instruction.name,
+            kind=kind,
+            dtypes=tuple(sorted({shape.dtype for shape in operands})),
+            num_arrays=len(operands),
+            bytes_in=one.bytes_in,
+            bytes_out=one.bytes_out,
+            group_size=one.group_size,
+            wire_bytes=one.wire_bytes,
+            count=visit.count,
+            unknown_trip=visit.unknown_trip,
+            in_conditional=visit.in_conditional,
+            axes=axes,
+            is_async=one.transfer.is_async,
+            exposure=exposure,
+            seconds=None if wires.machine is None else wires.seconds(one),
+            waited=waited,
+            op_name=op_name,
+            source=source,
+            is_slow=one.wire_bytes > 0
+            and (not set(SLOW_AXES).isdisjoint(axes or ()) or wires.leaves_node(one)),
+        )
+
+
+_CALLS = ("while", "conditional", "call")
+
+NOTHING = 0.01
+"""A transfer is exposed where compute covers less than this share of its time."""
+
+
+def judge(
+    work: Sequence[Cost],
+    sent: Sequence[tuple[ScheduledCollective, float]],
+    within: Sequence[float],
+    machine: Hardware | None,
+) -> list[tuple[Exposure, float | None]]:
+    """Judges every transfer that a computation launches.
+
+    Args:
+        work: what each instruction of the computation costs, in the order of the schedule.
+        sent: the transfers with the seconds each needs alone on the wire, in the same order.
+        within: for each instruction, the seconds for which what it calls has the wire.
+        machine: whose rates apply; without one, a transfer with any compute beside it is `light`.
+
+    Returns:
+        For each transfer how much of it is hidden, and the seconds for which compute waits for it,
+        None without a machine.
+    """
+    beside = [_has_compute(work, transfer) for transfer, _ in sent]
+    if machine is None:
+        return [("light" if covered else "exposed", None) for covered in beside]
+    waits = _waits([cost.seconds(machine) for cost in work], sent, within)
+    return [
+        (_exposure(seconds, wait, covered), wait)
+        for (_, seconds), wait, covered in zip(sent, waits, beside, strict=True)
+    ]
+
+
+def _has_compute(work: Sequence[Cost], transfer: ScheduledCollective) -> bool:
+    return any(cost.low or cost.traffic for cost in work[transfer.start + 1 : transfer.done])
+
+
+def _exposure(seconds: float, waited: float, has_compute: bool) -> Exposure:
+    if not has_compute or waited > (1 - NOTHING) * seconds:
+        return "exposed"
+    # Sums of floating-point times differ from their parts.
+    return "light" if waited > 1e-9 * seconds else "hidden"
+
+
+def _waits(
+    compute_seconds: Sequence[float],
+    sent: Sequence[tuple[ScheduledCollective, float]],
+    within: Sequence[float],
+) -> list[float]:
+    """Runs the schedule and returns how long the compute units stand still for each transfer."""
+    starts: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for number, (transfer, _) in enumerate(sent):
+        starts.setdefault(transfer.start, []).append(number)
+        ends.setdefault(transfer.done, []).append(number)
+    clock = wire_free = 0.0
+    arrival, waits = [0.0] * len(sent), [0.0] * len(sent)
+    pending: set[int] = set()
+    for index, (seconds, called) in enumerate(zip(compute_seconds, within, strict=True)):
+        for number in starts.get(index, ()):
+            wire_free = max(wire_free, clock) + sent[number][1]
+            arrival[number] = wire_free
+            pending.add(number)
+        for number in ends.get(index, ()):
+            waits[number] = max(0.0, arrival[number] - clock)
+            clock += waits[number]
+            pending.discard(number)
+        if called:
+            # A wire that a loop shares serves what waits outside of it so much later.
+            wire_free = max(wire_free, clock) + called
+            for number in pending:
+                arrival[number] += called if arrival[number] > clock else 0.0
+        clock += max(seconds, called)
+    return waits
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferBytes:
+    """A transfer with its groups and bytes.
+
+    Args:
+        transfer: the collective and when it is under way.
+        groups: who takes part; pairs of a collective-permute.
+        bytes_in: bytes of its operands on one device.
+        bytes_out: bytes of its results on one device.
+    """
+
+    transfer: ScheduledCollective
+    groups: Groups
+    bytes_in: int
+    bytes_out: int
+
+    @property
+    def group_size(self) -> int:
+        """Devices that take part together."""
+        return max((len(set(group)) for group in self.groups), default=1)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one device sends in one execution, by the ring algorithm."""
+        return ring_bytes(self.transfer.kind, self.bytes_in, self.bytes_out, self.group_size)
+
+
+class WireModel:
+    """Judges the transfers of one program, each computation once.
+
+    Args:
+        module: the parsed HLO of a compiled program.
+        machine: whose rates apply; None where they are not known.
+    """
+
+    def __init__(self, module: Module, machine: Hardware | None):
+        self.module: Module = module
+        self.machine: Hardware | None = machine
+        self._costs = CostModel(module)
+        self._sent: dict[str, list[TransferBytes]] = {}
+        self._seconds: dict[str, float] = {}
+        self._steps: dict[str, float] = {}
+
+    def sent(self, computation: Computation) -> list[TransferBytes]:
+        """What a computation launches itself, not in its loops or branches, in order."""
+        if computation.name not in self._sent:
+            in_order = transfers(self.module, computation)
+            self._sent[computation.name] = [self._measured(transfer) for transfer in in_order]
+        return self._sent[computation.name]
+
+    def judged(self, computation: Computation) -> list[tuple[Exposure, float | None]]:
+        """A judgement for each of what `sent` lists."""
+        sent = [(one.transfer, self.seconds(one)) for one in self.sent(computation)]
+        work = [self._costs.instruction(computation, i) for i in computation.instructions]
+        within = [self._within(computation, i) for i in computation.instructions]
+        return judge(work, sent, within, self.machine)
+
+    def step_seconds(self, computation: Computation) -> float:
+        """The time that one execution takes: compute at its peak rates, and what it waits for.
+
+        One instruction after another, each bound by its matrix operations or its memory traffic,
+        loops as often as they turn, and of branches the longest, which some device takes; 0 where
+        no rates are known.
+        """
+        if self.machine is None:
+            return 0.0
+        if computation.name not in self._steps:
+            waits = sum(waited or 0.0 for _, waited in self.judged(computation))
+            runs = (self._runs(computation, each) for each in computation.instructions)
+            self._steps[computation.name] = waits + sum(runs)
+        return self._steps[computation.name]
+
+    def _runs(self, computation: Computation, instruction: Instruction) -> float:
+        """For how long an instruction keeps the compute units, with what it calls waits for."""
+        assert self.machine is not None
+        if instruction.opcode not in _CALLS:
+            return self._costs.instruction(computation, instruction).seconds(self.machine)
+        return self._called(computation, instruction, self.step_seconds)
+
+    def _called(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        seconds: Callable[[Computation], float],
+    ) -> float:
+        """What the computations take that an instruction calls: the longest of branches."""
+        each = [seconds(called) for called in self.module.called(instruction)]
+        if instruction.opcode == "conditional":
+            return max(each)
+        trips = None
+        if instruction.opcode == "while":
+            trips = trip_count(self.module, computation, instruction)
+        return sum(each) * (1 if trips is None else trips)
+
+    def leaves_node(self, sent: TransferBytes) -> bool:
+        """Whether a transfer goes from one node to another, where the machine has nodes."""
+        size = 0 if self.machine is None else self.machine.node_size
+        return bool(size) and any(len({d // size for d in group}) > 1 for group in sent.groups)
+
+    def _measured(self, transfer: ScheduledCollective) -> TransferBytes:
+        instruction = transfer.instruction
+        if transfer.kind == "collective-permute":
+            groups = source_target_pairs(instruction.attributes)
+        else:
+            groups = replica_groups(instruction.attributes, self.module.num_devices)
+        operands = transfer.owner.operand_shapes(instruction)
+        return TransferBytes(
+            transfer, groups, total_bytes(operands), total_bytes(results(transfer))
+        )
+
+    def seconds(self, sent: TransferBytes) -> float:
+        """What a transfer takes alone on the wire; 0 where no rates are known."""
+        if self.machine is None:
+            return 0.0
+        return self.machine.wire_seconds(sent.wire_bytes, sent.groups)
+
+    def _within(self, computation: Computation, instruction: Instruction) -> float:
+        """For how many seconds what an instruction calls has the wire."""
+        if instruction.opcode not in _CALLS:
+            return 0.0
+        return self._called(computation, instruction, self._total)
+
+    def _total(self, computation: Computation) -> float:
+        if computation.name not in self._seconds:
+            alone = sum(self.seconds(one) for one in self.sent(computation))
+            inner = sum(self._within(computation, i) for i in computation.instructions)
+            self._seconds[computation.name] = alone + inner
+        return self._seconds[computation.name]
+
 
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _SCATTER = "all-reduce-scatter"
 _MOVES = ("bitcast", "reshape", "copy", "transpose", "convert")
-_STOPS = ("while", "conditional", "call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +438,7 @@ def _launched(
 ) -> Iterator[tuple[Computation, Instruction]]:
     if collective_kind(instruction):
         yield computation, instruction
-    elif instruction.opcode not in _STOPS:
+    elif instruction.opcode not in _CALLS:
         for callee in module.called(instruction):
             for inner in callee.instructions:
                 yield from _launched(module, callee, inner)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from ..core.compat import SharedStore
 from ..core.errors import LaunchError
 from ..core.tree import is_key, leaves_with_paths
 from ..core.typing import PyTree
+from ..core.words import first_few, ranges
 from ..launch.watchdog import EXIT_PEER_LOST, say
 from .world import World
 
@@ -58,12 +59,10 @@ def agree(world: World, topic: str, facts: Mapping[str, Any], timeout: float = 3
         return
     answers = _exchange(world, topic, json.dumps(dict(facts)), timeout)
     if lines := differences({process: json.loads(text) for process, text in answers.items()}):
-        shown = lines[:_MOST_LINES]
-        more = f", and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
         raise LaunchError(
             f"the processes were started with different things ({topic}): "
-            f"{'; '.join(shown)}{more}. They would train on without noticing: give all the same "
-            "config, data, seed and code"
+            f"{first_few(lines, _MOST_LINES, '; ')}. They would train on without noticing: give "
+            "all the same config, data, seed and code"
         )
 
 
@@ -249,22 +248,6 @@ def self_test(world: World, timeout: float) -> None:
             f"the self-test added up the ranks 0 to {world.size - 1} over all devices and got "
             f"{total} instead of {numbers.sum()}; the transport {world.backend} is broken"
         )
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Writes ascending integers as ranges.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        '0-2,5,7-8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _hosts(world: World) -> dict[int, str]:

@@ -13,7 +13,8 @@ from .attention import cudnn_obstacle as cudnn_obstacle
 from .attention import describe_attention as describe_attention
 from .attention import einsum_attention as einsum_attention
 from .attention import flash_attention as flash_attention
-from .expert_config import ExpertConfig as ExpertConfig
+from .config import ACTIVATIONS as ACTIVATIONS
+from .config import ExpertConfig as ExpertConfig
 from .experts import Experts as Experts
 from .generate import Decoder as Decoder
 from .generate import Generated as Generated
@@ -21,6 +22,7 @@ from .generate import Sampling as Sampling
 from .generate import draw as draw
 from .generate import generate as generate
 from .generate import kept_logits as kept_logits
+from .layers import MLP as MLP
 from .layers import Cache as Cache
 from .layers import GatedMLP as GatedMLP
 from .layers import Past as Past
@@ -34,8 +36,6 @@ from .loss import cross_entropy as cross_entropy
 from .loss import is_likeliest as is_likeliest
 from .loss import next_token_loss as next_token_loss
 from .loss import next_token_scores as next_token_scores
-from .mlp import ACTIVATIONS as ACTIVATIONS
-from .mlp import MLP as MLP
 from .resnet import RESNET_PRESETS as RESNET_PRESETS
 from .resnet import ResidualBlock as ResidualBlock
 from .resnet import ResNet as ResNet

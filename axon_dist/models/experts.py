@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 from axon_dist.core.typing import Array, Shape
 from axon_dist.ops.routing import Choice, Product, in_order
 
-from .expert_config import ExpertConfig
+from .config import ACTIVATIONS, ExpertConfig
 from .layers import GatedMLP, PlainMLP, init_std
-from .mlp import ACTIVATIONS
 from .transformer_config import TransformerConfig
 
 

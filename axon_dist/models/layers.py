@@ -7,15 +7,19 @@ A `Cache` holds these for every layer in arrays of a fixed length, which a loop 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from ..core.errors import ConfigError, did_you_mean
+from ..core.told import RNGS, is_whole
 from ..core.typing import Array, PyTree
 from .attention import ATTENTION_FORMS, capped, einsum_attention, in_window
-from .mlp import ACTIVATIONS
+from .config import ACTIVATIONS, numerics
 from .rotary import Rotary
 from .transformer_config import TransformerConfig
 
@@ -286,6 +290,63 @@ class PlainMLP(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](self.up(x)))
 
 
+class MLP(nnx.Module):
+    """Linear layers with an activation and dropout between them, and neither after the last.
+
+    Args:
+        sizes: widths from the input to the output, for example `(784, 256, 10)`.
+        activation: a key of `ACTIVATIONS`.
+        dropout: rate after every activation, in [0, 1).
+        rngs: source of the initial weights (`params`) and of dropout.
+
+    Raises:
+        ConfigError: fewer than two sizes, one below 1, a rate out of range, an unknown activation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> MLP((784, 256, 10), rngs=nnx.Rngs(0))(jnp.ones((4, 784))).shape
+        (4, 10)
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
+        _check(sizes, activation, dropout)
+        RNGS.check("MLP", "rngs", rngs)
+        self.layers = nnx.List(
+            nnx.Linear(num_inputs, num_outputs, rngs=rngs)
+            for num_inputs, num_outputs in itertools.pairwise(sizes)
+        )
+        self.dropout = dropout_layer(dropout, rngs)
+        self.activation = activation
+
+    def __call__(self, x: Array) -> Array:
+        """Maps `[..., sizes[0]]` to `[..., sizes[-1]]`."""
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = self.dropout(ACTIVATIONS[self.activation](layer(x)))
+        return last(x)
+
+
+def _check(sizes: Sequence[int], activation: str, dropout: float) -> None:
+    is_list = isinstance(sizes, Sequence) and all(map(is_whole, sizes))
+    if not is_list or len(sizes) < 2 or min(sizes) < 1:
+        raise ConfigError(
+            f"sizes={sizes!r:.80} must name at least an input and an output width, each 1 or "
+            "more, for example (784, 256, 10)."
+        )
+    if activation not in ACTIVATIONS:
+        hint = did_you_mean(activation, ACTIVATIONS)
+        raise ConfigError(f"activation={activation!r} is not an activation.{hint}")
+    if not 0.0 <= dropout < 1.0:
+        raise ConfigError(f"dropout={dropout} must lie in [0, 1); 0 turns it off.")
+
+
 def linear(
     config: TransformerConfig,
     num_inputs: int,
@@ -315,11 +376,15 @@ def linear(
         num_inputs,
         num_outputs,
         use_bias=config.bias if bias is None else bias,
-        dtype=config.dtype and jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        **numerics(config),
         kernel_init=nnx.initializers.normal(std),
         rngs=rngs,
     )
+
+
+def dropout_layer(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Dropout, which has random numbers of its own only where it drops anything."""
+    return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
 def init_std(config: TransformerConfig) -> float:

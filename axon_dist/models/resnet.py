@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +14,7 @@ from flax import nnx
 from ..core.errors import ConfigError, did_you_mean
 from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
-from .config import check_above_zero, check_at_least_one, check_float, from_preset
+from .config import Presets, check_above_zero, check_at_least_one, check_floats, numerics
 from .layers import pixels
 
 RESNET_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
@@ -37,7 +37,7 @@ EXPANSION = MappingProxyType({"basic": 1, "bottleneck": 4})
 
 
 @dataclasses.dataclass(frozen=True)
-class ResNetConfig:
+class ResNetConfig(Presets):
     """Sizes and numerics of a `ResNet`; says nothing of devices.
 
     Args:
@@ -70,18 +70,7 @@ class ResNetConfig:
     param_dtype: str = "float32"
     dtype: str | None = None
 
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> ResNetConfig:
-        """Returns a named size, with some of its fields changed.
-
-        Args:
-            name: a key of `RESNET_PRESETS`.
-            **changes: fields to set after the preset.
-
-        Raises:
-            ConfigError: there is no such preset or no such field.
-        """
-        return from_preset(cls, RESNET_PRESETS, name, changes)
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = RESNET_PRESETS
 
     @property
     def num_features(self) -> int:
@@ -109,8 +98,7 @@ class ResNetConfig:
                 f"norm_momentum={self.norm_momentum} must lie in [0, 1), for example 0.9."
             )
         check_above_zero(self, ("norm_eps",))
-        for field in ("param_dtype", "dtype"):
-            check_float(self, field)
+        check_floats(self)
 
 
 _CONFIG = ArgumentKind(
@@ -158,11 +146,7 @@ class ResNet(nnx.Module):
                 features = width * EXPANSION[config.block]
         self.blocks = nnx.List(blocks)
         self.head: nnx.Linear = nnx.Linear(
-            features,
-            config.num_classes,
-            dtype=config.dtype and jnp.dtype(config.dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            rngs=rngs,
+            features, config.num_classes, **numerics(config), rngs=rngs
         )
 
     def __call__(self, images: Array) -> Array:
@@ -207,11 +191,7 @@ class ConvNorm(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        numerics = {
-            "dtype": config.dtype and jnp.dtype(config.dtype),
-            "param_dtype": jnp.dtype(config.param_dtype),
-            "rngs": rngs,
-        }
+        common = {**numerics(config), "rngs": rngs}
         self.conv: nnx.Conv = nnx.Conv(
             num_inputs,
             num_outputs,
@@ -220,10 +200,10 @@ class ConvNorm(nnx.Module):
             padding=((size // 2, size // 2),) * 2,
             use_bias=False,
             kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-            **numerics,
+            **common,
         )
         self.norm: nnx.BatchNorm = nnx.BatchNorm(
-            num_outputs, momentum=config.norm_momentum, epsilon=config.norm_eps, **numerics
+            num_outputs, momentum=config.norm_momentum, epsilon=config.norm_eps, **common
         )
 
     def __call__(self, x: Array) -> Array:

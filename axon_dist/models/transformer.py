@@ -14,6 +14,7 @@ from axon_dist.core.told import RNGS, ArgumentKind, told
 from axon_dist.core.typing import Array, PyTree
 
 from .attention import capped
+from .config import numerics
 from .experts import Experts, Findings
 from .layers import (
     Cache,
@@ -22,6 +23,7 @@ from .layers import (
     Place,
     PlainMLP,
     SelfAttention,
+    dropout_layer,
     init_std,
     linear,
     rms_norm,
@@ -53,7 +55,7 @@ class Block(nnx.Module):
             self.mlp_after_norm = _norm(config, rngs)
         kind = GatedMLP if config.gated else PlainMLP
         self.mlp = (Experts if config.experts else kind)(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout_layer(config.dropout, rngs)
 
     def __call__(
         self, x: Array, segments: Array | None = None, positions: Array | None = None
@@ -118,7 +120,7 @@ class Transformer(nnx.Module):
         if config.positions == "learned":
             self.position_embedding = _embedding(config, config.max_length, rngs)
         # Last: the initial weights do not depend on its rate.
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout_layer(config.dropout, rngs)
 
     def __call__(self, tokens: Array, segments: Array | None = None) -> Array:
         """Predicts every next token.
@@ -402,8 +404,7 @@ def _embedding(config: TransformerConfig, num_rows: int, rngs: nnx.Rngs) -> nnx.
     return nnx.Embed(
         num_rows,
         config.width,
-        dtype=config.dtype and jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        **numerics(config),
         embedding_init=nnx.initializers.normal(init_std(config)),
         rngs=rngs,
     )
@@ -415,12 +416,7 @@ def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
     return nnx.LayerNorm(
         config.width,
         epsilon=config.norm_eps,
-        dtype=config.dtype and jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        **numerics(config),
         use_fast_variance=False,  # E[x^2] - E[x]^2 loses digits where features are far from zero
         rngs=rngs,
     )
-
-
-def _dropout(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

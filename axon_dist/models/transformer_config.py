@@ -14,124 +14,59 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.told import WHOLE
 from .attention import ATTENTION_FORMS
-from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
-from .expert_config import ExpertConfig
-from .mlp import ACTIVATIONS
+from .config import (
+    ACTIVATIONS,
+    ExpertConfig,
+    Presets,
+    check_above_zero,
+    check_at_least_one,
+    check_floats,
+    check_rate,
+)
 from .rotary import RopeScaling
 
-_LLAMA_8B = {
-    "vocab_size": 128_256,
-    "width": 4096,
-    "num_layers": 32,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "ffn_width": 14_336,
-    "max_length": 8192,
-    "rope_theta": 500_000.0,
+_SIZES = (
+    *("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width", "max_length"),
+)
+"""The columns of the presets."""
+
+_TIED, _LLAMA = {"tied_head": True}, {"rope_theta": 500_000.0}
+_GPT2 = {
+    **_TIED,
+    "norm": "layer",
+    "positions": "learned",
+    "gated": False,
+    "activation": "gelu",
+    "bias": True,
+}
+
+_ROWS: Mapping[str, tuple[tuple[int | None, ...], Mapping[str, object]]] = {
+    "tiny": ((256, 64, 2, 4, 2, 128, 128), {}),
+    "quickstart": ((256, 128, 4, 4, 4, 384, 128), {}),
+    "gpt2": ((50_257, 768, 12, 12, None, 3072, 1024), _GPT2),
+    "gpt2-124m": ((50_257, 768, 12, 12, 12, 2048, 1024), _TIED),
+    "gpt2-medium": ((50_257, 1024, 24, 16, 16, 2752, 1024), _TIED),
+    "gpt3-175b": ((50_257, 12_288, 96, 96, 96, 32_768, 2048), _TIED),
+    "1b": ((32_000, 2048, 24, 16, 16, 5504, 4096), {}),
+    "7b": ((32_000, 4096, 32, 32, 32, 11_008, 4096), {}),
+    "8b": ((128_256, 4096, 32, 32, 8, 14_336, 8192), _LLAMA),
+    "llama-8b": ((128_256, 4096, 32, 32, 8, 14_336, 8192), _LLAMA),
+    "llama-70b": ((128_256, 8192, 80, 64, 8, 28_672, 8192), _LLAMA),
+    "llama-405b": ((128_256, 16_384, 126, 128, 8, 53_248, 8192), _LLAMA),
 }
 
 PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
     {
-        "tiny": {
-            "vocab_size": 256,
-            "width": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "ffn_width": 128,
-            "max_length": 128,
-        },
-        "quickstart": {
-            "vocab_size": 256,
-            "width": 128,
-            "num_layers": 4,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-            "ffn_width": 384,
-            "max_length": 128,
-        },
-        "gpt2": {
-            "vocab_size": 50_257,
-            "width": 768,
-            "num_layers": 12,
-            "num_heads": 12,
-            "ffn_width": 3072,
-            "max_length": 1024,
-            "tied_head": True,
-            "norm": "layer",
-            "positions": "learned",
-            "gated": False,
-            "activation": "gelu",
-            "bias": True,
-        },
-        "gpt2-124m": {
-            "vocab_size": 50_257,
-            "width": 768,
-            "num_layers": 12,
-            "num_heads": 12,
-            "num_kv_heads": 12,
-            "ffn_width": 2048,
-            "max_length": 1024,
-            "tied_head": True,
-        },
-        "gpt2-medium": {
-            "vocab_size": 50_257,
-            "width": 1024,
-            "num_layers": 24,
-            "num_heads": 16,
-            "num_kv_heads": 16,
-            "ffn_width": 2752,
-            "max_length": 1024,
-            "tied_head": True,
-        },
-        "gpt3-175b": {
-            "vocab_size": 50_257,
-            "width": 12_288,
-            "num_layers": 96,
-            "num_heads": 96,
-            "num_kv_heads": 96,
-            "ffn_width": 32_768,
-            "max_length": 2048,
-            "tied_head": True,
-        },
-        "1b": {
-            "vocab_size": 32_000,
-            "width": 2048,
-            "num_layers": 24,
-            "num_heads": 16,
-            "num_kv_heads": 16,
-            "ffn_width": 5504,
-            "max_length": 4096,
-        },
-        "7b": {
-            "vocab_size": 32_000,
-            "width": 4096,
-            "num_layers": 32,
-            "num_heads": 32,
-            "num_kv_heads": 32,
-            "ffn_width": 11_008,
-            "max_length": 4096,
-        },
-        "8b": _LLAMA_8B,
-        "llama-8b": _LLAMA_8B,
-        "llama-70b": {
-            **_LLAMA_8B,
-            "width": 8192,
-            "num_layers": 80,
-            "num_heads": 64,
-            "ffn_width": 28_672,
-        },
-        "llama-405b": {
-            **_LLAMA_8B,
-            "width": 16_384,
-            "num_layers": 126,
-            "num_heads": 128,
-            "ffn_width": 53_248,
-        },
+        name: {
+            **{field: size for field, size in zip(_SIZES, sizes, strict=True) if size is not None},
+            **more,
+        }
+        for name, (sizes, more) in _ROWS.items()
     }
 )
 
@@ -158,7 +93,7 @@ POSITIONS = ("rotary", "learned")
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(Presets):
     """Sizes and numerics of a `Transformer`; says nothing of devices.
 
     Args:
@@ -262,18 +197,7 @@ class TransformerConfig:
     logits_dtype: str = "float32"
     experts: ExpertConfig | None = None
 
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> TransformerConfig:
-        """Returns a named size, with some of its fields changed.
-
-        Args:
-            name: a key of `PRESETS`, for example `"gpt2-124m"` or `"llama-8b"`.
-            **changes: fields to set after the preset.
-
-        Raises:
-            ConfigError: there is no such preset or no such field.
-        """
-        return from_preset(cls, PRESETS, name, changes)
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = PRESETS
 
     @property
     def chunks_logits(self) -> bool:
@@ -341,8 +265,7 @@ class TransformerConfig:
         check_rate(self, "dropout")
         check_above_zero(self, ("norm_eps", "rope_theta", "rotary_fraction", "embedding_scale"))
         check_above_zero(self, tuple(n for n in _OPTIONAL if getattr(self, n) is not None))
-        for field in ("param_dtype", "dtype"):
-            check_float(self, field)
+        check_floats(self)
         self._check_name("attention", ATTENTION_FORMS, "form of attention")
         self._check_name("norm", NORMS, "norm")
         self._check_name("norms", PLACEMENTS, "place of norms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,8 +14,15 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.told import RNGS, ArgumentKind, told
 from ..core.typing import Array
 from .attention import ATTENTION_FORMS
-from .config import check_above_zero, check_at_least_one, check_float, check_rate, from_preset
-from .layers import pixels
+from .config import (
+    Presets,
+    check_above_zero,
+    check_at_least_one,
+    check_floats,
+    check_rate,
+    numerics,
+)
+from .layers import dropout_layer, pixels
 
 _B16 = {"patch_size": 16, "width": 768, "num_layers": 12, "num_heads": 12, "ffn_width": 3072}
 _G14 = {"patch_size": 14, "width": 1408, "num_layers": 40, "num_heads": 16, "ffn_width": 6144}
@@ -41,7 +49,7 @@ VIT_PRESETS: MappingProxyType[str, Mapping[str, object]] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(Presets):
     """Sizes and numerics of a `ViT`; says nothing of devices.
 
     Args:
@@ -79,18 +87,7 @@ class ViTConfig:
     dtype: str | None = None
     attention: str = "auto"
 
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> ViTConfig:
-        """Returns a named size, with some of its fields changed.
-
-        Args:
-            name: a key of `VIT_PRESETS`.
-            **changes: fields to set after the preset.
-
-        Raises:
-            ConfigError: there is no such preset or no such field.
-        """
-        return from_preset(cls, VIT_PRESETS, name, changes)
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = VIT_PRESETS
 
     @property
     def num_patches(self) -> int:
@@ -124,8 +121,7 @@ class ViTConfig:
             )
         check_rate(self, "dropout")
         check_above_zero(self, ("norm_eps",))
-        for field in ("param_dtype", "dtype"):
-            check_float(self, field)
+        check_floats(self)
         if self.attention not in ATTENTION_FORMS:
             hint = did_you_mean(self.attention, ATTENTION_FORMS)
             raise ConfigError(f"attention={self.attention!r} is not a form of attention.{hint}")
@@ -170,7 +166,7 @@ class ViT(nnx.Module):
         self.blocks = nnx.List(ViTBlock(config, rngs=rngs) for _ in range(config.num_layers))
         self.final_norm = _norm(config, rngs)
         self.head = _linear(config, config.width, config.num_classes, rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout_layer(config.dropout, rngs)
 
     def __call__(self, images: Array) -> Array:
         """Classifies images.
@@ -218,7 +214,7 @@ class ViTBlock(nnx.Module):
         self.attention: ViTAttention = ViTAttention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
         self.mlp: ViTMLP = ViTMLP(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout_layer(config.dropout, rngs)
 
     def __call__(self, x: Array) -> Array:
         """Maps the residual stream `[B, T, D]` to `[B, T, D]`."""
@@ -303,8 +299,7 @@ def _linear(
         num_inputs,
         num_outputs,
         use_bias=use_bias,
-        dtype=config.dtype and jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        **numerics(config),
         kernel_init=nnx.initializers.xavier_uniform(),
         rngs=rngs,
     )
@@ -314,11 +309,6 @@ def _norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(
         config.width,
         epsilon=config.norm_eps,
-        dtype=config.dtype and jnp.dtype(config.dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        **numerics(config),
         rngs=rngs,
     )
-
-
-def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)

@@ -4,10 +4,10 @@ A table of rules says which tensor is which parameter; reading and writing use t
 reading in `rule.py`, then `load.py` and `save.py`; `formats.py` is the table of hub formats.
 """
 
+from .family import Family as Family
 from .files import find_tensors as find_tensors
 from .formats import FORMATS as FORMATS
 from .formats import NATIVE_NAME as NATIVE_NAME
-from .formats import HubFormat as HubFormat
 from .formats import format_name as format_name
 from .formats import format_of as format_of
 from .formats import hub_config as hub_config
@@ -21,3 +21,4 @@ from .save import save_adapters as save_adapters
 from .save import save_weights as save_weights
 
 Rule = WeightRule  # its name in 0.1
+HubFormat = Family  # what a row of `FORMATS` is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .family import ExpertKeys, Family
+from .family import ExpertKeys, Family, TensorNames
 
 _FUSED: Mapping[str, str | tuple[str, ...]] = {
     "self_attn.qkv_proj": ("attention/q", "attention/k", "attention/v"),
@@ -26,8 +26,61 @@ _NO_BIAS = {"attention_bias": (None, False)}
 _ONE_WAY = {"use_bidirectional_attention": (None, False)}
 _CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 
+_GPT2_SIZES = {
+    "vocab_size": "vocab_size",
+    "width": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "ffn_width": "n_inner",
+    "max_length": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tied_head": "tie_word_embeddings",
+}
+
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
     {
+        "gpt2": Family(
+            "GPT-2",
+            "gpt2",
+            "GPT2LMHeadModel",
+            parts={"norm": "layer", "positions": "learned", "gated": False, "bias": True},
+            defaults={
+                "vocab_size": 50_257,
+                "n_embd": 768,
+                "n_layer": 12,
+                "n_head": 12,
+                "n_inner": None,
+                "n_positions": 1024,
+                "layer_norm_epsilon": 1e-5,
+                "tie_word_embeddings": True,
+                "activation_function": "gelu_new",
+            },
+            only={
+                "scale_attn_by_inverse_layer_idx": (None, False),
+                "scale_attn_weights": (None, True),
+                "add_cross_attention": (None, False),
+            },
+            activation="activation_function",
+            linear={
+                "attn.c_attn": ("attention/q", "attention/k", "attention/v"),
+                "attn.c_proj": "attention/out",
+                "mlp.c_fc": "mlp/up",
+                "mlp.c_proj": "mlp/down",
+            },
+            sizes=_GPT2_SIZES,
+            # Its kernels are `[in, out]`, as those here.
+            names=TensorNames(
+                *("transformer", "h", "wte", "wpe", "ln_f"),
+                norms={"ln_1": "attention_norm", "ln_2": "mlp_norm"},
+                form="",
+                unused=r"attn\.(masked_)?bias",
+            ),
+            written=lambda config: {
+                "resid_pdrop": config.dropout,
+                "embd_pdrop": config.dropout,
+                "attn_pdrop": 0.0,
+            },
+        ),
         "llama": Family(
             "Llama",
             "llama",

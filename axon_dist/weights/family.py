@@ -6,15 +6,30 @@ Rotary pairs are (i, i + K/2) there as here, so that queries and keys need no pe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from axon_dist.core.errors import UnsupportedError
 from axon_dist.models import ExpertConfig, RopeScaling, TransformerConfig
 
-from .hub import ACTIVATIONS, EXPERT, LAYER, block_rules, require, sizes_of
 from .rule import WeightRule, WeightRules
+
+LAYER, EXPERT = "layer", "expert"
+"""The groups of a name that count layers and experts."""
+
+ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gelu_new": "gelu",
+        "gelu_pytorch_tanh": "gelu",
+        "gelu": "gelu_exact",
+        "relu": "relu",
+        "silu": "silu",
+        "swish": "silu",
+        "tanh": "tanh",
+    }
+)
+"""What hubs call the activations that there are here; the first of two names is written."""
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -42,6 +57,7 @@ _PARTS: Mapping[str, Any] = {
     "qk_norm": "none",
     "positions": "rotary",
     "gated": True,
+    "bias": False,
     "qkv_bias": False,
     "rotary_fraction": 1.0,
     "local_rope_theta": None,
@@ -51,16 +67,40 @@ _PARTS: Mapping[str, Any] = {
 """What a family has unless its row says otherwise or has a key for it."""
 
 _TURNED = "out in -> in out"
-_NORMS = {
-    "before": {"input": "attention_norm", "post_attention": "mlp_norm"},
-    "after": {"post_attention": "attention_after_norm", "post_feedforward": "mlp_after_norm"},
-    "both": {
-        "input": "attention_norm",
-        "post_attention": "attention_after_norm",
-        "pre_feedforward": "mlp_norm",
-        "post_feedforward": "mlp_after_norm",
-    },
+_BEFORE = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_AFTER = {
+    "post_attention_layernorm": "attention_after_norm",
+    "post_feedforward_layernorm": "mlp_after_norm",
 }
+_BOTH = {"input_layernorm": "attention_norm", **_AFTER, "pre_feedforward_layernorm": "mlp_norm"}
+_NORMS = {"before": _BEFORE, "after": _AFTER, "both": _BOTH}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """What the tensors of a family are called.
+
+    Args:
+        model: the prefix of all but the head, which may be absent.
+        layers: the list of blocks.
+        tokens: the token embedding.
+        positions: the table of learned positions, of a family that has one.
+        final: the last norm.
+        norms: of a block, to those of a `Block`; None for those of Llama and its kin.
+        form: of kernels.
+        unused: a regular expression of what else may be in a block.
+    """
+
+    model: str = "model"
+    layers: str = "layers"
+    tokens: str = "embed_tokens"
+    positions: str = ""
+    final: str = "norm"
+    norms: Mapping[str, str] | None = None
+    form: str = _TURNED
+    unused: str = r"self_attn\.rotary_emb\.inv_freq"
+
+
 LINEAR: MappingProxyType[str, str | tuple[str, ...]] = MappingProxyType(
     {
         "self_attn.q_proj": "attention/q",
@@ -113,6 +153,9 @@ class Family:
         scales_embeddings: by the root of the width.
         linear: the names of linear layers, one for several where they are fused.
         experts: how its experts are named, of a family that has some.
+        sizes: fields of a `TransformerConfig` -> keys of `config.json`.
+        names: of its tensors.
+        written: (config) -> what else is written.
     """
 
     name: str
@@ -128,27 +171,37 @@ class Family:
     scales_embeddings: bool = False
     linear: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=LINEAR.copy)
     experts: ExpertKeys | None = None
+    sizes: Mapping[str, str] = dataclasses.field(default_factory=_SIZES.copy)
+    names: TensorNames = TensorNames()
+    written: Callable[[TransformerConfig], dict[str, Any]] = lambda _: {}
 
     def rules(self, config: TransformerConfig) -> WeightRules:
         """Which tensor is which parameter of a `Transformer`."""
-        start = r"(?:model\.)?"
-        layer = rf"{start}layers\.(?P<{LAYER}>\d+)\."
-        table = [
-            WeightRule(rf"{start}embed_tokens\.weight", "token_embedding/embedding"),
-            *block_rules(config, self._rows(config, layer)),
-            WeightRule(rf"{start}norm\.weight", "final_norm/scale"),
+        names = self.names
+        start = rf"(?:{names.model}\.)?"
+        layer = rf"{start}{names.layers}\.(?P<{LAYER}>\d+)\."
+        tokens = rf"{start}{names.tokens}\.weight"
+        table = [WeightRule(tokens, "token_embedding/embedding")]
+        if names.positions:
+            table.append(
+                WeightRule(rf"{start}{names.positions}\.weight", "position_embedding/embedding")
+            )
+        table += block_rules(config, self._rows(config, layer))
+        table += [
+            WeightRule(rf"{start}{names.final}\.{theirs}", f"final_norm/{ours}")
+            for theirs, ours in _norm_parts(config)
         ]
-        copies = {}
-        if config.tied_head:
-            copies = {r"lm_head\.weight": rf"{start}embed_tokens\.weight"}
-        else:
+        copies = {r"lm_head\.weight": tokens} if config.tied_head else {}
+        if not config.tied_head:
             table.append(WeightRule(r"lm_head\.weight", "lm_head/kernel", _TURNED))
-        ignored = (r"(?:model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+        ignored = (rf"{start}{names.layers}\.\d+\.{names.unused}",)
         return WeightRules(tuple(table), ignored, copies, _OWN)
 
     def _rows(self, config: TransformerConfig, layer: str) -> Iterator[tuple[Any, ...]]:
-        for theirs, ours in _NORMS[config.norms].items():
-            yield rf"{layer}{theirs}_layernorm\.weight", f"{ours}/scale", ""
+        form = self.names.form
+        for name, norm in (self.names.norms or _NORMS[config.norms]).items():
+            for theirs, ours in _norm_parts(config):
+                yield rf"{layer}{name}\.{theirs}", f"{norm}/{ours}", ""
         if config.qk_norm != "none":
             for one in "qk":
                 yield rf"{layer}self_attn\.{one}_norm\.weight", f"attention/{one}_norm/scale", ""
@@ -157,15 +210,15 @@ class Family:
                 continue
             name = layer + theirs.replace(".", r"\.")
             paths = (ours,) if isinstance(ours, str) else ours
-            yield rf"{name}\.weight", tuple(f"{path}/kernel" for path in paths), _TURNED, 1
+            yield rf"{name}\.weight", tuple(f"{path}/kernel" for path in paths), form, 1
             is_input = theirs in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
             if config.bias or (config.qkv_bias and is_input):
                 yield rf"{name}\.bias", tuple(f"{path}/bias" for path in paths), ""
         if self.experts is not None:
-            yield rf"{layer}{self.experts.module}\.gate\.weight", "mlp/router", _TURNED
+            yield rf"{layer}{self.experts.module}\.gate\.weight", "mlp/router", form
             for theirs, ours in zip(self.experts.names, ("gate", "up", "down"), strict=True):
                 name = rf"{layer}{self.experts.module}\.experts\.{_EXPERT}\.{theirs}\.weight"
-                yield name, f"mlp/{ours}", _TURNED
+                yield name, f"mlp/{ours}", form
 
     def from_hub(self, data: Mapping[str, Any]) -> TransformerConfig:
         """The config of a `Transformer` from a `config.json`."""
@@ -181,17 +234,16 @@ class Family:
             said = " and ".join(f"{key}={value}" for key, value in biases.items())
             raise self._beyond(said)
         windows = self._windows(data)
-        fields = {ours: data[theirs] for ours, theirs in _SIZES.items()}
-        fields |= self.parts
-        fields |= {ours: data[theirs] for ours, theirs in self.keys.items()}
-        fields |= self._rotation(data, bool(windows))
+        fields = {ours: data[theirs] for ours, theirs in {**self.sizes, **self.keys}.items()}
+        fields |= {**self.parts, **self._rotation(data, bool(windows))}
+        if biases:
+            fields["bias"] = any(biases.values())
         if self.scales_embeddings:
             fields["embedding_scale"] = data["hidden_size"] ** 0.5
         if (scalar := data.get("query_pre_attn_scalar")) and self._has("query_pre_attn_scalar"):
             fields["attention_scale"] = scalar**-0.5
         return TransformerConfig(
             **fields,
-            bias=any(biases.values()),
             activation=ACTIVATIONS[activation],
             windows=windows,
             experts=self._experts(data),
@@ -199,27 +251,28 @@ class Family:
 
     def to_hub(self, config: TransformerConfig) -> dict[str, Any]:
         """The `config.json` of a `Transformer` that is of this family."""
-        free = self.keys
         parts = {**_PARTS, **self.parts}
         if self._has("rope_local_base_freq") and config.windows:
             del parts["local_rope_theta"]
-        require(config, self.name, {k: v for k, v in parts.items() if k not in free})
-        scale = config.width**0.5 if self.scales_embeddings else 1.0
-        require(config, self.name, {"embedding_scale": scale})
+        if self._bias_keys:
+            del parts["bias"]
+        parts["embedding_scale"] = config.width**0.5 if self.scales_embeddings else 1.0
         if not self._has("query_pre_attn_scalar"):
-            require(config, self.name, {"score_scale": config.key_size**-0.5})
-        if not self._bias_keys:
-            require(config, self.name, {"bias": False})
+            parts["score_scale"] = config.key_size**-0.5
+        if "num_kv_heads" not in self.sizes:
+            parts |= {"kv_heads": config.num_heads, "key_size": config.width // config.num_heads}
+        require(config, self.name, {k: v for k, v in parts.items() if k not in self.keys})
         names = {ours: theirs for theirs, ours in reversed([*ACTIVATIONS.items()])}
         found = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **sizes_of(config, {**_SIZES, **self.keys}),
+            **sizes_of(config, {**self.sizes, **self.keys}),
             self.activation: names[config.activation],
             **dict.fromkeys(self._bias_keys, config.bias),
             **self._rotation_keys(config),
             **self._window_keys(config),
             **self._expert_keys(config),
+            **self.written(config),
             # What no config here knows; a default there may lie beyond the vocabulary.
             **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
             "torch_dtype": config.param_dtype,
@@ -244,7 +297,13 @@ class Family:
             "others. Take a model without"
         )
 
+    @property
+    def _is_rotary(self) -> bool:
+        return self.parts.get("positions", "rotary") == "rotary"
+
     def _rotation(self, data: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
+        if not self._is_rotary:
+            return {}
         given = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
         local = given.get("sliding_attention") or {}
         given = given.get("full_attention", given) or {}
@@ -285,6 +344,8 @@ class Family:
         )
 
     def _rotation_keys(self, config: TransformerConfig) -> dict[str, Any]:
+        if not self._is_rotary:
+            return {}
         found: dict[str, Any] = {"rope_theta": config.rope_theta}
         if self._has("rope_local_base_freq"):
             found["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
@@ -386,3 +447,47 @@ _TURNS = {
     "yarn": ("beta_slow", "beta_fast"),
 }
 _WINDOWS = {"": "none", "all": "one in every layer", "listed": "the same wherever there is one"}
+
+
+def _norm_parts(config: TransformerConfig) -> list[tuple[str, str]]:
+    """The parameters of a norm, in files and here."""
+    return [("weight", "scale"), *([("bias", "bias")] if config.norm == "layer" else [])]
+
+
+def block_rules(config: TransformerConfig, rows: Iterable[tuple[Any, ...]]) -> list[WeightRule]:
+    """Rules of the parameters of blocks, whether a model keeps blocks in a list or stacked.
+
+    Args:
+        config: of the model; `scan_layers` says which.
+        rows: name, path or paths within a block, form, and the dim of a split. The tensors of
+            experts are stacked, behind layers that are.
+    """
+    start, lead = ("blocks/", (LAYER,)) if config.scan_layers else (f"blocks/{{{LAYER}}}/", ())
+    found = []
+    for names, paths, form, *dim in rows:
+        inside = (paths,) if isinstance(paths, str) else paths
+        stack = (*lead, EXPERT) if f"(?P<{EXPERT}>" in names else lead
+        inner = tuple(start + path for path in inside)
+        found.append(WeightRule(names, inner, form, dim=dim[0] if dim else 0, stack=stack))
+    return found
+
+
+def sizes_of(config: TransformerConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """The sizes of a config under the names of a family, every default resolved.
+
+    Args:
+        config: of the model.
+        names: fields of a `TransformerConfig` -> keys of `config.json`.
+    """
+    resolved = {"num_kv_heads": "kv_heads", "head_dim": "key_size", "ffn_width": "hidden_size"}
+    return {theirs: getattr(config, resolved.get(ours, ours)) for ours, theirs in names.items()}
+
+
+def require(config: object, family: str, wanted: Mapping[str, Any]) -> None:
+    """Raises `UnsupportedError` unless fields or properties of a config have some values."""
+    for field, value in wanted.items():
+        if getattr(config, field) != value:
+            raise UnsupportedError(
+                f"a Transformer with {field}={getattr(config, field)!r} is no {family}, which has "
+                f"{field}={value!r}; use another format, or 'native'"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +22,8 @@ from axon_dist.core.files import as_path, read_text
 from axon_dist.models import Transformer, TransformerConfig
 from axon_dist.models.config import check_fields
 
-from . import gpt2
 from .families import FAMILIES
+from .family import Family
 from .files import fetched
 from .rule import NATIVE, WeightRules
 
@@ -31,32 +31,8 @@ NATIVE_NAME = "native"
 CONFIG_FILE = "config.json"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HubFormat:
-    """How a family of models lies in files, and what its `config.json` says.
-
-    Args:
-        model_type: what `config.json` calls the family.
-        rules: (config) -> which tensor is which parameter of the `Transformer` of that config.
-        to_hub: (config) -> the contents of `config.json`; refuses a `Transformer` of another
-            family.
-        from_hub: the inverse; refuses what a `Transformer` cannot do.
-    """
-
-    model_type: str
-    rules: Callable[[TransformerConfig], WeightRules]
-    to_hub: Callable[[TransformerConfig], dict[str, Any]]
-    from_hub: Callable[[Mapping[str, Any]], TransformerConfig]
-
-
-FORMATS: MappingProxyType[str, HubFormat] = MappingProxyType(
-    {
-        "hf-gpt2": HubFormat("gpt2", gpt2.rules, gpt2.to_hub, gpt2.from_hub),
-        **{
-            f"hf-{name}": HubFormat(row.model_type, row.rules, row.to_hub, row.from_hub)
-            for name, row in FAMILIES.items()
-        },
-    }
+FORMATS: MappingProxyType[str, Family] = MappingProxyType(
+    {f"hf-{name}": row for name, row in FAMILIES.items()}
 )
 """By the name that `load_weights`, `save_weights` and `axon export` take."""
 
@@ -128,7 +104,7 @@ def _read_config(path: str | Path) -> tuple[str, Mapping[str, Any], Path]:
     )
 
 
-def _from_hub(row: HubFormat, data: Mapping[str, Any], file: Path) -> TransformerConfig:
+def _from_hub(row: Family, data: Mapping[str, Any], file: Path) -> TransformerConfig:
     try:
         return row.from_hub(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -161,7 +137,7 @@ def rules_for(rules: WeightRules | str | None, model: nnx.Module) -> WeightRules
     return row.rules(config)
 
 
-def format_of(name: str) -> HubFormat:
+def format_of(name: str) -> Family:
     """The row of a name."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ConfigError(

@@ -129,14 +129,14 @@ def load_weights(
     """
     keep = (keep,) if isinstance(keep, str) else keep
     TEXTS.check("load_weights", "keep", keep)
-    keep = tuple(keep)
+    wanted = _Wanted(files, rules, cast, tuple(keep), differ)
     if isinstance(model, TrainStep):
         targets = model.weight_targets
-        sources = _sources(model, files, rules, cast, keep, differ)
+        sources = wanted.of_step(model)
         return model.init({path: place(x, targets[path]) for path, x in sources.items()})
     parts, source = take_apart(model)
     shapes = weight_shapes(parts)
-    sources = _find(parts.abstract, shapes, files, rules, cast, keep, differ)
+    sources = wanted.find(parts.abstract, shapes)
     here = jnp.zeros(()).sharding
 
     def on(leaf):
@@ -181,42 +181,39 @@ def check_weights(
     Raises:
         AxonDistError: whatever `load_weights` would raise before it reads an array.
     """
-    _sources(step, files, rules, cast, tuple(keep), differ)
+    _Wanted(files, rules, cast, tuple(keep), differ).of_step(step)
 
 
-def _sources(
-    step: TrainStep,
-    files: Files,
-    rules: WeightRules | str | None,
-    cast: bool,
-    keep: tuple[str, ...],
-    differ: Iterable[str],
-) -> dict[Path, ParameterSource]:
-    targets, model = step.weight_targets, step.parts.abstract
-    return _agreed(step.world, lambda: _find(model, targets, files, rules, cast, keep, differ))
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What is read, and how; arguments as of `load_weights`."""
+
+    files: Files
+    rules: WeightRules | str | None
+    cast: bool
+    keep: tuple[str, ...]
+    differ: Iterable[str]
+
+    def of_step(self, step: TrainStep) -> dict[Path, ParameterSource]:
+        """Where the arrays of a step lie, agreed on by all processes."""
+        targets, model = step.weight_targets, step.parts.abstract
+        return _agreed(step.world, lambda: self.find(model, targets))
+
+    def find(self, model: nnx.Module, targets: Mapping[Path, Any]) -> dict[Path, ParameterSource]:
+        """Where some arrays of a model lie."""
+        table = rules_for(self.rules, model)
+        table.validate()
+        check_snapshot(self.files, model, self.rules, self.differ)
+        entries, files = find_tensors(self.files), self.files
+        where = f"{len(files)} files" if isinstance(files, list | tuple) else repr(str(files))
+        kept = (*self.keep, *table.own)
+        table = dataclasses.replace(table, rules=(*adapter_rules(table).rules, *table.rules))
+        return match_weights(entries, targets, table, where=where, cast=self.cast, keep=kept)
 
 
 def _only(trees: Any, paths: set[Path]) -> dict[Path, Any]:
     pairs = [pair for tree in trees for pair in leaves_with_paths(tree)]
     return {path: leaf for path, leaf in pairs if path in paths}
-
-
-def _find(
-    model: nnx.Module,
-    targets: Mapping[Path, Any],
-    files: Files,
-    rules: WeightRules | str | None,
-    cast: bool,
-    keep: tuple[str, ...],
-    differ: Iterable[str],
-) -> dict[Path, ParameterSource]:
-    table = rules_for(rules, model)
-    table.validate()
-    check_snapshot(files, model, rules, differ)
-    entries = find_tensors(files)
-    where = repr(str(files)) if not isinstance(files, list | tuple) else f"{len(files)} files"
-    table = dataclasses.replace(table, rules=(*adapter_rules(table).rules, *table.rules))
-    return match_weights(entries, targets, table, where=where, cast=cast, keep=(*keep, *table.own))
 
 
 def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
@@ -231,11 +228,8 @@ def _agreed(world: World, read: Any) -> dict[Path, ParameterSource]:
             f"{path} {x.shape} {[str(p.entry.dtype) for p in x.pieces]}"
             for path, x in found.items()
         ]
-        agree(
-            world,
-            "weights",
-            {"files": zlib.crc32("\n".join([text, *kinds]).encode()), "error": text},
-        )
+        files = zlib.crc32("\n".join([text, *kinds]).encode())
+        agree(world, "weights", {"files": files, "error": text})
     if error is not None:
         raise error
     return found

@@ -13,6 +13,7 @@ import numpy as np
 from ..checkpoint import TensorEntry
 from ..core.errors import CheckpointError
 from ..core.typing import Path, Shape
+from ..core.words import first_few
 from .rule import Form, WeightRule, WeightRules, shorten
 
 CHUNK = 64 * 2**20
@@ -115,9 +116,6 @@ class ParameterSource:
         return out
 
 
-_SHOWN = 3
-
-
 @dataclasses.dataclass
 class _Problems:
     """What does not fit, to be said in one sentence."""
@@ -127,17 +125,15 @@ class _Problems:
     others: list[str] = dataclasses.field(default_factory=list)
 
     def check(self, where: str) -> None:
-        more = len(self.others) - _SHOWN
         texts = [
             f"missing in the files: {shorten(self.missing)}" if self.missing else "",
             f"left over: {shorten(self.left_over)}" if self.left_over else "",
-            *self.others[:_SHOWN],
-            f"and {more} more of this kind" if more > 0 else "",
+            first_few(self.others, between="; ", more=" of this kind"),
         ]
         if any(texts):
             raise CheckpointError(
                 f"the weights in {where} do not fit the model: "
-                f"{'; '.join(text for text in texts if text)}. Nothing was loaded: make the model "
+                f"{'; '.join(filter(None, texts))}. Nothing was loaded: make the model "
                 "with the sizes of these weights, or give rules that name them, with what is not "
                 "wanted in their `ignored`; keep=(...) names parameters that keep their first "
                 "values"

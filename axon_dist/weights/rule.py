@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..core.errors import ConfigError
 from ..core.typing import Path, Shape
+from ..core.words import first_few, ranges
 
 _TOKEN = re.compile(r"\(|\)|[a-z]\w*")
 
@@ -375,8 +375,7 @@ def shorten(names: Iterable[str]) -> str:
     for name in names:
         kinds.setdefault(_NUMBER.sub("*", name), []).append(name)
     listed = [_spelled(kind, alike) for kind, alike in kinds.items()]
-    more = len(listed) - _MOST
-    return ", ".join(listed[:_MOST] + ([f"and {more} more kinds"] if more > 0 else []))
+    return first_few(listed, _MOST, more=" kinds")
 
 
 def _spelled(kind: str, names: list[str]) -> str:
@@ -386,10 +385,4 @@ def _spelled(kind: str, names: list[str]) -> str:
     varying = [column for column in zip(*numbers, strict=True) if len(set(column)) > 1]
     if len(varying) != 1:
         return f"{kind} ({len(names)} of them)"
-    values = sorted(map(int, varying[0]))
-    runs = [
-        [value for _, value in run]
-        for _, run in itertools.groupby(enumerate(values), lambda pair: pair[1] - pair[0])
-    ]
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{kind} ({', '.join(texts)})"
+    return f"{kind} ({ranges(sorted(map(int, varying[0])), ', ')})"

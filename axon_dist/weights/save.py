@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..checkpoint import gather, is_main, on_main, plan_order, write_tensors
-from ..core.errors import CheckpointError, ConfigError, DTypeError
+from ..checkpoint import gather, on_main, plan_order, write_gathered
+from ..core.errors import ConfigError, DTypeError
 from ..core.files import as_path, read_bytes
 from ..core.told import COUNT
 from ..core.tree import leaves_with_paths
@@ -216,9 +215,8 @@ def save_weights(
     table.validate()
     tensors = outgoing(weights, table, _float_dtype(dtype))
     folder, stem = _place(as_path(path, "the weights"))
-    _save(
-        weights, _files(tensors, stem, max_file), folder, stem, _hub_config(rules, structure, dtype)
-    )
+    config = _hub_config(rules, structure, dtype)
+    _Export(folder, stem, _files(tensors, stem, max_file), config).write(weights)
 
 
 def save_adapters(
@@ -261,23 +259,62 @@ def save_adapters(
     config = adapter_config({tensor.name: tensor.shape for tensor in tensors}, layers, base)
     files = _files(tensors, ADAPTER_STEM, MAX_FILE)
     folder = as_path(path, "the adapters")
-    _save(inside, files, folder, ADAPTER_STEM, config, ADAPTER_CONFIG)
+    _Export(folder, ADAPTER_STEM, files, config, ADAPTER_CONFIG).write(inside)
 
 
-def _save(
-    weights: Mapping[Path, Array],
-    files: Mapping[str, Mapping[str, Outgoing]],
-    folder: FilePath,
-    stem: str,
-    config: Mapping[str, Any] | None,
-    config_name: str = CONFIG_FILE,
-) -> None:
-    there = folder / config_name
-    on_main(lambda: _check_free(folder, stem, files, config, there))
-    metadata = None if config is None else {"format": "pt"}
-    for name, inside in files.items():
-        _write(folder / name, inside, weights, metadata)
-    on_main(lambda: _finish(folder, stem, files, config, there))
+@dataclasses.dataclass(frozen=True)
+class _Export:
+    """Files of weights in a folder, beside a config.
+
+    Args:
+        folder: where they lie.
+        stem: what the names of the files begin with.
+        files: their tensors by name, by the name of a file.
+        config: what is written beside them, if anything.
+        config_name: under which name.
+    """
+
+    folder: FilePath
+    stem: str
+    files: Mapping[str, Mapping[str, Outgoing]]
+    config: Mapping[str, Any] | None
+    config_name: str = CONFIG_FILE
+
+    def write(self, weights: Mapping[Path, Array]) -> None:
+        """Writes everything; all processes call it."""
+        on_main(self._check_free)
+        metadata = None if self.config is None else {"format": "pt"}
+        for name, tensors in self.files.items():
+            values = (array for tensor in tensors.values() for array in tensor.values(weights))
+            write_gathered(self.folder / name, tensors, values, metadata)
+        on_main(self._finish)
+
+    def _check_free(self) -> None:
+        """Whether nothing is there that would be mixed with what is written."""
+        folder, stem, there = self.folder, self.stem, self.folder / self.config_name
+        known = {*self.files, *([stem + ENDING + INDEX] if len(self.files) > 1 else [])}
+        alike = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
+        if others := sorted(path.name for path in alike if path.name not in known):
+            raise ConfigError(
+                f"{str(folder)!r} holds other weights, {', '.join(others[:3])}, that would be "
+                "taken for a part of these; remove them, or name another place"
+            )
+        if self.config is None or not there.exists():
+            return
+        if read_bytes(there, f"the config {str(there)!r}") != _json(self.config).encode():
+            raise ConfigError(
+                f"{str(there)!r} is there, and is not the config of these weights; remove it, or "
+                "name another folder"
+            )
+
+    def _finish(self) -> None:
+        if len(self.files) > 1:
+            total = sum(tensor.size for inside in self.files.values() for tensor in inside.values())
+            places = {name: file for file, inside in self.files.items() for name in inside}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (self.folder / f"{self.stem}{ENDING}{INDEX}").write_text(_json(index))
+        if self.config is not None:
+            (self.folder / self.config_name).write_text(_json(self.config))
 
 
 def _weights(
@@ -341,75 +378,6 @@ def _hub_config(
         return None
     config = FORMATS[rules].to_hub(config_of(model, rules))
     return config if dtype is None else {**config, "torch_dtype": dtype}
-
-
-def _check_free(
-    folder: FilePath,
-    stem: str,
-    files: Mapping[str, Any],
-    config: Mapping[str, Any] | None,
-    there: FilePath,
-) -> None:
-    """Whether nothing is there that would be mixed with what is written."""
-    known = {*files, stem + ENDING + INDEX} if len(files) > 1 else set(files)
-    alike = {*folder.glob(f"{stem}{ENDING}*"), *folder.glob(f"{stem}-?????-of-?????{ENDING}")}
-    if others := sorted(path.name for path in alike if path.name not in known):
-        raise ConfigError(
-            f"{str(folder)!r} holds other weights, {', '.join(others[:3])}, that would be taken "
-            "for a part of these; remove them, or name another place"
-        )
-    if config is not None and there.exists() and _differs(there, config):
-        raise ConfigError(
-            f"{str(there)!r} is there, and is not the config of these weights; remove it, or name "
-            "another folder"
-        )
-
-
-def _differs(there: FilePath, config: Mapping[str, Any]) -> bool:
-    return read_bytes(there, f"the config {str(there)!r}") != _json(config).encode()
-
-
-def _write(
-    file: FilePath,
-    tensors: Mapping[str, Outgoing],
-    weights: Mapping[Path, Array],
-    metadata: Mapping[str, str] | None,
-) -> None:
-    values = (array for tensor in tensors.values() for array in tensor.values(weights))
-    error: OSError | None = None
-    if is_main():
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_tensors(FilePath(f"{file}.tmp"), tensors, values, metadata)
-            os.replace(f"{file}.tmp", file)
-        except OSError as caught:
-            error = caught
-    for _ in values:  # every process takes part in gathering all of them
-        pass
-    on_main(lambda: _raise(file, error))
-
-
-def _raise(file: FilePath, error: OSError | None) -> None:
-    if error is not None:
-        raise CheckpointError(
-            f"cannot write {str(file)!r}: {error.strerror}; make room there, or name another file"
-        ) from error
-
-
-def _finish(
-    folder: FilePath,
-    stem: str,
-    files: Mapping[str, Mapping[str, Outgoing]],
-    config: Mapping[str, Any] | None,
-    there: FilePath,
-) -> None:
-    if len(files) > 1:
-        total = sum(tensor.size for inside in files.values() for tensor in inside.values())
-        places = {name: file for file, inside in files.items() for name in inside}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / f"{stem}{ENDING}{INDEX}").write_text(_json(index))
-    if config is not None:
-        there.write_text(_json(config))
 
 
 def _json(data: Mapping[str, Any]) -> str:

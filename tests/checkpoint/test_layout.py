@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from axon_dist.checkpoint.layout import (
     LeafSpec,
     differences,
-    shortened,
     staging_of,
     step_name,
     step_of,
 )
+from axon_dist.core.words import first_few
 
 specs = st.builds(LeafSpec, st.sampled_from(["float32", "bfloat16"]), st.tuples(st.integers(0, 3)))
 leaves = st.dictionaries(st.sampled_from("abcdef"), specs)
@@ -40,6 +40,6 @@ def test_every_leaf_that_differs_is_named_once(saved, wanted):
     assert not differences(saved, saved)
 
 
-def test_shortened_counts_what_it_leaves_out():
-    assert shortened(["a"]) == "a"
-    assert shortened(list("abcd")) == "a; b; c; and 1 more"
+def test_a_list_counts_what_it_leaves_out():
+    assert first_few(["a"]) == "a"
+    assert first_few(list("abcd"), between="; ") == "a; b; c; and 1 more"

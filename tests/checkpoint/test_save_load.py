@@ -222,7 +222,8 @@ def entries(folder):
     ("name", "files", "message"),
     [
         ("c", {"c/b.txt": "", "c/a": "", "c/d": "", "c/e": ""},
-         r"lies a folder that holds 'a', 'b.txt', 'd' and 1 more, which saving would delete; only"),
+         r"lies a folder that holds 'a', 'b.txt', 'd', and 1 more, "
+         r"which saving would delete; only"),
         ("c", {"c": "notes"}, r"/c' lies a file, .* only an empty folder or an earlier checkpoint"),
         ("c", {"c/manifest.json": '{"name": "a web page"}'},
          r"holds 'manifest.json' but no COMMITTED file and no manifest.*/c-checkpoint', or move"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axon_dist.checkpoint import export_safetensors, open_tensors
-from axon_dist.checkpoint.tensorfile import plan_order, write_tensors
+from axon_dist.checkpoint.stores import plan_order, write_tensors
 from axon_dist.core.errors import CheckpointError, UnsupportedError
 
 
