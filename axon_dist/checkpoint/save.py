@@ -17,7 +17,7 @@ from ..core.files import as_path
 from ..core.told import TEXTS
 from ..core.typing import Array, PyTree
 from ..core.typing import Path as LeafPath
-from ..core.words import first_few
+from ..core.words import byte_size, first_few
 from .layout import (
     Manifest,
     StateDictType,
@@ -124,7 +124,8 @@ class PendingSave:
         self._written = concurrent.futures.Future()
         type = StateDictType(type)
         arrays = _arrays_of(state)
-        on_main(lambda: self._make_way(meta))
+        size = sum(array.nbytes for array in arrays.values())
+        on_main(lambda: self._make_way(meta, size))
         stored = {path: to_stored(array) for path, array in arrays.items()}
         manifest = Manifest(
             type=type,
@@ -175,7 +176,7 @@ class PendingSave:
             publish(self.folder)
             then()
 
-    def _make_way(self, meta: Any) -> None:
+    def _make_way(self, meta: Any, size: int) -> None:
         check_meta(meta)
         check_replaceable(self.folder)
         staging = staging_of(self.folder)
@@ -183,6 +184,9 @@ class PendingSave:
         def clear() -> None:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
+            # Said before the first byte: the stores find out in every thread that writes.
+            if (free := shutil.disk_usage(staging).free) < size:
+                raise OSError(f"the disk has {byte_size(free)} left for its {byte_size(size)}")
 
         self._run(clear)
 

@@ -31,11 +31,15 @@ from axon_dist.schedule import (
     with_vocabulary,
 )
 
-from .values import write_output
+from .values import notice, write_output
 
 _DEFAULT = PipelineSchedule.EAGER_1F1B
 _MOST_SEARCHED = 4096
 """Forwards of a table, where many tables are tried."""
+
+
+_LONGEST = 60
+"""Lines of a picture that somebody who asks for the best table wants to see."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     costs = for_stages(costs, schedule.num_stages) or costs
     timeline = simulate(schedule, costs, lockstep=not arguments.ahead)
     width = max(shutil.get_terminal_size().columns, 40)
-    sys.stdout.write(draw(schedule, timeline, color=console.is_terminal, width=width) + "\n")
+    picture = draw(schedule, timeline, color=console.is_terminal, width=width)
+    if arguments.search and len(picture.splitlines()) > _LONGEST:
+        lines = len(picture.splitlines())
+        console.print(f"{schedule.name}: the picture has {lines} lines; --svg FILE draws it")
+    else:
+        sys.stdout.write(picture + "\n")
     console.print(_measures(summarize(schedule, costs)))
     # What memory rules out is no advice to one who has said how much there is.
     for line in () if arguments.search else split_advice(schedule, costs):
@@ -72,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_output("--svg", arguments.svg, to_svg(schedule, timeline))
     if arguments.csv is not None:
         write_output("--csv", arguments.csv, schedule.to_csv())
+        notice(f"the table is in {arguments.csv}; a pipeline takes it as its schedule")
     return 0
 
 

@@ -282,11 +282,26 @@ def read_options(
     for key in data:
         if key not in options:
             hint = did_you_mean(key, options)
+            if below := _section_with(key, options):
+                _, _, valid = hint.partition(" Valid:")
+                hint = f" Did you mean {_join(path, below)!r}? Valid:{valid}"
             raise ConfigError(f"{_join(path, key)}: there is no such {kind}.{hint}")
     for name, option in options.items():
         if name not in data and option.default is MISSING:
             raise ConfigError(says_missing(path, name))
     return {key: read(options[key].hint, value, _join(path, key)) for key, value in data.items()}
+
+
+def _section_with(key: str, options: Mapping[str, Option]) -> str:
+    """A section and a key of it, for a key that stands a level too high; else nothing."""
+    for name, option in options.items():
+        hints = [option.hint, *typing.get_args(option.hint)]
+        tables = [extra for hint in hints if (extra := _extra(hint, OneOf))]
+        kinds = [kind for table in tables for kind in table.table.values()]
+        sections = [x for x in kinds + hints if dataclasses.is_dataclass(x)]
+        if key in {field.name for section in sections for field in dataclasses.fields(section)}:
+            return f"{name}.{key}"
+    return ""
 
 
 def _extra(hint: object, kind: type[_T]) -> _T | None:

@@ -119,6 +119,12 @@ class Report:
         """The report as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as text:
+            console.print(self)
+        return text.get()
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.memory.table()
         yield self.collectives.table(exposure=not self.is_cpu)

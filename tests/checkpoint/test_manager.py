@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 import resource
 import shutil
 import signal
@@ -181,6 +182,20 @@ def test_a_full_disk_is_said_and_the_old_checkpoint_stays(type, background, tmp_
     manager.wait()
     assert manager.failure is None
     assert names(tmp_path) == step_names(3)
+
+
+@KINDS
+def test_a_disk_without_room_is_said_before_the_first_byte(type, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.delattr(store.OrbaxStore, "begin")
+    monkeypatch.delattr(store.FullStore, "begin")
+    manager = CheckpointManager(tmp_path, type=type, tell=lambda text: None)
+    manager.save(1, state(1))
+    assert re.search(
+        r"the disk has 1 kB left for its [\d.]+ [kM]B; what was saved", manager.failure
+    )
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("step", [-1, 2.0, "3", None])

@@ -113,12 +113,22 @@ def test_the_default_is_what_a_step_takes(capsys):
     assert capsys.readouterr().out.startswith("eager_1f1b: ")
 
 
+def test_a_long_picture_is_not_what_a_search_is_for(capsys):
+    sizes = ["--stages", "8", "--microbatches", "64", "--memory", "8"]
+    assert main(["schedule", "--search", *sizes]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "zero_bubble_v: the picture has 362 lines; --svg FILE draws it"
+    assert second.startswith("bubble 1.8%")
+
+
 def test_searches_and_the_table_runs_by_its_path(capsys, tmp_path):
     csv = tmp_path / "best.csv"
     costs = ["--costs", "1", "2", "1", "--weights", *["1"] * 7, "2"]
     words = ["schedule", "--search", *SIZES, *costs, "--memory", "4", "--csv", str(csv)]
     assert main(words) == 0
-    assert capsys.readouterr().out.startswith("searched: ")
+    out, err = capsys.readouterr()
+    assert out.startswith("searched: ")
+    assert err == f"axon: the table is in {csv}; a pipeline takes it as its schedule\n"
     table = Schedule.from_csv(csv.read_text())
     assert max(peak_live(table, STASH_ENDS)) <= 4 * table.chunks
     assert pipelined(4, 8, str(csv)).pipeline.schedule.rows == table.rows

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axon_dist.config import RunConfig
 from axon_dist.config.read import (
     Bound,
     Count,
@@ -94,6 +95,13 @@ def test_unions_complain_about_the_part_that_was_meant():
         read(Cat | str | None, {"live": 3}, "x")
     with pytest.raises(ConfigError, match=r"^x: got 3, which must be a text"):
         read(Cat | str | None, 3, "x")
+
+
+def test_a_key_that_stands_a_level_too_high():
+    with pytest.raises(ConfigError, match=r"Did you mean 'optimizer.learning_rate'\? Valid: ch"):
+        RunConfig.from_dict({"learning_rate": 0.1})
+    with pytest.raises(ConfigError, match=r"Did you mean 'train.steps'\? Valid: "):
+        RunConfig.from_dict({"steps": 3})
 
 
 def test_what_only_python_can_say():

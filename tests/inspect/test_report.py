@@ -43,6 +43,7 @@ def test_it_prints_as_tables(compiled, mesh):
     with console.capture() as capture:
         console.print(report(compiled, mesh, machine=MACHINES[0]))
     text = capture.get()
+    assert str(report(compiled, mesh, machine=MACHINES[0])) == text
     for words in ("memory per device", "collectives per device", "matrix FLOPs", "fits", "over dp"):
         assert words in text
 
