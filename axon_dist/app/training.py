@@ -22,6 +22,7 @@ from axon_dist.core.errors import (
     ConfigError,
     NonfiniteError,
     OutOfMemoryError,
+    install_command,
 )
 from axon_dist.core.told import told
 from axon_dist.core.tree import num_bytes
@@ -273,7 +274,7 @@ def _print_closing(
     console: Console, summary: dict[str, object], directory: RunDirectory, seconds: float
 ) -> None:
     console.print(summary_table(summary, seconds))
-    plot = directory.plot if directory.plot.exists() else "none (pip install 'axon_dist[plots]')"
+    plot = directory.plot if directory.plot.exists() else f"none ({install_command('plots')})"
     _print_line(console, f"run directory: {directory.path}")
     _print_line(console, f"loss curves: {plot}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from axon_dist.app import attention_rows, check_numerics
-from axon_dist.core.errors import AxonDistError
+from axon_dist.core.errors import AxonDistError, install_command
 from axon_dist.launch import LaunchPlan, launch
 from axon_dist.mesh import World
 from axon_dist.mesh.chips import machine_of, unknown_chip
@@ -77,7 +77,7 @@ def _extras() -> dict[str, str]:
 def _state(name: str, missing: tuple[str, ...]) -> str:
     if not missing:
         return "installed"
-    return f"lacks {', '.join(missing)}: pip install 'axon_dist[{name}]'"
+    return f"lacks {', '.join(missing)}: {install_command(name)}"
 
 
 def _section(console: Console, title: str, rows: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -95,6 +96,21 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.5)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     return f"{guess} Valid: {', '.join(options)}."
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra of this package from where the package itself came.
+
+    Args:
+        extra: its name in `pyproject.toml`, such as `plots`.
+    """
+    folder = pathlib.Path(__file__).parents[2]
+    is_checkout = (folder / "pyproject.toml").is_file()
+    return (
+        f"pip install -e '{folder}[{extra}]'"
+        if is_checkout
+        else f"pip install 'axon_dist[{extra}]'"
+    )
 
 
 def unknown(cls: type[enum.Enum], value: Any) -> ConfigError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError, did_you_mean, install_command
 from ..core.files import read_text
 
 LEARNED = "assistant"
@@ -336,8 +336,9 @@ def _template_in(path: Path) -> Rendered | None:
         config = _config_in(beside)
     if importlib.util.find_spec("jinja2") is None:
         raise ConfigError(
-            f"the chat template in {str(path)!r} needs jinja2, which is not installed: pip install "
-            f"'axon_dist[tokenizers]', or set data.template to one of {', '.join(TEMPLATES)}"
+            f"the chat template in {str(path)!r} needs jinja2, which is not installed: "
+            f"{install_command('tokenizers')}, or set data.template to one of "
+            f"{', '.join(TEMPLATES)}"
         )
     template = Rendered(path.name, source, _special_tokens(config))
     try:

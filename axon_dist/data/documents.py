@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.errors import ConfigError, did_you_mean
+from ..core.errors import ConfigError, did_you_mean, install_command
 from .chat import ChatTemplate, Pieces, check_messages, find_template
 from .files import TextFile, check_disjoint, find_files, says_little
 from .packing import PackedRows, TooLong
@@ -456,7 +456,7 @@ class ParquetSource(DocumentSource):
         except ImportError as error:
             raise ConfigError(
                 "data.kind=parquet needs pyarrow, which is not installed: "
-                "pip install 'axon_dist[parquet]'."
+                f"{install_command('parquet')}"
             ) from error
         try:
             with parquet.ParquetFile(path) as file:

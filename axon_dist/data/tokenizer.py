@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, install_command
 from ..core.files import as_path, kind_at, read_text
 from .chat import Pieces
 from .store import digest_of
@@ -89,7 +89,7 @@ def load_tokenizer(path: str, end_token: str | None = None) -> Tokenizer:
     except ImportError as error:
         raise ConfigError(
             f"data.tokenizer={path!r} needs the tokenizers library, which is not installed: "
-            "pip install 'axon_dist[tokenizers]', or leave it out to train on bytes."
+            f"{install_command('tokenizers')}, or leave it out to train on bytes."
         ) from error
     file = as_path(path, "data.tokenizer")
     if kind_at(file) != "a file":

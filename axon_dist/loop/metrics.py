@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from flax.traverse_util import flatten_dict
 
-from axon_dist.core.errors import ConfigError
+from axon_dist.core.errors import ConfigError, install_command
 
 
 def has_module(name: str) -> bool:
@@ -42,7 +42,7 @@ def require(name: str, extra: str, purpose: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{purpose} needs the module {error.name!r}, which is not installed; "
-            f"run: pip install 'axon_dist[{extra}]'"
+            f"run: {install_command(extra)}"
         ) from error
 
 

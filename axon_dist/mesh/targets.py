@@ -13,7 +13,13 @@ from typing import Any
 import jax
 
 from ..core.compat import backend_started
-from ..core.errors import BackendStartedError, ConfigError, UnsupportedError, did_you_mean
+from ..core.errors import (
+    BackendStartedError,
+    ConfigError,
+    UnsupportedError,
+    did_you_mean,
+    install_command,
+)
 from .chips import EMULATED, HARDWARE, CompilerOptions, Hardware, Platform, Wiring, chip_names
 
 _EMULATED = "cpu"
@@ -277,7 +283,7 @@ def missing_compiler(target: Target | str) -> str | None:
         return None
     return (
         f"compiling for {platform} needs {modules[0]!r}, which is not installed; "
-        f"pip install 'axon_dist[{extra}]'"
+        f"{install_command(extra)}"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from axon_dist.checkpoint import TensorEntry, list_tensors
-from axon_dist.core.errors import CheckpointError
+from axon_dist.core.errors import CheckpointError, install_command
 from axon_dist.core.files import as_path, kind_at, read_text
 
 from .adapters import ADAPTER_CONFIG, list_adapters
@@ -47,8 +47,8 @@ def fetched(path: Any, patterns: tuple[str, ...] = _WEIGHTS) -> Any:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise CheckpointError(
-            f"{path!r} is fetched with huggingface_hub, which is not installed: pip install "
-            "'axon_dist[hub]', or name a local snapshot"
+            f"{path!r} is fetched with huggingface_hub, which is not installed: "
+            f"{install_command('hub')}, or name a local snapshot"
         ) from error
     try:
         folder = hub.snapshot_download(

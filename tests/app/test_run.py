@@ -25,7 +25,7 @@ from axon_dist.cli.main import main
 from axon_dist.config import DATA, LOGGERS, MODELS, OPTIMIZERS, SCHEDULES, RunConfig, load_config
 from axon_dist.config.models import make_model
 from axon_dist.config.read import read
-from axon_dist.core.errors import ConfigError, OutOfMemoryError
+from axon_dist.core.errors import ConfigError, OutOfMemoryError, install_command
 from axon_dist.mesh import MeshSpec, World
 
 
@@ -97,7 +97,7 @@ def test_without_matplotlib_there_is_no_plot_and_the_run_says_why(tiny):
     with mock.patch("axon_dist.app.training.has_module", return_value=False):
         done = train(RunConfig.from_dict(tiny), console)
     assert not done.directory.plot.exists()
-    assert "loss curves: none (pip install 'axon_dist[plots]')" in console.file.getvalue()
+    assert f"loss curves: none ({install_command('plots')})" in console.file.getvalue()
 
 
 def test_a_folder_holds_one_run(tiny):

@@ -8,6 +8,7 @@ import pytest
 
 from axon_dist.cli import machine
 from axon_dist.cli.main import main
+from axon_dist.core.errors import install_command
 
 
 def test_says_what_is_here(capsys):
@@ -88,4 +89,4 @@ def test_the_command_that_installs_what_is_missing(capsys):
     extra = machine.Extra("loggers", ("wandb",))
     with mock.patch("axon_dist.cli.machine.extras", return_value=(extra,)):
         main(["doctor"])
-    assert "lacks wandb: pip install 'axon_dist[loggers]'" in capsys.readouterr().out
+    assert f"lacks wandb: {install_command('loggers')}" in capsys.readouterr().out
