@@ -105,12 +105,9 @@ def install_command(extra: str) -> str:
         extra: its name in `pyproject.toml`, such as `plots`.
     """
     folder = pathlib.Path(__file__).parents[2]
-    is_checkout = (folder / "pyproject.toml").is_file()
-    return (
-        f"pip install -e '{folder}[{extra}]'"
-        if is_checkout
-        else f"pip install 'axon_dist[{extra}]'"
-    )
+    if (folder / "pyproject.toml").is_file():
+        return f"pip install -e '{folder}[{extra}]'"
+    return f"pip install 'axon_dist[{extra}]'"
 
 
 def unknown(cls: type[enum.Enum], value: Any) -> ConfigError:

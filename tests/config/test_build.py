@@ -129,7 +129,7 @@ def test_weights_that_travel_in_fp8_are_asked_for_in_the_config(tiny, world):
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch, logger):
     monkeypatch.setitem(sys.modules, LOGGERS[logger].module, None)
-    message = r"the logger \w+ needs the module .*; run: pip install 'axon_dist\[loggers\]'"
+    message = r"the logger \w+ needs the module .*; run: pip install -e '.*\[loggers\]'"
     with pytest.raises(ConfigError, match=message):
         train(RunConfig.from_dict(tiny | {"loggers": [logger]}))
     assert not (tmp_path / "run").exists()

@@ -83,5 +83,5 @@ def test_a_repository_is_fetched_by_the_library_of_the_hub(snapshot, monkeypatch
     with pytest.raises(CheckpointError, match=r"cannot fetch 'hf://org/other': 404; check the"):
         find_tensors("hf://org/other")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'axon_dist\[hub\]', or name a local"):
+    with pytest.raises(CheckpointError, match=r"pip install -e '.*\[hub\]', or name a local"):
         find_tensors("hf://org/name")

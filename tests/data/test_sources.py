@@ -278,7 +278,7 @@ def test_a_folder_that_cannot_be_written_is_said(texts, tmp_path):
 
 def test_without_pyarrow_the_extra_is_named(monkeypatch, texts):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"pip install 'axon_dist\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.*\[parquet\]'"):
         ParquetSource((texts,)).open(40)
 
 
@@ -525,7 +525,9 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
     source = JsonlSource((path,), messages="messages", tokenizer=snapshot(tmp_path, JINJA))
-    with pytest.raises(ConfigError, match=r"'axon_dist\[tokenizers\]', or set .* plain, chatml"):
+    with pytest.raises(
+        ConfigError, match=r"pip install -e '.*\[tokenizers\]', or set .* plain, chatml"
+    ):
         source.open(100)
 
 

@@ -158,5 +158,5 @@ def test_a_missing_or_broken_tokenizer_is_refused(folder):
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'axon_dist\[tokenizers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.*\[tokenizers\]'"):
         load_tokenizer("words.json")

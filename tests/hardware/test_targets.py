@@ -124,9 +124,13 @@ def test_gathers_are_fused_only_where_that_is_right():
 
 def test_a_missing_compiler_names_its_extra(monkeypatch):
     monkeypatch.setattr(environment, "_is_installed", lambda module: False)
-    with pytest.raises(UnsupportedError, match=r"jax_plugins.xla_cuda13.*axon_dist\[cuda\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"jax_plugins.xla_cuda13.*pip install -e '.*\[cuda\]'"
+    ):
         prepare_environment("h100:8")
-    with pytest.raises(UnsupportedError, match=r"'libtpu', which is not.*axon_dist\[aot\]"):
+    with pytest.raises(
+        UnsupportedError, match=r"'libtpu', which is not.*pip install -e '.*\[aot\]'"
+    ):
         target_mesh("v5p:2x2x2", "fsdp=8")
     assert missing_compiler("cpu:8") is None
 

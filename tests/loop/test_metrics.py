@@ -79,7 +79,7 @@ def test_wandb_gets_run_and_metrics(tmp_path, monkeypatch):
 )
 def test_a_missing_module_names_the_extra(tmp_path, monkeypatch, module, make):
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"needs the module '{module}', .* pip install 'axon_dist\[loggers\]'"
+    message = rf"needs the module '{module}', .* pip install -e '.*\[loggers\]'"
     with pytest.raises(ConfigError, match=message):
         make(tmp_path)
 
@@ -153,5 +153,5 @@ def test_mlflow_gets_run_parameters_and_metrics(monkeypatch, is_known):
 )
 def test_writers_that_are_not_installed_say_how_to(monkeypatch, module, make):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"{module}.* pip install 'axon_dist\[loggers\]'"):
+    with pytest.raises(ConfigError, match=rf"{module}.* pip install -e '.*\[loggers\]'"):
         make()

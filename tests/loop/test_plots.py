@@ -17,5 +17,5 @@ def test_draws_a_png(tmp_path, validation):
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"the loss plot needs .* 'axon_dist\[plots\]'"):
+    with pytest.raises(ConfigError, match=r"the loss plot needs .* pip install -e '.*\[plots\]'"):
         plot_losses(tmp_path / "x.png", [(1, 1.0)], [], "nats", "x")
