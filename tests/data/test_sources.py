@@ -526,7 +526,7 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
     path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
     source = JsonlSource((path,), messages="messages", tokenizer=snapshot(tmp_path, JINJA))
     with pytest.raises(
-        ConfigError, match=r"pip install -e '.*\[tokenizers\]', or set .* plain, chatml"
+        ConfigError, match=r"\[tokenizers\]', or set .* plain, chatml"
     ):
         source.open(100)
 
