@@ -25,7 +25,7 @@ from .sample_values import (
     grown,
     rows,
 )
-from .walk import Atom, called, dtype_of, equations, shape_of, struct_of
+from .walk import OPENED, Atom, called, dtype_of, equations, shape_of, struct_of
 
 Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 """An equation of the program of a part, and the same of that of the whole."""
@@ -203,12 +203,7 @@ def _dtype(atom: Atom) -> np.dtype:
     return np.dtype("float32") if floats or is_key(atom.aval) else np.dtype(found)
 
 
-CALLS = frozenset(
-    {
-        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map",
-        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite",
-    }
-)  # fmt: skip
+CALLS = OPENED | {"shard_map", "composite"}
 """What runs an inner program once, on its operands in order."""
 
 
