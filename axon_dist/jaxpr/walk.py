@@ -309,9 +309,6 @@ def depends_on(
         sources: variables of it.
         stop: only equations before this one are looked at.
         start: only equations from this one on are looked at.
-
-    Returns:
-        The variables.
     """
     tainted = set(sources)
     for equation in jaxpr.eqns[start:stop]:
