@@ -220,8 +220,11 @@ def _same(old: Atom, new: Atom) -> bool:
     return old is new
 
 
-def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan) -> list[Array]:
+def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | None) -> list[Array]:
+    """Runs a program; with no `how` its units as they are, without checkpoints around them."""
     jaxpr = closed.jaxpr
+    if how is None:
+        return interpret(jaxpr, closed.consts, values, eval_equation, enters=_calls_units)
     chains = {chain.calls[0]: chain for chain in find_chains(jaxpr) if how.loops(jaxpr, chain)}
     inside = {call for chain in chains.values() for call in chain.calls}
     env: Known[Array] = Known(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -276,9 +279,7 @@ def _scan_of_model(equation: JaxprEqn, operands: Sequence[Array], how: LayerScan
     is_one = _runs_one_unit(closed.jaxpr)
     # The protection stands around the iteration: a checkpoint of the model's own within would have
     # it recomputed twice.
-    compute = functools.partial(interpret, closed.jaxpr, closed.consts, run=_without_remat)
-    if not is_one:
-        compute = functools.partial(_evaluate, closed, how=how)
+    compute = functools.partial(_evaluate, closed, how=None if is_one else how)
 
     def body(carry: Sequence[Array], rows: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         return loop.outputs(compute(values=[*consts, *carry, *rows]))
@@ -306,9 +307,7 @@ def _remat_of_model(
     is_one = _runs_one_unit(jaxpr)
 
     def run(*values: Array) -> list[Array]:
-        if is_one:
-            return interpret(jaxpr, (), values, _without_remat)
-        return _evaluate(ClosedJaxpr(jaxpr, ()), values, how)
+        return _evaluate(ClosedJaxpr(jaxpr, ()), values, None if is_one else how)
 
     policy = _both(how.remat, policy) if is_one else policy
     return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
@@ -326,17 +325,15 @@ def _runs_one_unit(jaxpr: Jaxpr) -> bool:
     return sum(map(is_unit, found)) == 1 and not loops
 
 
-def _without_remat(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
-    """Runs an equation; checkpoints around units are left out."""
-    inner = called(equation) if equation.primitive.name in CALLS | REMATS else None
-    if inner is None or is_unit(equation) or not has_units(equation):
-        return eval_equation(equation, operands)
-    return interpret(inner.jaxpr, inner.consts, operands, _without_remat)
+def _calls_units(equation: JaxprEqn) -> bool:
+    """Whether an equation is a call or checkpoint around units."""
+    is_call = equation.primitive.name in CALLS | REMATS
+    return is_call and not is_unit(equation) and has_units(equation)
 
 
 def _policies(jaxpr: Jaxpr) -> list[RematPolicy]:
     """The policies of a model's own checkpoints around units."""
-    found = [e for e in equations(jaxpr) if e.primitive.name in REMATS and has_units(e)]
+    found = [e for e in equations(jaxpr) if e.primitive.name in REMATS and _calls_units(e)]
     return [e.params["policy"] or jax.checkpoint_policies.nothing_saveable for e in found]
 
 

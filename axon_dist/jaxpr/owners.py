@@ -20,20 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ..core.compat import CALLS, REMATS, eval_equation
+from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, Path
 from .rows import select_case
-from .walk import Aval, called, interpret, same, struct_of
+from .walk import OPENED, Aval, called, interpret, same, struct_of
 
 Owner: TypeAlias = Hashable
 """Whoever has values of its own; None stands for all."""
 
 SMALL = 1024
 """The most elements of a value that one owner hands to the others."""
-
-LOOKED_INTO = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-"""Equations that run an inner program once, and are looked into; any other stays one operation."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,7 +244,7 @@ class _Flat:
         return interpret(jaxpr, given, values, self._equation, _literal)
 
     def _equation(self, equation: JaxprEqn, operands: Sequence[Atom]) -> Sequence[Atom]:
-        inner = called(equation) if equation.primitive.name in LOOKED_INTO else None
+        inner = called(equation) if equation.primitive.name in OPENED else None
         if inner is not None and len(inner.jaxpr.invars) == len(operands):
             return self.follow(inner.jaxpr, inner.consts, operands)
         if equation.primitive.name == "cond" and self._is_shared_choice(equation, operands):

@@ -27,8 +27,8 @@ from .walk import (
     called,
     dtype_of,
     inners,
-    interpret,
     made_by,
+    opened,
     shape_of,
     struct_of,
     variables,
@@ -153,15 +153,12 @@ def scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> Closed
         values: what it is traced with.
     """
 
-    def run(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
+    def enters(equation: JaxprEqn) -> bool:
         is_plain = equation.primitive.name in CALLS and not is_unit(equation)
         is_plain = is_plain and equation.params.get("name") != PER_SAMPLE
-        inner = called(equation) if is_plain and not _is_ending(equation) else None
-        if inner is None or not any(map(_is_number, equation.outvars)):
-            return eval_equation(equation, operands)
-        return interpret(inner.jaxpr, inner.consts, operands, run)
+        return is_plain and not _is_ending(equation) and any(map(_is_number, equation.outvars))
 
-    return jax.make_jaxpr(lambda *xs: interpret(program.jaxpr, program.consts, xs, run))(*values)
+    return opened(program, values, enters)
 
 
 def _is_number(atom: Atom) -> bool:

@@ -26,18 +26,16 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.compat import eval_equation, in_place_of, inner_programs
+from ..core.compat import CALLS, REMATS, eval_equation, in_place_of, inner_programs
 from ..core.errors import UnsupportedError
 from ..core.typing import Array, PyTree
-from .walk import Function, Params, Run, interpret, shape_of
+from .factors import Role, factors
+from .walk import LOOPS, Function, Params, equations, interpret
 
 Replace: TypeAlias = Callable[[JaxprEqn, Sequence[Array]], Sequence[Array] | None]
 """(equation, operands) -> its results, or None where it may stay as it is."""
 
-OPENED = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
-    | {"scan", "while", "cond"}
-)
+OPENED = CALLS | REMATS | LOOPS | {"cond"}
 """What runs inner programs and says all about them in its parameters."""
 
 
@@ -91,28 +89,18 @@ class Rewriting:
 
         def hidden(equation: JaxprEqn) -> None:
             for one in (self, other):
-                if any(one.concerns(inner) for inner in inner_programs(equation)):
+                if one.hides(equation):
                     one.hidden(equation)
 
         return Rewriting({**self.replace, **other.replace}, hidden)
 
-    def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array], one: Run[Array]
-    ) -> list[Array]:
-        """Runs one program, each equation as `one` does it."""
-        return interpret(jaxpr, consts, values, one)
-
-    def replaces(self, equation: JaxprEqn) -> bool:
-        """Whether an equation may be replaced."""
-        return equation.primitive.name in self.replace
-
     def concerns(self, jaxpr: Jaxpr) -> bool:
         """Whether a program holds an equation that may be replaced, at any depth."""
-        return any(
-            self.replaces(equation)
-            or any(self.concerns(inner) for inner in inner_programs(equation))
-            for equation in jaxpr.eqns
-        )
+        return any(equation.primitive.name in self.replace for equation in equations(jaxpr))
+
+    def hides(self, equation: JaxprEqn) -> bool:
+        """Whether a program that an equation runs holds such a one."""
+        return any(map(self.concerns, inner_programs(equation)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,7 +118,7 @@ class _Run:
     def program(
         self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Array]
     ) -> list[Array]:
-        return self.rewriting.run(jaxpr, consts, values, self.equation)
+        return interpret(jaxpr, consts, values, self.equation)
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
         name = equation.primitive.name
@@ -139,7 +127,7 @@ class _Run:
                 results = self.rewriting.replace[name](equation, operands)
             if results is not None:
                 return results
-        elif any(self.rewriting.concerns(inner) for inner in inner_programs(equation)):
+        elif self.rewriting.hides(equation):
             if name in OPENED:
                 equation = equation.replace(params=self._opened(equation.params))
             else:
@@ -147,13 +135,12 @@ class _Run:
         return eval_equation(equation, operands)
 
     def _opened(self, params: Params) -> Params:
-        new = dict(params)
-        for name, value in params.items():
-            if isinstance(value, (tuple, list)):
-                new[name] = type(value)(map(self._inner, value)) if value else value
-            else:
-                new[name] = self._inner(value)
-        return new
+        return {
+            name: type(value)(map(self._inner, value))
+            if type(value) in (tuple, list)
+            else self._inner(value)
+            for name, value in params.items()
+        }
 
     def _inner(self, value: Any) -> Any:
         jaxpr = getattr(value, "jaxpr", value)
@@ -281,7 +268,9 @@ def _shift(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) >= set(mesh.axis_names):
         return None
-    dims = _moved(equation)
+    known, rank = factors(equation), operands[0].ndim
+    # Dims along which elements move.
+    dims = [dim for dim in range(rank) if known and known.role(0, dim) not in (Role.PASSES, None)]
     if not dims:
         return None
 
@@ -293,16 +282,3 @@ def _shift(equation: JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return [pinned(x) for x in eval_equation(equation, [pinned(x) for x in operands])]
-
-
-def _moved(equation: JaxprEqn) -> set[int]:
-    """The dims along which elements move."""
-    if equation.primitive.name == "rev":
-        return set(equation.params["dimensions"])
-    shapes = list(map(shape_of, (*equation.invars, *equation.outvars)))
-    first = shapes[0]
-    return {
-        dim
-        for dim, size in enumerate(first)
-        if any(len(shape) == len(first) and shape[dim] != size for shape in shapes)
-    }

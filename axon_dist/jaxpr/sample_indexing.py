@@ -6,30 +6,28 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
-from .factors import Role
-from .sample_values import (
-    Coupling,
-    Kind,
+from .factors import SCATTERS, Role
+from .sample_pairs import (
     Operation,
     Rule,
     Shapes,
+    all_constant,
+    as_rows,
+    grown,
+    is_turn,
+    not_numbered,
+)
+from .sample_values import (
+    Coupling,
+    Kind,
     Value,
     Why,
     aligned,
-    all_constant,
-    as_rows,
     either,
-    grown,
-    is_turn,
     nonlinear,
-    not_numbered,
     plus,
     rows,
     total,
-)
-
-_SCATTERS = tuple(
-    f"scatter{dash}{kind}" for kind in ("add", "sub", "mul", "min", "max") for dash in "-_"
 )
 
 
@@ -39,7 +37,7 @@ def _gather(op: Operation, values: list[Value]) -> Value:
         # What a loop adds to has to stay at its places.
         raise Coupling(Why.LOOPED)
     if not table.is_rows:
-        if indices.is_rows and indices.dim is not None:
+        if indices.dim is not None:
             _check_index(indices)
             if not table.is_constant:
                 raise Coupling("looks up a total over the samples for each of them")
@@ -69,8 +67,7 @@ def _check_index(indices: Value) -> None:
 
 
 def _factor(op: Operation, value: Value, operand: int) -> int | None:
-    has_dim = value.is_rows and value.dim is not None
-    return op.factors.factor(operand, value.dim or 0) if has_dim else None
+    return None if value.dim is None else op.factors.factor(operand, value.dim)
 
 
 def _is_alike(op: Operation, table: Value, indices: Value) -> bool | None:
@@ -108,7 +105,7 @@ def _scatter(op: Operation, values: list[Value]) -> Value:
     table, indices, updates = (as_rows(v, s) for v, s in zip(values, op.inputs, strict=True))
     if all_constant((table, indices, updates)):
         return nonlinear(op.name, [table, indices, updates])
-    if not table.is_rows or table.dim is None:
+    if table.dim is None:
         return _scatter_total(op, table, indices, updates)
     factor = _written(op, table, indices)
     if factor is None:
@@ -180,7 +177,7 @@ def _own_row(op: Operation, values: list[Value]) -> Value | None:
 
 def _moving(op: Operation, values: list[Value]) -> Value:
     """Slices at places that depend on the one sample of a loop."""
-    if any(v.is_rows and v.dim is not None for v in values):
+    if any(v.dim is not None for v in values):
         raise Coupling(Why.MOVING)
     return nonlinear(op.name, values)
 
@@ -206,7 +203,7 @@ def _slice(op: Operation, values: list[Value]) -> Value:
 
 def _sliced(value: Value, shapes: Shapes, new: Shapes, found: list[Any]) -> Value:
     dim = value.dim
-    if not value.is_rows or dim is None:
+    if dim is None:
         return not_numbered(value)
     spans = [cut[dim] for cut in found]
     sizes = [shape[dim] for shape in shapes]
@@ -248,11 +245,8 @@ def _pad(op: Operation, values: list[Value]) -> Value:
     if Role.PART in op.roles:
         raise Coupling("is padded along the samples")
     if filling.is_zero:
-        return (
-            not_numbered(value)
-            if value.is_zero
-            else dataclasses.replace(not_numbered(value), known=None)
-        )
+        known = value.known if value.is_zero else None
+        return dataclasses.replace(not_numbered(value), known=known)
     return either(value, filling) if value.is_rows else nonlinear(op.name, values)
 
 
@@ -265,7 +259,7 @@ def _reverse(op: Operation, values: list[Value]) -> Value:
 INDEXING: MappingProxyType[str, Rule] = MappingProxyType(
     {
         "gather": _gather,
-        **dict.fromkeys(("scatter", *_SCATTERS), _scatter),
+        **dict.fromkeys(SCATTERS, _scatter),
         "dynamic_slice": _dynamic_slice,
         "dynamic_update_slice": _dynamic_update,
         "slice": _slice,

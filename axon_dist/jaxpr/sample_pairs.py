@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -15,17 +16,119 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ..core.compat import eval_equation, source_line
 from ..core.tree import is_key
+from .factors import Factors, Role, factors_of
 from .sample_values import (
     CONSTANT,
+    Coupling,
     Kind,
-    Operation,
     Value,
     Why,
     coupled,
-    grown,
     rows,
 )
-from .walk import Atom, called, dtype_of, equations, shape_of, struct_of
+from .walk import OPENED, Atom, called, dtype_of, equations, shape_of, struct_of
+
+Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shapes of an array for a part of the batch and for the whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An equation, in the programs for a part of the batch and for the whole.
+
+    Args:
+        name: of the primitive.
+        params: its parameters for a part.
+        others: those for the whole.
+        inputs: the shapes of its operands.
+        outputs: the shapes of its results.
+        dtypes: those of the first operand and the first result.
+        generator: of a random key as the first operand, what draws with it.
+    """
+
+    name: str
+    params: dict[str, Any]
+    others: dict[str, Any]
+    inputs: tuple[Shapes, ...]
+    outputs: tuple[Shapes, ...]
+    dtypes: tuple[Any, Any]
+    generator: str = ""
+
+    @cached_property
+    def factors(self) -> Factors:
+        """What it does with dims, where there are most samples.
+
+        Raises:
+            LookupError: when that is not known.
+        """
+        inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
+        found = factors_of(self.name, self.others, inputs, outputs)
+        if found is None:
+            raise LookupError(self.name)
+        return found
+
+    @property
+    def roles(self) -> set[Role | None]:
+        """What it does along the dims of its operands that count samples."""
+        return {
+            self.factors.role(number, dim)
+            for number, shapes in enumerate(self.inputs)
+            for dim in grown(shapes)
+        }
+
+    def moved(self, value: Value, operand: int = 0) -> Value:
+        """What is made of rows, in the dim of the results that counts their samples then.
+
+        Raises:
+            Coupling: when there is none.
+        """
+        if value.dim is None:
+            return value
+        dim = self.factors.result_dim(operand, value.dim)
+        if dim is None:
+            raise Coupling("puts samples together with other samples")
+        return value.at(dim, value.outer)
+
+
+Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]
+
+
+def grown(shapes: Shapes) -> list[int]:
+    """The dims of an array that count samples."""
+    return [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+
+
+def as_rows(value: Value, shapes: Shapes) -> Value:
+    """A constant that is repeated for every sample, as rows."""
+    dims = grown(shapes)
+    if value.is_constant and len(dims) == 1:
+        return rows(dims[0], 1, value.scale)
+    return value
+
+
+def all_constant(values: Sequence[Value]) -> bool:
+    """Whether nothing depends on the samples."""
+    return all(value.is_constant for value in values)
+
+
+def only_numbers(value: Value) -> Value:
+    """A value of which all is the position of its sample, or nothing."""
+    if value.numbers not in ((), (True,)):
+        raise Coupling(Why.NUMBERS)
+    return value
+
+
+def is_turn(value: Value, count: int) -> bool:
+    """Whether it is the number of the sample that a loop over so many is at."""
+    return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
+
+
+def not_numbered(value: Value) -> Value:
+    """A value that is no position of a sample, and no sum that a loop is still at."""
+    if value.numbers or value.kind is Kind.CARRY:
+        raise Coupling(Why.NUMBERS)
+    return value
+
 
 Pair: TypeAlias = tuple[JaxprEqn, JaxprEqn]
 """An equation of the program of a part, and the same of that of the whole."""
@@ -203,12 +306,7 @@ def _dtype(atom: Atom) -> np.dtype:
     return np.dtype("float32") if floats or is_key(atom.aval) else np.dtype(found)
 
 
-CALLS = frozenset(
-    {
-        "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map",
-        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "composite",
-    }
-)  # fmt: skip
+CALLS = OPENED | {"shard_map", "composite"}
 """What runs an inner program once, on its operands in order."""
 
 
@@ -295,51 +393,48 @@ def promised(pair: Pair, operands: list[Value]) -> list[Value]:
     return results
 
 
-def scalar(value: Any) -> Value:
-    """A constant that is the same for a part and the whole, its value known."""
-    number = _number(value)
-    return CONSTANT if number is None else Value(known=(number, number))
-
-
-def _number(value: Any) -> Any:
-    """A scalar as a number of Python; None of what is none, such as a key."""
-    if is_key(value):
-        return None
-    # Literals are Python's own numbers, too, which have no dtype.
-    dtype = np.dtype(getattr(value, "dtype", type(value)))
-    if dtype.kind in "biuf":
-        return np.asarray(value).item()
+def _number(value: np.ndarray) -> Any:
+    """A scalar as a number of Python; None of what is none."""
+    if value.dtype.kind in "biuf":
+        return value.item()
     # To NumPy, bfloat16 and its like are no floats.
-    return float(value) if jnp.issubdtype(dtype, jnp.floating) else None
+    return float(value) if jnp.issubdtype(value.dtype, jnp.floating) else None
 
 
-def grown_constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
-    """A constant that differs between a part and the whole.
+def constant(first: np.ndarray, second: np.ndarray, ratio: float) -> Value:
+    """A constant that may differ between a part and the whole.
 
     Args:
         first: in the program of a part.
         second: in that of the whole.
         ratio: how many times more samples the whole has.
     """
+    kind = first.dtype.kind
     if first.shape != second.shape:
         flat = first.reshape(-1)
         if flat.size and (flat == flat[0]).all() and (second == flat[0]).all():
-            return scalar(flat[0])
+            return _scalar(flat[0])
         return coupled(Why.ONE_EACH, "")
-    if first.dtype.kind not in "biufV" or first.dtype != second.dtype or not first.size:
+    if np.array_equal(first, second, equal_nan=kind in "fc"):
+        return CONSTANT if first.ndim else _scalar(first)
+    if kind not in "biufV" or first.dtype != second.dtype or not first.size:
         return coupled(Why.DIFFERS, "")
+    eps = 0.0 if kind in "biu" else float(jnp.finfo(first.dtype).eps)
     if not first.ndim:
-        is_exact = first.dtype.kind in "biu"
-        eps = 0.0 if is_exact else float(jnp.finfo(first.dtype).eps)
-        return grown_scalar(_number(first[()]), _number(second[()]), ratio, eps)
+        return grown_scalar(_number(first), _number(second), ratio, eps)
     a, b = first.astype(np.float64).reshape(-1), second.astype(np.float64).reshape(-1)
     with np.errstate(all="ignore"):
         scales = b / a
-    eps = 0.0 if first.dtype.kind in "biu" else float(jnp.finfo(first.dtype).eps)
     fits = np.isfinite(scales).all() and scales[0]
     if not fits or not np.allclose(scales, scales[0], rtol=2 * eps, atol=0):
         return coupled("is an array that " + Why.SIZES, "")
     return Value(Kind.CONSTANT, _rounded(float(scales[0]), ratio, eps))
+
+
+def _scalar(value: Any) -> Value:
+    """A constant that is the same for a part and the whole, its value known."""
+    number = _number(np.asarray(value))
+    return CONSTANT if number is None else Value(known=(number, number))
 
 
 def grown_scalar(first: Any, second: Any, ratio: float, eps: float = 2**-23) -> Value:

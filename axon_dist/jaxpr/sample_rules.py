@@ -14,22 +14,24 @@ from types import MappingProxyType
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
 from .factors import ALONG_ONE, ELEMENTWISE, REDUCTIONS, TRAILING, WINDOWS, Role
 from .sample_indexing import INDEXING
+from .sample_pairs import (
+    Operation,
+    Rule,
+    all_constant,
+    as_rows,
+    grown,
+    not_numbered,
+    only_numbers,
+)
 from .sample_values import (
     CONSTANT,
     Coupling,
     Kind,
-    Operation,
-    Rule,
     Value,
     Why,
     aligned,
-    all_constant,
-    as_rows,
     either,
-    grown,
     nonlinear,
-    not_numbered,
-    only_numbers,
     over,
     plus,
     rows,
@@ -48,16 +50,18 @@ def _linear(op: Operation, values: list[Value]) -> Value:
     return dataclasses.replace(value, known=None) if op.name == "neg" else value
 
 
+def _add(op: Operation, values: list[Value]) -> Value:
+    if op.name == "sub" and values[1].kind is Kind.CARRY:
+        raise Coupling(Why.LOOPED)
+    return plus(*values)
+
+
 def _convert(op: Operation, values: list[Value]) -> Value:
     old, new = (dtype.kind for dtype in op.dtypes)
     narrows = new == "b" or (new in "iu" and old not in "iub")
     if narrows and not values[0].numbers:
         return nonlinear(op.name, values)
     return values[0]
-
-
-def _same(op: Operation, values: list[Value]) -> list[Value]:
-    return list(values)
 
 
 def _compare(op: Operation, values: list[Value]) -> Value:
@@ -76,19 +80,15 @@ def _power(op: Operation, values: list[Value]) -> Value:
     return nonlinear(op.name, values)
 
 
-def _nonlinear(op: Operation, values: list[Value]) -> Value:
-    return nonlinear(op.name, values)
-
-
 def _broadcast(op: Operation, values: list[Value]) -> Value:
     value, dims = values[0], grown(op.outputs[0])
     if value.kind is Kind.CARRY and op.inputs[0] != op.outputs[0]:
         raise Coupling(Why.LOOPED)
-    if value.is_rows and value.dim is not None:
-        result = op.moved(only_numbers(value))
-        if dims != [result.dim]:
+    if value.dim is not None:
+        value = op.moved(only_numbers(value))
+        if dims != [value.dim]:
             raise Coupling("puts every sample beside every other")
-        return result
+        return value
     if dims and not value.is_constant:
         raise Coupling("gives a total over the samples back to each of them")
     return value
@@ -99,7 +99,7 @@ def _reshape(op: Operation, values: list[Value]) -> Value:
     is_turned = is_transposed(op)
     if value.kind is Kind.CARRY and (op.inputs[0] != op.outputs[0] or is_turned):
         raise Coupling(Why.LOOPED)
-    if not value.is_rows or value.dim is None:
+    if value.dim is None:
         return value
     if is_turned:
         raise Coupling(Why.RESHAPED)
@@ -124,8 +124,7 @@ def _transpose(op: Operation, values: list[Value]) -> Value:
     value = values[0]
     if value.kind is Kind.CARRY:
         raise Coupling(Why.LOOPED)
-    has_dim = value.is_rows and value.dim is not None
-    return op.moved(only_numbers(value)) if has_dim else value
+    return value if value.dim is None else op.moved(only_numbers(value))
 
 
 def _times_more(op: Operation) -> float:
@@ -144,7 +143,7 @@ def _reduce_sum(op: Operation, values: list[Value]) -> Value:
         raise Coupling(Why.LOOPED)
     if value.is_rows and value.numbers:
         raise Coupling(Why.NUMBERS)
-    is_summed = value.is_rows and value.dim is not None and Role.SUMMED in op.roles
+    is_summed = value.dim is not None and Role.SUMMED in op.roles
     return total(value.scale * _times_more(op)) if is_summed else op.moved(value)
 
 
@@ -152,7 +151,7 @@ def _reduce(op: Operation, values: list[Value]) -> list[Value]:
     """Largest, smallest, product, all, any, and their positions."""
     result = nonlinear(op.name, values)
     counts = op.name in ("reduce_prod", "reduce_xor", "reduce")
-    if Role.REDUCED in op.roles and (counts or (result.is_rows and result.dim is not None)):
+    if Role.REDUCED in op.roles and (counts or (result.dim is not None)):
         raise Coupling(f"takes `{op.name}` over the samples")
     return [op.moved(result)] * len(op.outputs)
 
@@ -176,18 +175,16 @@ def _dot(op: Operation, values: list[Value]) -> Value:
     if all_constant(values):
         return Value(Kind.CONSTANT, left.scale * right.scale * _times_more(op))
     factors = [
-        None if not v.is_rows or v.dim is None else op.factors.factor(number, v.dim)
+        None if v.dim is None else op.factors.factor(number, v.dim)
         for number, v in enumerate((left, right))
     ]
-    first = [
-        v if factor is None else dataclasses.replace(v, dim=0)
-        for v, factor in zip((left, right), factors, strict=True)
-    ]
+    pairs = zip((left, right), factors, strict=True)
+    sides = [v if factor is None else v.at(0, v.outer) for v, factor in pairs]
     if None not in factors:
         if factors[0] != factors[1] or left.outer != right.outer:
             raise Coupling("multiplies every sample with every other")
-        aligned(first, 1.0)
-    result = times(*first)
+        aligned(sides, 1.0)
+    result = times(*sides)
     number = 0 if factors[0] is not None else 1
     factor, counting = factors[number], (left, right)[number]
     if factor is None:
@@ -200,7 +197,7 @@ def _dot(op: Operation, values: list[Value]) -> Value:
 def _conv(op: Operation, values: list[Value]) -> Value:
     image, kernel = values
     result = times(image, kernel)
-    if all_constant(values) or not image.is_rows or image.dim is None:
+    if all_constant(values) or image.dim is None:
         if grown(op.outputs[0]):
             raise Coupling("goes through a convolution along the samples")
         return result
@@ -213,20 +210,17 @@ def _concatenate(op: Operation, values: list[Value]) -> Value:
     dim = op.params["dimension"]
     beside = [as_rows(v, s) for v, s in zip(values, op.inputs, strict=True)]
     if any(dim in grown(shapes) for shapes in op.inputs):
-        if len({shapes[0][dim] for shapes in op.inputs}) > 1:
-            raise Coupling(Why.JOINED)
         first = functools.reduce(either, map(not_numbered, beside))
-        if not first.is_rows:
+        if not first.is_rows or len({shapes[0][dim] for shapes in op.inputs}) > 1:
             raise Coupling(Why.JOINED)
         return first.at(dim, first.outer * len(values))
-    if any(value.numbers for value in beside):
-        flags = tuple(value.numbers == (True,) for value in beside)
-        plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 1.0)
-        last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
-        if not last or any(value.numbers not in ((), (True,)) for value in beside):
-            raise Coupling(Why.NUMBERS)
-        return dataclasses.replace(plain, numbers=flags)
-    return functools.reduce(either, beside)
+    if not any(value.numbers for value in beside):
+        return functools.reduce(either, beside)
+    plain = aligned([dataclasses.replace(v, numbers=()) for v in beside], 1.0)
+    last = dim == len(op.outputs[0][0]) - 1 and all(s[0][dim] == 1 for s in op.inputs)
+    if not last or any(value.numbers not in ((), (True,)) for value in beside):
+        raise Coupling(Why.NUMBERS)
+    return dataclasses.replace(plain, numbers=tuple(v.numbers == (True,) for v in beside))
 
 
 def _stack(op: Operation, values: list[Value]) -> Value:
@@ -325,7 +319,7 @@ def _linear_loss(op: Operation, values: list[Value]) -> list[Value]:
     each = [as_rows(v, s) for v, s in zip((hidden, labels), op.inputs[::2], strict=False)]
     losses = nonlinear(op.name, [each[0], kernel, each[1], *bias])
     result = times(losses, as_rows(weights, op.inputs[3]))
-    if result.is_rows and result.dim is not None:
+    if result.dim is not None:
         small, large = (shape[result.dim] for shape in op.inputs[0])
         result = total(result.scale * large / small)
     return [result] * len(op.outputs)
@@ -342,11 +336,11 @@ _PLACING = "sharding_constraint mesh_cast pvary pcast layout_constraint reshard"
 _POWERS = "sqrt rsqrt square integer_pow"
 RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys(ELEMENTWISE, _nonlinear),
+        **dict.fromkeys(ELEMENTWISE, lambda op, v: nonlinear(op.name, v)),
         **dict.fromkeys(_LINEAR.split(), _linear),
         **dict.fromkeys(_PLACING.split(), _linear),
-        **dict.fromkeys(("optimization_barrier", "device_put"), _same),
-        **dict.fromkeys(("add", "sub", "add_any"), lambda op, v: plus(*_signed(op, v))),
+        **dict.fromkeys(("optimization_barrier", "device_put"), lambda op, v: list(v)),
+        **dict.fromkeys(("add", "sub", "add_any"), _add),
         "mul": lambda op, v: times(*v),
         "div": lambda op, v: over(*v),
         "lt": _compare,
@@ -374,12 +368,6 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
     }
 )  # fmt: skip
 """By the name of the primitive."""
-
-
-def _signed(op: Operation, values: list[Value]) -> list[Value]:
-    if op.name == "sub" and values[1].kind is Kind.CARRY:
-        raise Coupling(Why.LOOPED)
-    return values
 
 
 def unknown(op: Operation, values: list[Value]) -> Value:

@@ -18,9 +18,18 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..core.typing import Shape
 from .factors import ELEMENTWISE
-from .sample_pairs import PairValues
+from .sample_pairs import (
+    Operation,
+    PairValues,
+    Shapes,
+)
 from .sample_rules import RULES, is_transposed
-from .sample_values import Coupling, Kind, Operation, Shapes, Value, total
+from .sample_values import (
+    Coupling,
+    Kind,
+    Value,
+    total,
+)
 from .walk import shape_of
 
 RELAYS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
@@ -97,7 +106,7 @@ def canonical(value: Value, small: Shape, large: Shape, ratio: float) -> Shape |
     Returns:
         The shape; None where the part's array can be no reshaping of it.
     """
-    if value.is_rows and value.dim is not None:
+    if value.dim is not None:
         size = large[value.dim] / ratio
         found = (*large[: value.dim], int(size), *large[value.dim + 1 :])
         return found if size.is_integer() and math.prod(found) == math.prod(small) else None
@@ -124,7 +133,7 @@ def relayed(op: Operation, value: Value, ratio: float) -> Value | None:
     given = canonical(value, small, large, ratio)
     if given is None or is_transposed(op):
         return None
-    if not value.is_rows or value.dim is None:
+    if value.dim is None:
         is_constant = value.is_constant and math.prod(small) == 1
         is_kept = is_constant or math.prod(large) == math.prod(result) == math.prod(small)
         if op.name == "reduce_sum" or not (is_kept or _repeats_samples(op, value, small)):

@@ -5,7 +5,8 @@ on each of them. Dims in which they differ count samples. What a value is in the
 by what it is in the parts: by a kind and a scale. So `1 / B` is a constant, which is 1/4 as large
 for the whole as for one of four parts; the mean of the samples' losses is that of the parts' means,
 and their sum is 4 times the mean of the parts' sums. Scales are read off the constants of the two
-programs: they hold for these two sizes and no others.
+programs: they hold for these two sizes and no others. What the outputs of a loss are then says its
+use: a mean, a sum, weighted, or what couples the samples.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
-from .factors import Factors, Role, factors_of
+from ..core.typing import Path
 
 
 class Kind(enum.Enum):
@@ -271,9 +271,7 @@ def over(left: Value, right: Value) -> Value:
     """
     scale = left.scale / right.scale
     if right.is_constant:
-        if left.is_constant:
-            return Value(Kind.CONSTANT, scale)
-        return _scaled(left, scale)
+        return Value(Kind.CONSTANT, scale) if left.is_constant else _scaled(left, scale)
     if right.is_rows and (left.is_rows or left.is_constant):
         return aligned([left, right], scale)
     if right.kind is Kind.TOTAL and left.kind in (Kind.TOTAL, Kind.CONSTANT):
@@ -282,10 +280,8 @@ def over(left: Value, right: Value) -> Value:
 
 
 def _scaled(value: Value, scale: float) -> Value:
-    if value.kind is Kind.CARRY:
-        raise Coupling(Why.LOOPED)
-    if value.numbers:
-        raise Coupling(Why.NUMBERS)
+    if value.kind is Kind.CARRY or value.numbers:
+        raise Coupling(Why.NUMBERS if value.numbers else Why.LOOPED)
     return dataclasses.replace(value, scale=scale, known=None)
 
 
@@ -333,108 +329,166 @@ def nonlinear(name: str, values: list[Value]) -> Value:
             raise Coupling(value.why)
     if any(value.is_scaled and not value.is_zero for value in values):
         raise Coupling(Why.SIZES)
-    if not any(value.is_rows for value in values):
-        return Value(made=any(value.made for value in values))
-    return aligned(values, 1.0)
+    if any(value.is_rows for value in values):
+        return aligned(values, 1.0)
+    return Value(made=any(value.made for value in values))
 
 
-Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shapes of an array for a part of the batch and for the whole."""
+class Use(enum.Enum):
+    """What a number that a loss function gives is to the samples.
+
+    MEAN is a mean over samples, or the same for all batches. SUM is a sum over them. WEIGHTED is a
+    sum divided by a sum: of a loss, its own weight; of a metric, the weight of the loss. SCALED is
+    a mean or sum over the samples times something else that follows from their number. CONSTANT,
+    of a buffer or a metric, is the same for all parts of a batch, as what is added up over all
+    ranks is. MIXED adds terms that grow differently with the number of samples, and COUPLED is
+    what the parts of a batch cannot give on their own.
+    """
+
+    MEAN = "mean"
+    SUM = "sum"
+    WEIGHTED = "weighted"
+    SCALED = "scaled"
+    CONSTANT = "constant"
+    MIXED = "mixed"
+    COUPLED = "coupled"
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """An equation, in the programs for a part of the batch and for the whole.
+class OutputUse:
+    """What one number is to the samples.
 
     Args:
-        name: of the primitive.
-        params: its parameters for a part.
-        others: those for the whole.
-        inputs: the shapes of its operands.
-        outputs: the shapes of its results.
-        dtypes: those of the first operand and the first result.
-        generator: of a random key as the first operand, what draws with it.
+        kind: see `Use`.
+        factor: what the mean over equal parts of a batch is multiplied by to give the number of the
+            whole batch: 1 for a mean, the number of parts for a sum.
+        why: of MIXED and COUPLED, what is done to the samples.
+        where: the line of the user's that does it.
     """
 
-    name: str
-    params: dict[str, Any]
-    others: dict[str, Any]
-    inputs: tuple[Shapes, ...]
-    outputs: tuple[Shapes, ...]
-    dtypes: tuple[Any, Any]
-    generator: str = ""
-
-    @cached_property
-    def factors(self) -> Factors:
-        """What it does with dims, where there are most samples.
-
-        Raises:
-            LookupError: when that is not known.
-        """
-        inputs, outputs = ([large for _, large in side] for side in (self.inputs, self.outputs))
-        found = factors_of(self.name, self.others, inputs, outputs)
-        if found is None:
-            raise LookupError(self.name)
-        return found
+    kind: Use
+    factor: float = 1.0
+    why: str = ""
+    where: str = ""
 
     @property
-    def roles(self) -> set[Role | None]:
-        """What it does along the dims of its operands that count samples."""
-        return {
-            self.factors.role(number, dim)
-            for number, shapes in enumerate(self.inputs)
-            for dim in grown(shapes)
-        }
+    def is_separable(self) -> bool:
+        """Whether the parts of a batch give it, each on its own."""
+        return self.kind not in (Use.MIXED, Use.COUPLED)
 
-    def moved(self, value: Value, operand: int = 0) -> Value:
-        """What is made of rows, in the dim of the results that counts their samples then.
-
-        Raises:
-            Coupling: when there is none.
-        """
-        if not value.is_rows or value.dim is None:
-            return value
-        dim = self.factors.result_dim(operand, value.dim)
-        if dim is None:
-            raise Coupling("puts samples together with other samples")
-        return value.at(dim, value.outer)
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        return self.kind.value + (f": {self.why}{place}" if self.why else "")
 
 
-Rule: TypeAlias = Callable[[Operation, list[Value]], "Value | list[Value]"]
+@dataclasses.dataclass(frozen=True)
+class SampleUse:
+    """What one evaluation of a loss makes of the samples.
+
+    Args:
+        loss: the loss; where it has a weight, their quotient.
+        metrics: by name.
+        buffers: the new values, by path.
+        is_plain: whether the loss is a number without a weight of its own.
+        failure: what the loss function says where it cannot be computed of a part of the batch.
+
+    Example:
+        >>> coupled = OutputUse(Use.COUPLED, why="takes `sort` along the samples", where="a.py:3")
+        >>> use = SampleUse(OutputUse(Use.MEAN), {"median": coupled}, {})
+        >>> print(use)
+        loss: mean
+        metric 'median': coupled: takes `sort` along the samples (a.py:3)
+        >>> use.coupled
+        "the metric 'median' takes `sort` along the samples (a.py:3)"
+    """
+
+    loss: OutputUse
+    metrics: Mapping[str, OutputUse]
+    buffers: Mapping[Path, OutputUse]
+    is_plain: bool = True
+    failure: str = ""
+
+    def outputs(self) -> dict[str, OutputUse]:
+        """Everything, by what to call it."""
+        metrics = {f"metric {name!r}": use for name, use in self.metrics.items()}
+        buffers = {f"buffer {path!r}": use for path, use in self.buffers.items()}
+        return {"loss": self.loss, **metrics, **buffers}
+
+    @property
+    def coupled(self) -> str:
+        """What the parts of a batch cannot give, in words; "" where they can give everything."""
+        for name, use in self.outputs().items():
+            if not use.is_separable:
+                return f"the {name} {use.why}" + (f" ({use.where})" if use.where else "")
+        return ""
+
+    def __str__(self) -> str:
+        shown = {n: u for n, u in self.outputs().items() if u.kind is not Use.CONSTANT}
+        return "\n".join(f"{name}: {use}" for name, use in shown.items())
 
 
-def grown(shapes: Shapes) -> list[int]:
-    """The dims of an array that count samples."""
-    return [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+def use_of(
+    loss: Value,
+    weight: Value,
+    metrics: Mapping[str, tuple[Value, Value]],
+    buffers: Mapping[Path, Value],
+    is_plain: bool = True,
+    parts: float = 1,
+) -> SampleUse:
+    """Reads off what was found out about the outputs of a loss function.
+
+    Args:
+        loss: what the total of the loss is to the samples.
+        weight: what it is divided by.
+        metrics: by name, with what each is divided by.
+        buffers: the new values, by path.
+        is_plain: whether the loss is a number without a weight of its own.
+        parts: into how many the batch is cut.
+
+    Returns:
+        The uses.
+    """
+    return SampleUse(
+        _loss(loss, weight, parts),
+        {name: _metric(value, own, weight, parts) for name, (value, own) in metrics.items()},
+        {path: _buffer(value) for path, value in buffers.items()},
+        is_plain,
+    )
 
 
-def as_rows(value: Value, shapes: Shapes) -> Value:
-    """A constant that is repeated for every sample, as rows."""
-    dims = grown(shapes)
-    if value.is_constant and len(dims) == 1:
-        return rows(dims[0], 1, value.scale)
-    return value
+OF_WEIGHT = "has a weight that "
+"""How a reason begins that is the weight's."""
 
 
-def all_constant(values: Sequence[Value]) -> bool:
-    """Whether nothing depends on the samples."""
-    return all(value.is_constant for value in values)
+def _loss(loss: Value, weight: Value, parts: float) -> OutputUse:
+    for value, whose in ((loss, ""), (weight, OF_WEIGHT)):
+        # The numbers of the parts give a sum; a constant is the mean of as many.
+        if value.kind not in (Kind.CONSTANT, Kind.TOTAL):
+            kind = Use.MIXED if value.kind is Kind.MIXED else Use.COUPLED
+            why = whose + (value.why or "is no sum over the samples")
+            return OutputUse(kind, 1.0, why, value.where)
+    factor = loss.scale / weight.scale
+    if same_scale(factor, parts):
+        return OutputUse(Use.SUM, factor)
+    if not same_scale(factor, 1.0):
+        return OutputUse(Use.SCALED, factor)
+    is_plain = weight.is_constant and not weight.is_scaled
+    return OutputUse(Use.MEAN if is_plain else Use.WEIGHTED)
 
 
-def only_numbers(value: Value) -> Value:
-    """A value of which all is the position of its sample, or nothing."""
-    if value.numbers not in ((), (True,)):
-        raise Coupling(Why.NUMBERS)
-    return value
+def _metric(value: Value, own: Value, weight: Value, parts: float) -> OutputUse:
+    if value.kind is Kind.RATIO and not value.is_scaled and value.over == weight.number:
+        return OutputUse(Use.WEIGHTED)
+    is_fixed = value.is_constant and own.is_constant
+    if is_fixed and not value.is_scaled and not own.is_scaled:
+        return OutputUse(Use.CONSTANT)
+    return _loss(value, own, parts)
 
 
-def is_turn(value: Value, count: int) -> bool:
-    """Whether it is the number of the sample that a loop over so many is at."""
-    return value.is_rows and value.dim is None and value.numbers == (True,) and value.over == count
-
-
-def not_numbered(value: Value) -> Value:
-    """A value that is no position of a sample, and no sum that a loop is still at."""
-    if value.numbers or value.kind is Kind.CARRY:
-        raise Coupling(Why.NUMBERS)
-    return value
+def _buffer(value: Value) -> OutputUse:
+    if value.is_constant and not value.is_scaled:
+        return OutputUse(Use.CONSTANT)
+    why = value.why or "changes with the samples of the batch"
+    if value.kind is Kind.CONSTANT:
+        why = "counts the samples of the batch"
+    return OutputUse(Use.COUPLED, 1.0, why, value.where)

@@ -24,15 +24,18 @@ from ..core.tree import is_key
 from ..core.weighted import PER_SAMPLE
 from .sample_pairs import (
     WITHIN,
+    Operation,
     Pair,
     PairValues,
+    all_constant,
     are_alike,
     are_equal_keys,
     both,
+    constant,
     counts,
     draws,
     folded,
-    grown_constant,
+    grown,
     grown_scalar,
     have_one_form,
     inner,
@@ -42,7 +45,6 @@ from .sample_pairs import (
     parting,
     promised,
     pullback,
-    scalar,
 )
 from .sample_rules import RULES, unknown, unread
 from .sample_single import RELAYS, Aligned, aligned_equations, is_loose, loosely, relay, relayed
@@ -51,13 +53,10 @@ from .sample_values import (
     Coupling,
     Kind,
     Mixing,
-    Operation,
     Value,
     Why,
-    all_constant,
     coupled,
     either,
-    grown,
     plus,
     rows,
     same_scale,
@@ -127,25 +126,33 @@ class Walk:
             The values of their outputs.
         """
         jaxprs = programs[0].jaxpr, programs[1].jaxpr
+        found = self._results(programs, values, where)
+        if found is None:
+            found = [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+        return found
+
+    def _results(
+        self, programs: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], where: str
+    ) -> list[Value] | None:
+        """The values of the outputs; None where the programs differ."""
+        jaxprs = programs[0].jaxpr, programs[1].jaxpr
         pairs = self._pairs(jaxprs)
         if pairs is None or not have_one_form(*jaxprs, "constvars", "invars", "outvars"):
-            return [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+            return None
         known = PairValues(self._constant)
-        consts = (program.consts for program in programs)
-        for variables, constants in zip(
-            both(jaxprs, "constvars"), zip(*consts, strict=True), strict=True
-        ):
-            known.write(*variables, self._constant(*constants))
+        consts = zip(programs[0].consts, programs[1].consts, strict=True)
+        for variables, (first, second) in zip(both(jaxprs, "constvars"), consts, strict=True):
+            known.write(*variables, self._constant(first, second))
         for variables, value in zip(both(jaxprs, "invars"), values, strict=True):
             known.write(*variables, value if value.number else self._named(value, object()))
         for part, whole in pairs:
             if part is None or whole is None:
                 if not relay(known, (part, whole), self._ratio):
-                    return [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+                    return None
                 continue
             pair = part, whole
             if not have_one_form(*pair, "invars", "outvars"):
-                return [coupled(Why.DIFFERS, where or parting(jaxprs))] * len(jaxprs[0].outvars)
+                return None
             operands = [known.read(*atoms) for atoms in both(pair, "invars")]
             results = self._equation(pair, operands, where)
             for variables, value in zip(both(pair, "outvars"), results, strict=True):
@@ -160,18 +167,13 @@ class Walk:
 
     def _constant(self, first: Any, second: Any) -> Value:
         """A constant of the program, which may depend on the number of samples."""
-        if first is second and not np.ndim(first):
-            return self._named(scalar(first), ("constant", str(first)))
-        if first is second:
+        if first is second and np.ndim(first):
             return self._named(CONSTANT, ("constant", id(first)))
         if is_key(first) or is_key(second):
             return CONSTANT if are_equal_keys(first, second) else coupled(Why.DIFFERS, "")
         a, b = np.asarray(first), np.asarray(second)
-        if a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-            value = scalar(first) if not a.ndim else CONSTANT
-            return self._named(value, ("constant", a.dtype.str, a.tobytes()))
         key = ("constants", a.dtype.str, a.tobytes(), b.tobytes())
-        return self._named(grown_constant(a, b, self._ratio), key)
+        return self._named(constant(a, b, self._ratio), key)
 
     def _named(self, value: Value, key: Any) -> Value:
         """The value with the number of its computation."""
@@ -231,7 +233,7 @@ class Walk:
                 results.append(value)
                 continue
             dims = grown(shapes)
-            counts = [value.dim] if value.is_rows and value.dim is not None else []
+            counts = [value.dim] if value.dim is not None else []
             fits = dims == counts and all(
                 shapes[1][dim] == shapes[0][dim] * self._ratio for dim in dims
             )
@@ -326,7 +328,7 @@ class Walk:
             # What the rows of a sum become could then be put at the places of others.
             return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
         for value in stacked:
-            if value.is_rows and value.dim is not None:
+            if value.dim is not None:
                 value = value.at(value.dim - 1, value.outer)
             each.append(value if not value.numbers else coupled(Why.LOOPED, at))
 
@@ -335,7 +337,7 @@ class Walk:
 
         carry, outputs = _settled(loop, run, carry, at)
         for number, value in enumerate(outputs):
-            if value.is_rows and value.dim is not None:
+            if value.dim is not None:
                 outputs[number] = value.at(value.dim + 1, value.outer)
             elif value.kind is Kind.CARRY and not has_rows:
                 outputs[number] = coupled(Why.LOOPED, at)
@@ -355,24 +357,21 @@ class Walk:
         at: str,
     ) -> list[Value]:
         """A loop over the samples may add them up, or hand values through."""
-        count, bad = len(pair[0].outvars), coupled(Why.LOOPED, at)
+        count, bad, own = len(pair[0].outvars), coupled(Why.LOOPED, at), len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]
         each = [bad if v.numbers else v for v in each]
         start = [Value(Kind.CARRY, slot=number) for number in range(len(carry))]
-        body = bodies[0].jaxpr
-        own = body.invars[len(consts) :][: len(carry)]
-        whole = bodies[1].jaxpr
         # What is handed through does not have to be a sum.
         through = [
-            body.outvars[i] is own[i] and whole.outvars[i] is whole.invars[len(consts) + i]
+            all(body.jaxpr.outvars[i] is body.jaxpr.invars[own + i] for body in bodies)
             for i in range(len(carry))
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
         lengths: Any = tuple(inners(equation)[0].times for equation in pair)
         counters = [
-            first.is_zero and all(counts(program.jaxpr, len(consts) + i, i) for program in bodies)
+            first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)
         ]
         turn = Value(Kind.ROWS, numbers=(True,), over=lengths[0])

@@ -36,8 +36,8 @@ from ..core.typing import Array, Leaf, PyTree, Shape
 Atom: TypeAlias = Var | Literal
 """What an equation reads."""
 
-OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call"}
-"""Calls that `opened` writes out."""
+OPENED = CALLS | REMATS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+"""Calls of programs, those with derivatives of their own too."""
 
 LOOPS = frozenset({"scan", "while"})
 """Equations that run a program more often than once."""
@@ -166,12 +166,19 @@ def called(equation: JaxprEqn) -> ClosedJaxpr | None:
     return None if equation.primitive.name in LOOPS else called_program(equation)
 
 
-def opened(closed: ClosedJaxpr, values: Sequence[Leaf]) -> ClosedJaxpr:
+def _is_call(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in OPENED
+
+
+def opened(
+    closed: ClosedJaxpr, values: Sequence[Leaf], enters: Callable[[JaxprEqn], bool] = _is_call
+) -> ClosedJaxpr:
     """The same program with its calls written out, so that each operation is an equation.
 
     Args:
         closed: a closed jaxpr that will not be differentiated any more.
         values: what it is traced with, arrays or shapes.
+        enters: which calls; all that can be.
 
     Returns:
         A closed jaxpr.
@@ -181,7 +188,11 @@ def opened(closed: ClosedJaxpr, values: Sequence[Leaf]) -> ClosedJaxpr:
         >>> [equation.primitive.name for equation in opened(program, [1.0]).eqns]
         ['mul']
     """
-    return jax.make_jaxpr(lambda *xs: interpret(closed.jaxpr, closed.consts, xs, _open))(*values)
+
+    def run(*values: Array) -> list[Array]:
+        return interpret(closed.jaxpr, closed.consts, values, eval_equation, enters=enters)
+
+    return jax.make_jaxpr(run)(*values)
 
 
 def inners(equation: JaxprEqn) -> list[Inner]:
@@ -233,18 +244,10 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
-def in_branches(jaxpr: Jaxpr, inside: bool = False) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr that run in a branch of a conditional, at any depth.
-
-    Args:
-        jaxpr: an open jaxpr.
-        inside: whether it is a branch itself.
-    """
-    for equation in jaxpr.eqns:
-        if inside:
-            yield equation
-        for inner in inner_programs(equation):
-            yield from in_branches(inner, inside or equation.primitive.name == "cond")
+def in_branches(jaxpr: Jaxpr) -> set[JaxprEqn]:
+    """The equations of a jaxpr that run in a branch of a conditional, at any depth."""
+    choices = [e for e in equations(jaxpr) if e.primitive.name == "cond"]
+    return {e for one in choices for branch in inner_programs(one) for e in equations(branch)}
 
 
 def interpret(
@@ -253,6 +256,7 @@ def interpret(
     values: Sequence[T],
     run: Run[T],
     literal: Callable[[Literal], T] | None = None,
+    enters: Callable[[JaxprEqn], bool] = lambda _: False,
 ) -> list[T]:
     """Goes through a jaxpr, each equation as `run` does it.
 
@@ -264,6 +268,7 @@ def interpret(
         values: what is known of its inputs.
         run: what an equation does.
         literal: what is known of a literal; its value where this is left out.
+        enters: whether the program of a call is gone through likewise, in place of the call.
 
     Returns:
         What is known of its outputs.
@@ -283,7 +288,14 @@ def interpret(
         return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in atoms]
 
     for equation in jaxpr.eqns:
-        known.write(equation.outvars, run(equation, read(equation.invars)))
+        operands = read(equation.invars)
+        inner = called(equation) if enters(equation) else None
+        if inner is None:
+            results = run(equation, operands)
+        else:
+            given = operands[len(operands) - len(inner.jaxpr.invars) :]
+            results = interpret(inner.jaxpr, inner.consts, given, run, literal, enters)
+        known.write(equation.outvars, results)
     return read(jaxpr.outvars)
 
 
@@ -297,9 +309,6 @@ def depends_on(
         sources: variables of it.
         stop: only equations before this one are looked at.
         start: only equations from this one on are looked at.
-
-    Returns:
-        The variables.
     """
     tainted = set(sources)
     for equation in jaxpr.eqns[start:stop]:
@@ -348,7 +357,7 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
     if sources_of(program.jaxpr)[output].isdisjoint(range(count)):
         return []
     values = [struct_of(variable) for variable in program.jaxpr.invars]
-    own, others = values[:count], values[count:]
+    own = values[:count]
 
     def moved(tangents: list[Array], own: list[Array], others: list[Array]) -> Array:
         def run(*own: Array) -> Array:
@@ -356,16 +365,8 @@ def moves_with(program: ClosedJaxpr, output: int, count: int) -> list[int]:
 
         return jax.jvp(run, own, tangents)[1]
 
-    sources = sources_of(jax.make_jaxpr(moved)(own, own, others).jaxpr)[0]
+    sources = sources_of(jax.make_jaxpr(moved)(own, own, values[count:]).jaxpr)[0]
     return sorted(sources & set(range(count)))
-
-
-def _open(equation: JaxprEqn, operands: Sequence[Array]) -> Sequence[Array]:
-    """Runs an equation; calls are run equation by equation."""
-    inner = called(equation) if equation.primitive.name in OPENED else None
-    if inner is None:
-        return eval_equation(equation, operands)
-    return interpret(inner.jaxpr, inner.consts, operands, _open)
 
 
 def same_program(one: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr) -> bool:

@@ -17,7 +17,7 @@ from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn
 from ..core.weighted import Weighted
 from ..jaxpr.alike import UNKNOWN, ZERO, Alike, alike
-from ..jaxpr.sample_use import OutputUse, Use
+from ..jaxpr.sample_values import OutputUse, Use
 from .objective import evaluate
 from .parts import ModelParts
 from .separable import sample_use

@@ -15,8 +15,7 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn, Path, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.sample_use import OutputUse, SampleUse, Use, use_of
-from ..jaxpr.sample_values import Why
+from ..jaxpr.sample_values import OutputUse, SampleUse, Use, Why, use_of
 from ..jaxpr.samples import RANKS, follow_samples
 from ..jaxpr.walk import moves_with
 from .buffers import has_statistics, synchronise_statistics

@@ -26,7 +26,7 @@ from ..core.errors import AxonDistError, UnsupportedError
 from ..core.tree import leaves_with_paths
 from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.rows import output_shapes
-from ..jaxpr.sample_use import OF_WEIGHT, OutputUse, SampleUse, Use
+from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use
 from ..jaxpr.walk import moves_with
 from ..parallel import Reduction, Strategy
 from .buffers import warn_of_parts

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.pieces import Ending, cut, scalars_written_out
-from ..jaxpr.sample_use import SampleUse, Use
+from ..jaxpr.sample_values import SampleUse, Use
 from ..jaxpr.walk import moves_with, sources_of
 from .objective import Forward, GradientResult, Outcome, PartLoss, mean_loss
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from axon_dist.core.weighted import per_sample
-from axon_dist.jaxpr.sample_use import Use, use_of
+from axon_dist.jaxpr.sample_values import Use, use_of
 from axon_dist.jaxpr.samples import follow_samples
 
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from axon_dist import Weighted, World, build_train_step, ddp, per_sample
 from axon_dist.core.errors import ConfigError, UnsupportedError
-from axon_dist.jaxpr.sample_use import Use
+from axon_dist.jaxpr.sample_values import Use
 from axon_dist.models import (
     ExpertConfig,
     ResNet,
