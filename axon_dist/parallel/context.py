@@ -179,7 +179,8 @@ class SplitAttention:
         """
         causal = getattr(module, "causal", True)
         query, key, value, segments = attended(attend, module, args, kwargs)
-        heads, spec = self._place(query)
+        heads, lead = self.check_heads(query.shape[2]), self.layout.spec(query.shape)
+        spec = PartitionSpec(lead[0], lead[1], self.layout.heads or None)
         key, value = (self._shared(x, query.shape[2], heads) for x in (key, value))
         self._check_positions(query.shape[1], causal)
 
@@ -204,12 +205,6 @@ class SplitAttention:
     def size(self) -> int:
         """How many ranks share a sequence."""
         return self.layout.mesh.shape[self.axis]
-
-    def _place(self, query: Array) -> tuple[int, PartitionSpec]:
-        """By how many parts heads must divide, and where queries lie."""
-        parts = self.check_heads(query.shape[2])
-        lead = self.layout.spec(query.shape)
-        return parts, PartitionSpec(lead[0], lead[1], self.layout.heads or None)
 
     def check_heads(self, total: int) -> int:
         """By how many parts heads must divide.
@@ -289,9 +284,11 @@ class DealtOnce:
         tokens, *more = layout.mapped(deal, specs, specs, check_vma=False)(*arrays)
         segments, positions = more or (None, ring.positions(length)[None])
         before = [(one, layers_of(one)) for one in inner]
+        dealt = dataclasses.replace(self.attention, is_dealt=True)
         try:
             for one, layers in before:
-                setattr(one, HELD, self._dealt(layers))
+                pairs = ((n, dealt if a == self.attention else a) for n, a in layers.layers)
+                setattr(one, HELD, Layers(tuple(pairs)))
             out = residual(module, tokens, segments, positions)
         finally:
             for one, layers in before:
@@ -308,14 +305,6 @@ class DealtOnce:
         draws = any(isinstance(x, nnx.RngState) for _, x in nnx.iter_graph(module))
         causal = all(mixes(one) and getattr(one, "causal", True) for one in inner)
         return inner if causal and not draws else []
-
-    def _dealt(self, layers: Layers) -> Layers:
-        dealt = dataclasses.replace(self.attention, is_dealt=True)
-
-        def change(around):
-            return dealt if around == self.attention else around
-
-        return Layers(tuple((name, change(around)) for name, around in layers.layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,8 +333,7 @@ class AttentionFunction:
                 "attention weights; for causal attention write a module with a method "
                 "attend(query, key, value)"
             )
-        return self.attention(_dot_product, self, query, key, value)
-
-
-def _dot_product(_: object, query: Array, key: Array, value: Array) -> Array:
-    return nnx.dot_product_attention(query, key, value)
+        return self.attention(
+            lambda _, query, key, value: nnx.dot_product_attention(query, key, value),
+            *(self, query, key, value),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from ..nn import Axes, Layout, manual_axes
 from ..ops.routing import Choice, block_total, in_blocks, in_order, in_slots, slots_for
 from ..sharding import Decision, HasShape, Policy
 from ..sharding.policy import axes_of, check_divides
+from .plan import check_pattern
 from .strategy import AdaptLayers, Strategy
 
 EXPERTS = ((r"(^|/)mlp/(gate|up|down)$", -3),)
@@ -107,19 +108,6 @@ def expert_parallel(
     )
 
 
-def checked_pattern(pattern: str) -> str:
-    """The pattern itself.
-
-    Raises:
-        ConfigError: when it is no regular expression.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
-    return pattern
-
-
 @dataclasses.dataclass(frozen=True)
 class ByExperts(Policy):
     """Splits stacked kernels by experts.
@@ -140,9 +128,7 @@ class ByExperts(Policy):
 
     def __post_init__(self) -> None:
         for pattern, dim in self.experts:
-            checked_pattern(pattern)
-            if dim >= 0:
-                raise ConfigError(f"{pattern!r}: dim is {dim}; count it from the end: -3")
+            check_pattern(pattern, dim)
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -211,11 +197,10 @@ class ExpertLayers(AdaptLayers):
 
     def __call__(self, model: nnx.Module, layout: Layout) -> None:
         """Changes the calls of a merged model's layers, in place."""
-        split = SplitExperts(layout, self.policy.axis, self.form, self.capacity)
-        _wrap(model, split)
+        map_experts(model, layout, self.policy.axis, self.form, self.capacity)
 
 
-def map_experts(model: nnx.Module, layout: Layout) -> None:
+def map_experts(model: nnx.Module, layout: Layout, *how: Any) -> None:
     """Has each rank sort its own tokens by expert, in place.
 
     A compiler that was to sort tokens of all ranks would gather them first.
@@ -223,14 +208,16 @@ def map_experts(model: nnx.Module, layout: Layout) -> None:
     Args:
         model: modules with experts are changed.
         layout: which axes split samples and positions.
+        how: further fields of `SplitExperts`, where experts are split.
     """
-    _wrap(model, SplitExperts(layout))
+    _wrap(model, has_experts, MIX, SplitExperts(layout, *how))
 
 
-def _wrap(model: nnx.Module, split: SplitExperts) -> None:
+def _wrap(model: nnx.Module, chosen: Callable[[Any], bool], method: str, run: Any) -> None:
+    """Has something run in place of a method of some modules."""
     for _, module in list(nnx.iter_modules(model)):
-        if has_experts(module):
-            wrap_calls(module, {MIX: split})
+        if chosen(module):
+            wrap_calls(module, {method: run})
 
 
 def sum_over_ranks(model: nnx.Module, axes: Axes) -> None:
@@ -240,9 +227,7 @@ def sum_over_ranks(model: nnx.Module, axes: Axes) -> None:
         model: merged in a region where the axes are manual.
         axes: the mesh axes that split the samples.
     """
-    for _, module in list(nnx.iter_modules(model)):
-        if sums_samples(module):
-            wrap_calls(module, {SUM: SumOverRanks(axes)})
+    _wrap(model, sums_samples, SUM, SumOverRanks(axes))
 
 
 def sums_samples(module: Any) -> bool:
@@ -275,9 +260,7 @@ def keep_samples_apart(model: nnx.Module) -> None:
     Args:
         model: to be traced, to find out what it makes of its samples.
     """
-    for _, module in list(nnx.iter_modules(model)):
-        if sums_samples(module):
-            wrap_calls(module, {MIX: PerSampleExperts()})
+    _wrap(model, sums_samples, MIX, PerSampleExperts())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +312,10 @@ class SplitExperts:
         lead = self.layout.spec(tokens.shape)
         spec = PartitionSpec(*(e if isinstance(e, (str, tuple)) else None for e in lead))
         split = tuple(axis for dim in range(len(spec)) for axis in axes_of(spec, dim))
-        features = self._features(module, kernels)
+        # Hidden features are split where they divide.
+        sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
+        features = self.layout.heads
+        features = features if all(n % self.layout.size(features) == 0 for n in sizes) else ()
         places = {
             name: _place(kernel.ndim, self.axis, module.hidden_dims[name], features)
             for name, kernel in kernels.items()
@@ -353,12 +339,6 @@ class SplitExperts:
             return mixed, jnp.zeros((), jnp.float32)
         return mixed, dropped / (chosen.size * num_ranks(a for a in split if a in manual))
 
-    def _features(self, module: Any, kernels: dict[str, Array]) -> Axes:
-        """The axes that split hidden features, where they divide."""
-        axes = self.layout.heads
-        sizes = [kernel.shape[module.hidden_dims[name]] for name, kernel in kernels.items()]
-        return axes if all(size % self.layout.size(axes) == 0 for size in sizes) else ()
-
     def _mix(
         self, feed: Any, tokens: Array, choice: Choice, kernels: Any, split: Axes
     ) -> tuple[Array, Array]:
@@ -373,7 +353,12 @@ class SplitExperts:
             # Too few samples to split: all ranks have the same tokens.
             mixed, dropped = self._here(feed, tokens, choice, kernels, first, size)
             return all_sum(mixed, axis), all_sum(dropped, axis)
-        if self._sends_slots(tokens.shape[0], choice.experts.shape[1], own * size, size):
+        # Slots for all experts may be fewer than the tokens of all ranks.
+        slots = own * size * self._slots(tokens.shape[0], choice.experts.shape[1], own * size)
+        sends_slots = self.form is ExpertForm.ALL_TO_ALL
+        if self.form is ExpertForm.AUTO:
+            sends_slots = slots < size * tokens.shape[0]
+        if sends_slots:
             return self._exchange(feed, tokens, choice, kernels, size)
 
         def every(x):
@@ -383,18 +368,10 @@ class SplitExperts:
         mixed, dropped = self._here(feed, every(tokens), everyone, kernels, first, size)
         return sum_scatter(mixed, axis, 0), dropped
 
-    def _sends_slots(self, tokens: int, per_token: int, experts: int, size: int) -> bool:
-        """Whether slots for all experts are fewer than the tokens of all ranks."""
-        if self.form is not ExpertForm.AUTO:
-            return self.form is ExpertForm.ALL_TO_ALL
-        return experts * self._slots(tokens, per_token, experts) < size * tokens
-
     def _slots(self, tokens: int, per_token: int, experts: int) -> int:
-        return (
-            tokens
-            if self.capacity is None
-            else slots_for(tokens, per_token, experts, self.capacity)
-        )
+        if self.capacity is None:
+            return tokens
+        return slots_for(tokens, per_token, experts, self.capacity)
 
     def _here(
         self, feed: Any, tokens: Array, choice: Choice, kernels: Any, first: Any, size: int

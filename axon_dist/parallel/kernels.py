@@ -138,16 +138,12 @@ def map_kernels(model: nnx.Module, layout: Layout) -> None:
                     "NVIDIA GPUs alone; use attention='auto' or 'einsum'"
                 )
             is_opaque = form in OPAQUE or (on_tpu and form == "auto")
-            most = _most_features(device) if on_gpu and form in FUSED else None
+            # The largest head that cuDNN takes on a GPU, if that is fewer than on any.
+            capability = getattr(device, "compute_capability", None) if on_gpu else None
+            is_old = form in FUSED and capability is not None and float(capability) < 9
+            most = MOST_BEFORE_HOPPER if is_old else None
             over = OverMesh(layout.mesh, layout.batch, heads, is_opaque, most)
             wrap_calls(module, {"attend": over})
-
-
-def _most_features(device: Any) -> int | None:
-    """The largest head that cuDNN takes on a GPU, if that is fewer than on any."""
-    capability = getattr(device, "compute_capability", None)
-    is_old = capability is not None and float(capability) < 9
-    return MOST_BEFORE_HOPPER if is_old else None
 
 
 @dataclasses.dataclass(frozen=True)

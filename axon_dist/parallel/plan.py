@@ -67,18 +67,7 @@ class Rule:
                 f"{self.pattern!r}: unknown mode {self.mode!r}."
                 f"{did_you_mean(str(self.mode), valid)}"
             ) from None
-        TEXT.check("a rule of a plan", "pattern", self.pattern)
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"{self.pattern!r}: this pattern is no regular expression: {error}; correct it"
-            ) from None
-        if self.dim is not None and self.dim >= 0:
-            raise ConfigError(
-                f"{self.pattern!r}: dim is {self.dim}; count it from the end, so that it holds for "
-                "stacked layers too: -1 is the last"
-            )
+        check_pattern(self.pattern, self.dim)
 
     def split_dim(self, leaf: str) -> int | None:
         """The dim, from the end, that is split of a leaf of a matching layer; None keeps it whole.
@@ -99,9 +88,21 @@ class Rule:
         by_rows = self.mode is ParallelMode.ROW or leaf in TABLES
         return -2 if by_rows else -1
 
-    def as_value(self) -> Rule:
-        """The rule without the pattern and the reason, equal for equal layers."""
-        return dataclasses.replace(self, pattern="", reason="")
+
+def check_pattern(pattern: str, dim: int | None) -> None:
+    """Raises `ConfigError` for what is no regular expression, or a dim not counted from the end."""
+    TEXT.check("a rule of a plan", "pattern", pattern)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{pattern!r}: this pattern is no regular expression: {error}; correct it"
+        ) from None
+    if dim is not None and dim >= 0:
+        raise ConfigError(
+            f"{pattern!r}: dim is {dim}; count it from the end, so that it holds for "
+            "stacked layers too: -1 is the last"
+        )
 
 
 PlanLike: TypeAlias = "Plan | Mapping[str, Any] | str"

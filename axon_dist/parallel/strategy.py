@@ -291,21 +291,21 @@ def compose(*strategies: Strategy | HasStrategy) -> Strategy:
     parts = [as_strategy(strategy) for strategy in strategies]
     if not parts:
         raise ConfigError("compose() got no strategy; give it at least one")
+    said = {field: _only(parts, field) for field in _SAID_ONCE}
     return Strategy(
         name=" + ".join(part.name for part in parts),
         batch_axes=_joined_axes(parts),
         params=_merged([part.params for part in parts]),
         opt_state=_merged([part.opt_state for part in parts]),
         reduction=_joined_reduction(parts),
-        wrap=_only(parts, "wrap", None),
-        precision=_only(parts, "precision", None),
-        remat=_only(parts, "remat", None),
-        offload=_only(parts, "offload", CPUOffload.NONE),
-        pipeline=_only(parts, "pipeline", None),
         layers=tuple(layers for part in parts for layers in part.layers),
         resident=tuple(axis for part in parts for axis in part.resident),
-        slow=_only(parts, "slow", None),
+        **said,
     )
+
+
+_SAID_ONCE = ("wrap", "precision", "remat", "offload", "pipeline", "slow")
+"""The fields about which those parts that say something must agree."""
 
 
 def overlay(strategy: Strategy, policy: Policy) -> Strategy:
@@ -418,8 +418,9 @@ def _joined_reduction(parts: Sequence[Strategy]) -> Reduction | None:
     return Reduction(**{name: value for name, (value, _) in said.items()})
 
 
-def _only(parts: Sequence[Strategy], field: str, silent: Any) -> Any:
+def _only(parts: Sequence[Strategy], field: str) -> Any:
     """What the parts say about a field; those that say something must agree."""
+    silent = getattr(Strategy, field)
     saying = [part for part in parts if getattr(part, field) != silent]
     for part in saying[1:]:
         first, other = getattr(saying[0], field), getattr(part, field)

@@ -234,9 +234,10 @@ class _Placement:
     def suggestion(self) -> Suggestion:
         """Places the vocabulary, then every hidden dim, then the norms between them."""
         self._place_vocabulary()
-        for group in dict.fromkeys(self._group(p.free) for p in self.flow.products):
-            if group is not None:
-                self._place_hidden(group)
+        usable = ((n for n in p.free if self._why_not(n) is None) for p in self.flow.products)
+        firsts = (next(nodes, None) for nodes in usable)
+        for group in dict.fromkeys(self._of(node) for node in firsts if node is not None):
+            self._place_hidden(group)
         self._place_norms()
         rules, unplaced = tuple(_as_layers(self.rules)), tuple(self._unplaced())
         return Suggestion(rules, unplaced, tuple(self._experts()))
@@ -288,10 +289,6 @@ class _Placement:
         """The group of a node."""
         segment = self._segment(node)
         return self.group_of.get(segment, segment)
-
-    def _group(self, nodes: tuple[int, ...]) -> int | None:
-        """The first group among some nodes that can be split."""
-        return next((self._of(n) for n in nodes if self._why_not(n) is None), None)
 
     def _why_not(self, node: int) -> str | None:
         if self.flow.sizes[node] == 1:
@@ -359,17 +356,13 @@ class _Placement:
             self._segment(node)
             for product in self.flow.products
             for node in product.free
-            if self._mode(product.path) is ParallelMode.ROW
+            if product.path in self.rules and self.rules[product.path].mode is ParallelMode.ROW
         }
         for path, dims in self.nodes.items():
             is_scale = path.rpartition("/")[2] == "scale"
             if is_scale and self._segment(dims[-1]) in streams:
                 why = "works on each position of the residual stream by itself"
                 self.rules[path] = Rule(path, ParallelMode.SEQUENCE, reason=why)
-
-    def _mode(self, path: Path) -> ParallelMode | None:
-        rule = self.rules.get(path)
-        return None if rule is None else rule.mode
 
     def _set(self, path: Path, node: int, mode: ParallelMode, why: str, most: int = 1) -> None:
         dims = self.nodes[path]

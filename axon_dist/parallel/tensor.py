@@ -124,13 +124,17 @@ class TensorLayers(AdaptLayers):
             )
         plan, rule_of = self.policy.plan, self.policy.plan.rule_of
         if not plan.rules:
+            whys = list(plan.why_whole)
+            more = [f"and {len(whys) - 8} more"] if len(whys) > 8 else []
+            why = "; ".join(whys[:8] + more) + ". " if whys else ""
             raise UnsupportedError(
-                f"the plan has no rules, and would split nothing. {why_empty(plan)}Give a plan of "
+                f"the plan has no rules, and would split nothing. {why}Give a plan of "
                 "patterns and modes, or leave tensor_parallel out"
             )
         modules = [*nnx.iter_modules(model), *linen_modules(model)]
         paths = sorted("/".join(map(str, keys)) for keys, _ in modules)
-        if not any(map(rule_of, paths)) and not self._holds_parameter(model):
+        leaves = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
+        if not any(map(rule_of, paths)) and not any(map(plan.rule_of_parameter, leaves)):
             patterns = ", ".join(repr(rule.pattern) for rule in self.policy.plan.rules)
             raise UnsupportedError(
                 f"the plan matches no layer of the model: patterns {patterns}; the layers are "
@@ -144,10 +148,13 @@ class TensorLayers(AdaptLayers):
             if isinstance(module, nnx.LoRA) and keys[-1:] == ("lora",):
                 continue  # A part of the layer that it is beside, which is pinned as one.
             if isinstance(module, nnx.bridge.ToNNX):
-                pins = LinenPins(self, layout, path, shapes_below(module))
+                below = nnx.iter_graph(module)
+                shapes = [("/".join(map(str, k)), _shape(v)) for k, v in below if is_param(v)]
+                pins = LinenPins(self, layout, path, tuple(sorted(shapes)))
                 wrap_calls(module, {"__call__": pins})
             elif rule := self.policy.plan.rule_of(path):
-                pin = self.pin(rule, path, shapes_of(module), layout)
+                own = {name: _shape(v) for name, v in vars(module).items() if is_param(v)}
+                pin = self.pin(rule, path, own, layout)
                 wrap_calls(module, pin.calls(module))
 
     def pin(self, rule: Rule, path: Path, shapes: dict[str, Any], layout: Layout) -> Pin:
@@ -162,18 +169,9 @@ class TensorLayers(AdaptLayers):
         is_split = any(
             self.policy(f"{path}/{name}", shape, layout.mesh) for name, shape in shapes.items()
         )
-        return Pin(rule.as_value(), self.policy.axis, is_split, self.sequence, layout, self.rings)
-
-    def _holds_parameter(self, model: nnx.Module) -> bool:
-        paths = ("/".join(map(str, keys)) for keys, v in nnx.iter_graph(model) if is_param(v))
-        return any(self.policy.plan.rule_of_parameter(path) for path in paths)
-
-
-def why_empty(plan: Plan, most: int = 8) -> str:
-    """What an empty plan knows of the layers that it leaves whole, of `most` of them."""
-    whys = list(plan.why_whole)
-    more = [f"and {len(whys) - most} more"] if len(whys) > most else []
-    return "; ".join(whys[:most] + more) + ". " if whys else ""
+        # Equal for equal layers.
+        value = dataclasses.replace(rule, pattern="", reason="")
+        return Pin(value, self.policy.axis, is_split, self.sequence, layout, self.rings)
 
 
 def check_sums(strategy: Strategy, model: nnx.Module) -> None:
@@ -246,7 +244,17 @@ class Pin:
 
     def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
         """Runs a call between its pins, by the mode."""
-        return _AROUND[self.rule.mode](self, call, module, *args, **kwargs)
+        if self.rule.mode is ParallelMode.REPLICATE:
+            return jax.tree.map(self._whole, call(module, *args, **kwargs))
+        if self.rule.mode is ParallelMode.SEQUENCE:
+            # Every position is computed by itself, so positions may be split.
+            return self._residual(call(module, *args, **kwargs))
+        around: dict[ParallelMode, Callable[..., Array]] = {
+            ParallelMode.COLUMN: self.around_columns,
+            ParallelMode.ROW: self.around_rows,
+            ParallelMode.VOCAB: self.around_vocabulary,
+        }
+        return around[self.rule.mode](call, module, *args, **kwargs)
 
     def around_columns(
         self, call: Any, module: Any, x: Array, *args: object, **kwargs: object
@@ -312,14 +320,6 @@ class Pin:
         around = self.around_lookup if looks_up else self.around_columns
         return around(call, module, x, *args, **kwargs)
 
-    def around_positions(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
-        """Every position is computed by itself, so positions may be split."""
-        return self._residual(call(module, *args, **kwargs))
-
-    def around_whole(self, call: Any, module: Any, *args: object, **kwargs: object) -> Array:
-        """Whole features in and out."""
-        return jax.tree.map(self._whole, call(module, *args, **kwargs))
-
     def _ring(self, kind: str, x: Array) -> Array:
         # A head may be a table the other way round; it is one product, outside of all loops.
         rings = self.rings and self.is_split and self.rule.mode is not ParallelMode.VOCAB
@@ -334,15 +334,6 @@ class Pin:
     @property
     def _positions(self) -> tuple[str, ...]:
         return (self.axis,) if self.sequence else ()
-
-
-_AROUND = {
-    ParallelMode.COLUMN: Pin.around_columns,
-    ParallelMode.ROW: Pin.around_rows,
-    ParallelMode.VOCAB: Pin.around_vocabulary,
-    ParallelMode.SEQUENCE: Pin.around_positions,
-    ParallelMode.REPLICATE: Pin.around_whole,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,27 +429,13 @@ def _pieces(keys: tuple[Any, ...], leaf: Array, parts: int, dim: int) -> list[Ar
     return jnp.split(leaf, parts, -1 if keys[-2:-1] == ("lora",) else dim)
 
 
-def shapes_of(module: nnx.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that a module holds itself, by name."""
-    return {
-        name: value.get_value().shape for name, value in vars(module).items() if is_param(value)
-    }
-
-
-def shapes_below(module: nnx.Module) -> tuple[tuple[Path, tuple[int, ...]], ...]:
-    """The shapes of all parameters below a module, by path."""
-    return tuple(
-        sorted(
-            ("/".join(map(str, keys)), value.get_value().shape)
-            for keys, value in nnx.iter_graph(module)
-            if is_param(value)
-        )
-    )
-
-
 def is_param(value: Array) -> bool:
     """Whether a node of a model's graph is a trained parameter."""
     return isinstance(value, nnx.Param)
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.get_value().shape
 
 
 def _is_float(x: Array) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -151,54 +150,20 @@ def why_not_seen(
         >>> print(why_not_seen(["blocks/0", "blocks/1"], [{1}], {}).split(" and")[0])
         the loss has no call of 1 of the model's 2 blocks ('blocks/0')
     """
-    count = Counter(number for owners in calls for number in owners)
-    unseen = [number for number in range(len(blocks)) if not count[number]]
+    unseen = [n for n in range(len(blocks)) if not any(n in owners for owners in calls)]
     if not unseen:
         return None
     read = {name for number in unseen for name in readers.get(number, ())}
-    return _unseen([blocks[number] for number in unseen], len(blocks), read)
-
-
-def why_not_alone(blocks: Sequence[str]) -> str:
-    """Says why a call is no stage's, and what to do.
-
-    Args:
-        blocks: the paths of the blocks whose parameters it reads, of several stages, or none.
-    """
-    if not blocks:
-        return f"the loss calls a block that shares all its parameters with others. {BATCH}"
-    names = " and ".join(map(repr, blocks))
-    return (
-        f"one call reads parameters of the blocks {names}, and each may lie on another rank. "
-        f"{BATCH}"
-    )
-
-
-def why_not_in_order(path: str, home: int, late: int) -> str:
-    """Says why a block cannot be called in its stage, and what to do.
-
-    Args:
-        path: of the block.
-        home: its stage.
-        late: the stage that makes its operands.
-    """
-    return (
-        f"the model calls {path!r}, a block of stage {home} in the order in which the model holds "
-        f"them, behind blocks of stage {late}. {BATCH}; where other modules are taken for blocks, "
-        'name the class of the blocks: classes=("Block",)'
-    )
-
-
-def _unseen(paths: Sequence[str], num_blocks: int, readers: Collection[str]) -> str:
+    paths = [blocks[number] for number in unseen]
     some = ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
-    found = f"the loss has no call of {len(paths)} of the model's {num_blocks} blocks ({some})"
+    found = f"the loss has no call of {len(paths)} of the model's {len(blocks)} blocks ({some})"
     must = "A pipeline needs a call of each block"
     rename = 'where these are not the blocks, name their class: classes=("Block",)'
-    if not readers:
+    if not read:
         return f"{found} and does not use their parameters. {must}. Take them out; {rename}"
     return (
         f"{found} that a pipeline could see; their parameters are read within: "
-        f"{', '.join(sorted(readers))}. {must}. Calls are hidden by jit, remat, checkpoint, cond "
+        f"{', '.join(sorted(read))}. {must}. Calls are hidden by jit, remat, checkpoint, cond "
         "or scan around them. Call the blocks themselves, directly; a pipeline recomputes without "
         f"nnx.remat around them, and backward=... says what it keeps; {rename}"
     )
@@ -434,28 +399,34 @@ class SwitchStages:
         def path(number):
             return "/".join(map(str, stages.blocks[number]))
 
-        paths = list(map(path, range(len(stages.blocks))))
-        if unseen := why_not_seen(paths, self._calls.owners, self._readers):
+        paths, readers = list(map(path, range(len(stages.blocks)))), {}
+        for equation in self.trace.jaxpr.eqns:
+            for number in self._owners(variables(equation.invars)):
+                readers.setdefault(number, set()).add(equation.primitive.name)
+        if unseen := why_not_seen(paths, self._calls.owners, readers):
             raise UnsupportedError(unseen)
         if stages.depths is not None:
             return
         for owners in self._calls.owners:
+            if not owners:
+                raise UnsupportedError(
+                    f"the loss calls a block that shares all its parameters with others. {BATCH}"
+                )
             if len({stages.stage_of(number) for number in owners}) != 1:
-                raise UnsupportedError(why_not_alone(sorted(map(path, owners))))
+                names = " and ".join(map(repr, sorted(map(path, owners))))
+                raise UnsupportedError(
+                    f"one call reads parameters of the blocks {names}, and each may lie on another "
+                    f"rank. {BATCH}"
+                )
         homes = list(self._homes.values())
         if late := self._calls.late(homes):
             call, at = late
             block = path(min(self._calls.owners[call]))
-            raise UnsupportedError(why_not_in_order(block, homes[call], at))
-
-    @property
-    def _readers(self) -> dict[int, set[str]]:
-        """Of each block, the names of the primitives that read its parameters."""
-        found: dict[int, set[str]] = {}
-        for equation in self.trace.jaxpr.eqns:
-            for number in self._owners(variables(equation.invars)):
-                found.setdefault(number, set()).add(equation.primitive.name)
-        return found
+            raise UnsupportedError(
+                f"the model calls {block!r}, a block of stage {homes[call]} in the order in which "
+                f"the model holds them, behind blocks of stage {at}. {BATCH}; where other modules "
+                'are taken for blocks, name the class of the blocks: classes=("Block",)'
+            )
 
     def _check_weights(self, stage: int, piece: Piece) -> None:
         stages = self.storage.stages
