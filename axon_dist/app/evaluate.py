@@ -108,16 +108,15 @@ def evaluate(
     """
     config = run_config(run, overrides, trust=trust)
     config, world = world_of(measured_on(config, files), one_device)
-    notes = tell if world.process_index == 0 else _nothing
-    checkpoint = find_checkpoint(run, config, step, notes)
+    tell = tell if world.process_index == 0 else lambda text: None
+    checkpoint = find_checkpoint(run, config, step, tell)
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
     built = build_step(
         config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None, trains=False
     )
     loader = build_loader(config, world, built.strategy.batch_axes)
-    if world.process_index == 0:
-        tell(f"data: {loader.description}")
+    tell(f"data: {loader.description}")
     means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
     derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
@@ -130,10 +129,6 @@ def evaluate(
         unit=task.unit(config.data),
         metrics={"loss": means["loss"], **means, **derived},
     )
-
-
-def _nothing(text: str) -> None:
-    """What processes beside the first tell."""
 
 
 def _measure(
@@ -160,10 +155,8 @@ def _batches(
         for batch in loader.validation_batches(num_batches):
             yield 1, loader.global_batch, batch
         return
-    places, divisor = (
-        loader.validation_places(),
-        step.layout.divisor // step.layout.num_microbatches,
-    )
+    places = loader.validation_places()
+    divisor = step.layout.divisor // step.layout.num_microbatches
     for start in range(0, len(places), loader.global_batch):
         batch = places[start : start + loader.global_batch]
         whole, rest = np.split(batch, [len(batch) // divisor * divisor])

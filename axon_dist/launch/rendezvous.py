@@ -78,16 +78,10 @@ class Attendee:
             TypeError: when a field is of another type.
             ValueError: when there is no such process.
         """
-        for field, kind in (
-            ("process", int),
-            ("num_processes", int),
-            ("host", str),
-            ("pid", int),
-            ("versions", dict),
-            ("settings", dict),
-        ):
-            if type(getattr(self, field)) is not kind:
-                raise TypeError(f"{field} is no {kind.__name__}")
+        kinds = (int, int, str, int, dict, dict)
+        for field, kind in zip(dataclasses.fields(self), kinds, strict=True):
+            if type(getattr(self, field.name)) is not kind:
+                raise TypeError(f"{field.name} is no {kind.__name__}")
         if not 0 <= self.process < self.num_processes:
             raise ValueError(f"there is no process {self.process} of {self.num_processes}")
 
