@@ -18,23 +18,17 @@ from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import map_with_path
 from axon_dist.core.typing import LossFn
-from axon_dist.data import (
-    Loader,
-    LocalBatch,
-    Tokenizer,
-    byte_tokenizer,
-    load_tokenizer,
-)
+from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
-from axon_dist.ops.precision import autocast
-from axon_dist.step import TrainState, TrainStep
+from axon_dist.ops.precision import autocast, without_gathers
+from axon_dist.step import PortableForm, TrainState, TrainStep
 
 from ..config import RunConfig
-from .run_model import find_checkpoint, load_arrays, load_state, run_config, world_of
+from .run_model import find_checkpoint, load_arrays, run_config
 from .runs import build_loader, measured_on
-from .steps import build_step
+from .steps import build_step, build_world
 
 SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
 """Losses that have metrics which are too dear for training, and what measures both."""
@@ -129,6 +123,42 @@ def evaluate(
         unit=task.unit(config.data),
         metrics={"loss": means["loss"], **means, **derived},
     )
+
+
+def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
+    """The devices of a run, or one of them; and its config as it is there.
+
+    Args:
+        config: of a run.
+        one_device: take one device, on which nothing is split.
+    """
+    if not one_device:
+        return config, build_world(config)
+    emulate = config.devices.emulate and 1
+    alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
+    plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
+    plain["train"]["accumulate"] = 1
+    config = RunConfig.from_dict({**plain, **alone})
+    if emulate:
+        return config, build_world(config)
+    return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
+
+
+def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
+    """The state of a step that trains nothing, with the parameters of a checkpoint.
+
+    Args:
+        checkpoint: the folder of one, of any mesh and strategy.
+        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
+
+    Returns:
+        The state, to evaluate with.
+    """
+    targets: Any = step.weight_targets
+    where = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
+    whole = NamedSharding(step.world.mesh, PartitionSpec())
+    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    return PortableForm(step).with_weights(weights, buffers)
 
 
 def _measure(

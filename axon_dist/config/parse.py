@@ -167,7 +167,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     _depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Reads a value and all within it; to look so deep for thousands would take minutes."""
         if self._depth > _DEEPEST:
             problem = f"values within values, more than {_DEEPEST} deep"

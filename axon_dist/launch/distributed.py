@@ -180,9 +180,7 @@ class Timeouts:
 
 
 def initialize(
-    spec: LaunchSpec,
-    timeouts: Timeouts | None = None,
-    devices_per_process: int | None = None,
+    spec: LaunchSpec, timeouts: Timeouts | None = None, devices_per_process: int | None = None
 ) -> None:
     """Brings the processes of a run together; nothing happens for a single one, or twice.
 
