@@ -30,7 +30,7 @@ from ..core.compat import (
 from ..core.errors import BackendStartedError, LaunchError, MeshError
 from . import coordinator
 from .environment import LaunchSpec, bind_address, parse_count
-from .rendezvous import TOKEN, Attendee, call_roll
+from .rendezvous import TOKEN, Peer, rendezvous
 from .watchdog import Watchdog, post_failure
 
 _CONNECT_SECONDS = 60
@@ -213,9 +213,9 @@ def initialize(
     assert spec.coordinator_address
     assert spec.num_processes
     assert spec.process_id is not None
-    me = Attendee.here(spec.process_id, spec.num_processes)
+    me = Peer.here(spec.process_id, spec.num_processes)
     token = os.environ.get(TOKEN, "")
-    present = call_roll(spec.coordinator_address, me, timeouts.launch, token)
+    present = rendezvous(spec.coordinator_address, me, timeouts.launch, token)
     if devices_per_process is not None:
         prepare_emulation(devices_per_process)
     coordinator = join(spec, timeouts.silence)
