@@ -18,23 +18,17 @@ from axon_dist.checkpoint import step_of
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.tree import map_with_path
 from axon_dist.core.typing import LossFn
-from axon_dist.data import (
-    Loader,
-    LocalBatch,
-    Tokenizer,
-    byte_tokenizer,
-    load_tokenizer,
-)
+from axon_dist.data import Loader, LocalBatch, Tokenizer, byte_tokenizer, load_tokenizer
 from axon_dist.loop.meters import LAG, MetricSums, delayed
 from axon_dist.mesh import World
 from axon_dist.models import generate, next_token_loss, next_token_scores
-from axon_dist.ops.precision import autocast
-from axon_dist.step import TrainState, TrainStep
+from axon_dist.ops.precision import autocast, without_gathers
+from axon_dist.step import PortableForm, TrainState, TrainStep
 
 from ..config import RunConfig
-from .run_model import find_checkpoint, load_arrays, load_state, run_config, world_of
+from .run_model import find_checkpoint, load_arrays, run_config
 from .runs import build_loader, measured_on
-from .steps import build_step
+from .steps import build_step, build_world
 
 SCORES: MappingProxyType[LossFn, LossFn] = MappingProxyType({next_token_loss: next_token_scores})
 """Losses that have metrics which are too dear for training, and what measures both."""
@@ -108,16 +102,15 @@ def evaluate(
     """
     config = run_config(run, overrides, trust=trust)
     config, world = world_of(measured_on(config, files), one_device)
-    notes = tell if world.process_index == 0 else _nothing
-    checkpoint = find_checkpoint(run, config, step, notes)
+    tell = tell if world.process_index == 0 else lambda text: None
+    checkpoint = find_checkpoint(run, config, step, tell)
     task = config.kind.task
     measure = SCORES.get(task.loss_fn, task.loss_fn)
     built = build_step(
         config, world, optax.identity(), loss_fn=measure, meeting=lambda slow: None, trains=False
     )
     loader = build_loader(config, world, built.strategy.batch_axes)
-    if world.process_index == 0:
-        tell(f"data: {loader.description}")
+    tell(f"data: {loader.description}")
     means, num_samples = _measure(built, load_state(checkpoint, built), loader, num_batches)
     derived = of_text(means["loss"], loader) if task.item == "tokens" else {}
     return Evaluation(
@@ -132,8 +125,40 @@ def evaluate(
     )
 
 
-def _nothing(text: str) -> None:
-    """What processes beside the first tell."""
+def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
+    """The devices of a run, or one of them; and its config as it is there.
+
+    Args:
+        config: of a run.
+        one_device: take one device, on which nothing is split.
+    """
+    if not one_device:
+        return config, build_world(config)
+    emulate = config.devices.emulate and 1
+    alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
+    plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
+    plain["train"]["accumulate"] = 1
+    config = RunConfig.from_dict({**plain, **alone})
+    if emulate:
+        return config, build_world(config)
+    return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
+
+
+def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
+    """The state of a step that trains nothing, with the parameters of a checkpoint.
+
+    Args:
+        checkpoint: the folder of one, of any mesh and strategy.
+        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
+
+    Returns:
+        The state, to evaluate with.
+    """
+    targets: Any = step.weight_targets
+    where = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
+    whole = NamedSharding(step.world.mesh, PartitionSpec())
+    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
+    return PortableForm(step).with_weights(weights, buffers)
 
 
 def _measure(
@@ -160,10 +185,8 @@ def _batches(
         for batch in loader.validation_batches(num_batches):
             yield 1, loader.global_batch, batch
         return
-    places, divisor = (
-        loader.validation_places(),
-        step.layout.divisor // step.layout.num_microbatches,
-    )
+    places = loader.validation_places()
+    divisor = step.layout.divisor // step.layout.num_microbatches
     for start in range(0, len(places), loader.global_batch):
         batch = places[start : start + loader.global_batch]
         whole, rest = np.split(batch, [len(batch) // divisor * divisor])

@@ -21,8 +21,7 @@ from axon_dist.inspect import Report, report, target_devices
 from axon_dist.mesh import MeshSpec, World
 from axon_dist.mesh.targets import Target, parse_target, prepare_environment
 from axon_dist.planner import read_step
-from axon_dist.sharding import Explanation
-from axon_dist.step import TrainStep
+from axon_dist.step import Claims, TrainStep
 
 from ..config import CONFIG, RunConfig, abstract_batch
 from .device_memory import bytes_per_device_of
@@ -145,10 +144,14 @@ def read_program(run: Run) -> dict[str, Any]:
     """
     found = compiled_report(run.step, run.config)
     plan = run.step.strategy.pipeline
+    table = None if plan is None else plan.schedule
     return {
         "strategy": run.step.strategy.name,
         "mesh": dict(run.world.mesh.shape),
-        "devices": [_device(rank, d) for rank, d in enumerate(run.world.mesh.devices.flat)],
+        "devices": [
+            {"rank": rank, "id": device.id, "process": device.process_index}
+            for rank, device in enumerate(run.world.mesh.devices.flat)
+        ],
         "chip": None if found.machine is None else found.machine.name,
         "chip_bytes": None if found.machine is None else found.machine.memory_bytes,
         "memory": memory_by_category(run, found),
@@ -158,12 +161,12 @@ def read_program(run: Run) -> dict[str, Any]:
         "collectives": _joined(found.collectives.to_rows()),
         "wire_bytes_by_axis": found.collectives.by_axis(),
         "is_cpu": run.world.is_cpu,
-        "leaves": _leaves(run.step.claims.params, run.step.claims.frozen),
+        "leaves": _leaves(run.step.claims),
         "batch": {
             name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
             for name, leaf in abstract_batch(run.config).items()
         },
-        "schedule": None if plan is None else _schedule(plan.schedule),
+        "schedule": None if table is None else {"name": table.name, "csv": table.to_csv()},
     }
 
 
@@ -198,10 +201,6 @@ _KINDS: Mapping[str, str] = {
 }
 
 
-def _device(rank: int, device: Any) -> dict[str, Any]:
-    return {"rank": rank, "id": device.id, "process": device.process_index}
-
-
 def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Collectives that differ in nothing but their name, as one row with a count."""
     total: Counter[str] = Counter()
@@ -212,7 +211,7 @@ def _joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return sorted(joined, key=lambda row: -row["wire_bytes"] * row["count"])
 
 
-def _leaves(*explanations: Explanation | None) -> list[dict[str, Any]]:
+def _leaves(claims: Claims) -> list[dict[str, Any]]:
     return [
         {
             "path": row.path,
@@ -223,14 +222,10 @@ def _leaves(*explanations: Explanation | None) -> list[dict[str, Any]]:
             "spec": str(row.spec),
             "why": row.decision.reason,
         }
-        for found in explanations
+        for found in (claims.params, claims.frozen)
         if found is not None
         for row in found.rows
     ]
-
-
-def _schedule(table: Any) -> dict[str, str]:
-    return {"name": table.name, "csv": table.to_csv()}
 
 
 @dataclasses.dataclass(frozen=True)

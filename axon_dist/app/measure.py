@@ -155,10 +155,7 @@ class Tuning:
 
 @told(config=CONFIG)
 def tune(
-    config: RunConfig,
-    rounds: int = 5,
-    calls: int = 4,
-    tried: Sequence[Variant] | None = None,
+    config: RunConfig, rounds: int = 5, calls: int = 4, tried: Sequence[Variant] | None = None
 ) -> Tuning:
     """Measures the step of a config under several compiler options and remat policies.
 

@@ -11,15 +11,7 @@ from pathlib import Path
 from axon_dist.core.words import byte_size, clock_time, duration, plural
 from axon_dist.schedule import Schedule, simulate, to_svg, validate
 
-from .run_records import (
-    Curve,
-    Recorded,
-    Runs,
-    bars,
-    compared,
-    lines,
-    read_recorded,
-)
+from .run_records import Curve, Recorded, Runs, bars, compared, lines, read_recorded
 
 TEMPLATE = Path(__file__).with_name("page.html")
 """Everything of a page that is the same for all runs."""
@@ -400,20 +392,10 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("throughput", "Throughput", _throughput, _NOT_MEASURED),
     Part("steps", "Step time", _step_time, _NOT_MEASURED),
-    Part(
-        "time",
-        "Where the time went",
-        _time,
-        "Unknown: summary.json, of the end, does not say.",
-    ),
+    Part("time", "Where the time went", _time, "Unknown: summary.json, of the end, does not say."),
     Part("memory", "Memory per device", _memory, _NO_PROGRAM),
     Part("collectives", "Collectives", _collectives, _NO_PROGRAM),
-    Part(
-        "schedule",
-        "Schedule",
-        _timeline,
-        "There is no pipeline, so there is no schedule.",
-    ),
+    Part("schedule", "Schedule", _timeline, "There is no pipeline, so there is no schedule."),
     Part("mesh", "Mesh", _mesh, _NO_PROGRAM),
     Part("parameters", "Where every parameter lies", _parameters, _NO_PROGRAM),
     Part("versions", "Versions", _versions, _NO_SUMMARY),

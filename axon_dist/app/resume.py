@@ -41,11 +41,7 @@ def open_checkpoints(
     config = run.config.checkpoint
     folder = directory.checkpoints if config.dir is None else as_path(config.dir, "checkpoint.dir")
     return CheckpointManager(
-        folder,
-        config.retention,
-        type=config.type,
-        background=config.background,
-        tell=tell,
+        folder, config.retention, type=config.type, background=config.background, tell=tell
     )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from axon_dist.checkpoint import (
     CheckpointManager,
@@ -25,17 +23,15 @@ from axon_dist.core.files import as_path, kind_at
 from axon_dist.core.tree import is_key, joined, leaves_with_paths, map_with_path, parted
 from axon_dist.core.typing import Array, Leaf, PyTree
 from axon_dist.core.typing import Path as LeafPath
-from axon_dist.mesh import World
 from axon_dist.nn import merge_lora
 from axon_dist.ops.int8 import NUMBERS, SCALE, Int8Form, narrowed, widened
-from axon_dist.ops.precision import without_gathers
-from axon_dist.step import ModelParts, PortableForm, TrainState, TrainStep, take_apart
+from axon_dist.step import ModelParts, take_apart
 from axon_dist.step.replicas import mean_rows
 from axon_dist.weights import MAX_FILE, NATIVE_NAME, find_tensors, format_of, save_weights
 
 from ..config import RunConfig, load_untrusted
 from .directory import RunDirectory
-from .steps import build_world, model_of
+from .steps import model_of
 
 BEST = "best"
 """Which checkpoint: the one with the lowest validation loss."""
@@ -151,42 +147,6 @@ def find_checkpoint(
             f"{', '.join(map(str, there))}; name one of these, best, or none for the newest"
         )
     return folder / step_name(int(step))
-
-
-def world_of(config: RunConfig, one_device: bool) -> tuple[RunConfig, World]:
-    """The devices of a run, or one of them; and its config as it is there.
-
-    Args:
-        config: of a run.
-        one_device: take one device, on which nothing is split.
-    """
-    if not one_device:
-        return config, build_world(config)
-    emulate = config.devices.emulate and 1
-    alone = {"mesh": {"dp": 1}, "parallel": "ddp", "devices": {"emulate": emulate}}
-    plain = dataclasses.replace(config, precision=without_gathers(config.precision)).to_dict()
-    plain["train"]["accumulate"] = 1
-    config = RunConfig.from_dict({**plain, **alone})
-    if emulate:
-        return config, build_world(config)
-    return config, World.init("dp=1", [World.init().mesh.devices.flat[0]])
-
-
-def load_state(checkpoint: Path, step: TrainStep) -> TrainState:
-    """The state of a step that trains nothing, with the parameters of a checkpoint.
-
-    Args:
-        checkpoint: the folder of one, of any mesh and strategy.
-        step: of the same model; its optimizer keeps nothing, as `optax.identity()` does.
-
-    Returns:
-        The state, to evaluate with.
-    """
-    targets: Any = step.weight_targets
-    where = map_with_path(lambda path, _: targets[path].sharding, step.parts.weights)
-    whole = NamedSharding(step.world.mesh, PartitionSpec())
-    weights, buffers = load_arrays(checkpoint, step.parts, where, whole)
-    return PortableForm(step).with_weights(weights, buffers)
 
 
 def load_arrays(

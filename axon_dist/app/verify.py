@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from flax import nnx
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.told import told
 from axon_dist.core.tree import leaves_with_paths, map_with_path
-from axon_dist.core.typing import PyTree
+from axon_dist.core.typing import Path, PyTree
 from axon_dist.data import LocalBatch
 from axon_dist.mesh import World
 from axon_dist.ops.precision import without_gathers
@@ -66,10 +66,7 @@ def train_replicas(
     plan: Any = step.strategy.slow
     count = step.world.mesh.shape[plan.axis]
 
-    def start(state):
-        return dataclasses.replace(state, params=first(state.params))
-
-    states = [_of_replica(start(alone.init()), number) for number in range(count)]
+    states = [_of_replica(_first_state(alone, first), number) for number in range(count)]
     # A step uses up the memory of its state, which shares none with what is agreed on.
     outer = jax.tree.map(jnp.copy, states[0].params)
     parts = plan.parts({path: leaf.size for path, leaf in leaves_with_paths(outer)})
@@ -83,26 +80,23 @@ def train_replicas(
                 total = found.setdefault(metric_of(name, number), 0.0)
                 found[metric_of(name, number)] = total + np.asarray(metrics[name]) / count
         for part in plan.due(number + 1):
-
-            def mean(o, *p):
-                return o - sum(p) / count
-
-            went = jax.tree.map(mean, outer, *(state.params for state in states))
+            means = jax.tree.map(lambda *p: sum(p) / count, *(state.params for state in states))
+            went = jax.tree.map(jnp.subtract, outer, means)
             updates, outer_states[part] = plan.outer.update(went, outer_states[part], outer)
             met = optax.apply_updates(outer, updates)
-
-            def pick(path, new, old, of=parts[part]):
-                return new if path in of else old
-
-            outer = map_with_path(pick, met, outer)
-
-            def follow(state, met=met, pick=pick):
-                return dataclasses.replace(
-                    state, params=jax.tree.map(jnp.copy, map_with_path(pick, met, state.params))
-                )
-
-            states = [follow(state) for state in states]
+            outer = _replaced(outer, met, parts[part])
+            states = [_follow(state, met, parts[part]) for state in states]
     return found, params_of(alone.merge(dataclasses.replace(states[0], params=outer)))
+
+
+def _replaced(old: PyTree, new: PyTree, paths: Collection[Path]) -> PyTree:
+    """A tree with the leaves of another at some paths."""
+    return map_with_path(lambda path, leaf, other: other if path in paths else leaf, old, new)
+
+
+def _follow(state: TrainState, met: PyTree, paths: Collection[Path]) -> TrainState:
+    params = jax.tree.map(jnp.copy, _replaced(state.params, met, paths))
+    return dataclasses.replace(state, params=params)
 
 
 def metric_of(name: str, number: int) -> str:
@@ -114,6 +108,11 @@ def params_of(model: nnx.Module) -> dict[str, Any]:
     """The parameters of a model by path, in host memory."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     return {path: np.asarray(jax.device_get(x)) for path, x in leaves_with_paths(params)}
+
+
+def _first_state(step: TrainStep, first: Callable[[PyTree], PyTree]) -> TrainState:
+    state = step.init()
+    return dataclasses.replace(state, params=first(state.params))
 
 
 def _of_replica(state: TrainState, number: int) -> TrainState:
@@ -252,10 +251,9 @@ def verify(config: RunConfig, steps: int = 5) -> Verification:
         ConfigError: for fewer than one step or more than a thousand, or in one of several
             processes.
     """
-    if steps < 1:
-        raise ConfigError(f"verify got {steps} steps; it needs at least 1")
-    if steps > _MOST_STEPS:
-        raise ConfigError(f"verify got {steps} steps; it compares at most {_MOST_STEPS}")
+    if not 1 <= steps <= _MOST_STEPS:
+        limit = "needs at least 1" if steps < 1 else f"compares at most {_MOST_STEPS}"
+        raise ConfigError(f"verify got {steps} steps; it {limit}")
     world = build_world(config)
     if world.num_processes > 1:
         raise ConfigError(
@@ -316,8 +314,7 @@ def _train(
 
     `first` makes the parameters of the first state from what they would be.
     """
-    state, losses = step.init(), {}
-    state = dataclasses.replace(state, params=first(state.params))
+    state, losses = _first_state(step, first), {}
     for number, batch in enumerate(batches):
         state, metrics = step(state, batch)
         # Clipping hides a constant factor in the gradients, as Adam does, but not in their norm.

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _plan_size(arguments, memory)
 
 
-def _devices(arguments: argparse.Namespace) -> tuple[Any, int]:
+def _devices(arguments: argparse.Namespace) -> tuple[Hardware, int]:
     if (arguments.target is None) == (arguments.devices is None):
         raise ConfigError(
             "plan needs either --target, such as h100:8, or --devices, such as 8 --memory 80GB"
@@ -163,12 +163,7 @@ def _plan_config(arguments: argparse.Namespace, memory: int | None) -> int:
     if arguments.compile:
         prepare_environment(arguments.target)
     found = plan_config(
-        config,
-        row,
-        num_devices,
-        memory,
-        target=arguments.target,
-        num_compiled=arguments.compile,
+        config, row, num_devices, memory, target=arguments.target, num_compiled=arguments.compile
     )
     show_config_plans(config.name, found, Console(highlight=False))
     return 0 if found.fits else 1

@@ -32,11 +32,11 @@ from axon_dist.app import (
     verify,
 )
 from axon_dist.app.verify import SPREAD
-from axon_dist.collectives import is_main_process
 from axon_dist.config import RunConfig, describe, load_config, to_markdown, to_text
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.words import plural, printable
 from axon_dist.launch import INTERRUPTED
+from axon_dist.mesh import process_index
 from axon_dist.planner import parse_bytes
 
 from .values import check_output, notice, write_output
@@ -95,7 +95,7 @@ def _dry_run(config: RunConfig, resume: str | None) -> int:
             f"got --resume {resume} beside --dry-run, which trains nothing; leave one of them out"
         )
     lines = dry_run(config).lines()
-    if is_main_process():
+    if process_index() == 0:
         LastingConsole(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
     return 0
 
@@ -104,7 +104,7 @@ def evaluate_run(arguments: argparse.Namespace) -> int:
     """Evaluates the model of a run, and prints its metrics."""
 
     evaluation = evaluate(**_given(arguments), tell=_print)
-    if not is_main_process():
+    if process_index():
         return 0
     _print(f"{evaluation.checkpoint}: {evaluation.strategy} on mesh {evaluation.mesh}")
     Console().print(_table(evaluation))
@@ -126,7 +126,7 @@ def _table(evaluation: Evaluation) -> Table:
 def generate_texts(arguments: argparse.Namespace) -> int:
     """Continues the prompts, and prints the texts."""
     completions = generate_text(**_given(arguments), tell=notice)
-    if not is_main_process():
+    if process_index():
         return 0
     console = Console(highlight=False, soft_wrap=True)
     for number, completion in enumerate(completions):

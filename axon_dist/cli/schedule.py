@@ -204,13 +204,12 @@ def _compare(arguments: argparse.Namespace, costs: Costs, console: Console) -> N
 
 def _check_alone(arguments: argparse.Namespace) -> None:
     """A comparison is of all schedules, so that no single one can be named, drawn or written."""
-    given = [arguments.name] if arguments.name is not None else []
-    given += ["--search"] if arguments.search else []
-    given += ["--ahead"] if arguments.ahead else []
-    if arguments.vocabulary is not None:
-        given += [f"--vocabulary {arguments.vocabulary:g}"]
-    for option, file in (("--svg", arguments.svg), ("--csv", arguments.csv)):
-        given += [f"{option} {file}"] if file is not None else []
+    flags = [arguments.name, "--search" * arguments.search, "--ahead" * arguments.ahead]
+    given = [flag for flag in flags if flag]
+    values = {"--vocabulary": arguments.vocabulary, "--svg": arguments.svg, "--csv": arguments.csv}
+    for option, value in values.items():
+        shown = f"{value:g}" if isinstance(value, float) else value
+        given += [] if value is None else [f"{option} {shown}"]
     if given:
         words = " and ".join(given)
         raise ConfigError(

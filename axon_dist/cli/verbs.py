@@ -67,15 +67,15 @@ class Verb:
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(arguments)
 
 
-def _argument(*names: str, **options: Any) -> Argument:
+def _argument(*names: str, **options: object) -> Argument:
     return Argument(names, options)
 
 
-def _int(*names: str, **options: Any) -> Argument:
+def _int(*names: str, **options: object) -> Argument:
     return Argument(names, {"type": as_int, **options})
 
 
-def _number(*names: str, **options: Any) -> Argument:
+def _number(*names: str, **options: object) -> Argument:
     return Argument(names, {"type": as_number, **options})
 
 
@@ -127,8 +127,7 @@ VERBS: tuple[Verb, ...] = (
                 "PATH from a checkpoint, or from the newest good one of another run",
             ),
             _flag(
-                "--dry-run",
-                "compiles, prints what would be trained and written, and does neither",
+                "--dry-run", "compiles, prints what would be trained and written, and does neither"
             ),
         ),
         (

@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
 import yaml
@@ -114,7 +114,7 @@ def _sections(
         yield from _inside(option.hint, f"{path}.{name}".lstrip("."))
 
 
-def _keys(thing: Any, path: str) -> tuple[Key, ...]:
+def _keys(thing: Callable[..., object], path: str) -> tuple[Key, ...]:
     """The keys that a dataclass or a function takes."""
     meanings = meanings_of(thing)
     return tuple(
@@ -159,7 +159,7 @@ def _strategies() -> Iterator[Section]:
         yield from _sections(make, f"parallel.{name}")
 
 
-def meanings_of(thing: Any) -> dict[str, str]:
+def meanings_of(thing: Callable[..., object]) -> dict[str, str]:
     """What the docstring of a function, or those of a class and its bases, say of each argument.
 
     Example:
@@ -172,7 +172,7 @@ def meanings_of(thing: Any) -> dict[str, str]:
     return found
 
 
-def _documented(thing: object) -> dict[str, str]:
+def _documented(thing: Callable[..., object]) -> dict[str, str]:
     """The entries of the `Args` of a docstring: name and text."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", _docstring(thing), re.MULTILINE)
     entries = re.findall(
@@ -183,12 +183,12 @@ def _documented(thing: object) -> dict[str, str]:
     return {name: re.sub(r"\bNone\b", "null", words) for name, words in plain.items()}
 
 
-def first_sentence(thing: object) -> str:
+def first_sentence(thing: Callable[..., object]) -> str:
     """The first paragraph of a docstring, on one line."""
     return " ".join(_docstring(thing).split("\n\n")[0].split())
 
 
-def _docstring(thing: Any) -> str:
+def _docstring(thing: Callable[..., object]) -> str:
     return inspect.cleandoc(inspect.unwrap(thing).__doc__ or "")
 
 

@@ -381,17 +381,11 @@ def kind_of(
     if isinstance(sizes, OwnModel):
         row = ModelKind(OwnModel, OwnModel.make, _task_of(data, own_loss), {})
     else:
-        row = _row(sizes)
-    task: Any = row.task
-    if isinstance(data, OwnData):
-        task = OwnTask(task.loss_fn)
+        row = next(kind for kind in MODELS.values() if kind.sizes is type(sizes))
+    task = OwnTask(row.task.loss_fn) if isinstance(data, OwnData) else row.task
     if own_loss is not None:
         task = dataclasses.replace(task, loss_fn=own_loss)
-    return row if task is row.task else dataclasses.replace(row, task=task)
-
-
-def _row(sizes: object) -> ModelKind:
-    return next(kind for kind in MODELS.values() if kind.sizes is type(sizes))
+    return dataclasses.replace(row, task=task)
 
 
 def _task_of(data: object, own_loss: LossFn | None) -> Task[Any]:

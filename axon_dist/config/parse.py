@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.scanner import ScannerError
+from yaml.composer import ComposerError
 
 from axon_dist.core.errors import ConfigError
 from axon_dist.core.files import as_path, read_text
@@ -111,12 +111,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     data = _parse(read_text(as_path(path, "the config"), what, most=_MOST_BYTES), what)
     if not isinstance(data, dict | None):
         raise ConfigError(f"{what} holds {data!r:.200}; it must be a section of keys and values")
-    return {key: value for key, value in (data or {}).items() if not _holds_anchors(key)}
-
-
-def _holds_anchors(key: object) -> bool:
-    """Whether a section at the top is there to be merged into others by `<<`."""
-    return isinstance(key, str) and key.startswith("x-")
+    return {key: value for key, value in (data or {}).items() if not key.startswith("x-")}
 
 
 def apply_override(data: Mapping[str, object], override: str) -> dict[str, Any]:
@@ -170,20 +165,17 @@ class _StrictLoader(yaml.SafeLoader):
     What `<<` brings along gives way to the keys of the section itself.
     """
 
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        """Begins `[` or `{`; each looks at all that it is in, so that thousands take minutes."""
-        self._check_depth(self.flow_level)
-        super().fetch_flow_collection_start(TokenClass)
+    _depth = 0
 
-    def add_indent(self, column: int) -> bool:
-        """Begins a section by indentation."""
-        self._check_depth(len(self.indents))
-        return super().add_indent(column)
-
-    def _check_depth(self, depth: int) -> None:
-        if depth > _DEEPEST:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Reads a value and all within it; to look so deep for thousands would take minutes."""
+        if self._depth > _DEEPEST:
             problem = f"values within values, more than {_DEEPEST} deep"
-            raise ScannerError(None, None, problem, self.get_mark())
+            raise ComposerError(None, None, problem, self.get_mark())
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Puts what `<<` brings in front of the keys of a section; reading it begins with this."""

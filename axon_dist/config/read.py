@@ -229,11 +229,11 @@ class Option:
         default: the value where the key is missing; `MISSING` where it must be given.
     """
 
-    hint: Any
-    default: Any
+    hint: object
+    default: object
 
 
-def options_of(thing: Any) -> dict[str, Option]:
+def options_of(thing: Callable[..., object]) -> dict[str, Option]:
     """What a config can say to a dataclass, or to a function that makes a strategy.
 
     What the library gives itself is left out: the path and the options of a thing of the user's
@@ -432,8 +432,12 @@ def _read_union(hint: object, value: object, path: str) -> Any:
     raise errors[0]
 
 
-def _knows(hint: Any, section: Mapping[str, object]) -> bool:
-    return dataclasses.is_dataclass(hint) and set(section) <= set(options_of(hint))
+def _knows(hint: object, section: Mapping[str, object]) -> bool:
+    return (
+        isinstance(hint, type)
+        and dataclasses.is_dataclass(hint)
+        and set(section) <= set(options_of(hint))
+    )
 
 
 def _has_keys(hint: object) -> bool:
@@ -482,7 +486,7 @@ def _as_float(value: object) -> Any:
         return value
 
 
-_READERS: dict[Any, Any] = {
+_READERS: dict[object, Callable[..., Any]] = {
     Annotated: _read_annotated,
     Literal: _read_literal,
     Union: _read_union,

@@ -104,11 +104,6 @@ def strategy_options(value: object) -> StrategyOptions:
     return MappingProxyType({str(name): dict(options or {}) for name, options in value.items()})
 
 
-def plain_options(options: StrategyOptions) -> dict[str, dict[str, Any]]:
-    """Options by strategy name, as YAML has them."""
-    return {name: dict(values) for name, values in options.items()}
-
-
 def build_strategy(
     parallel: Mapping[str, Mapping[str, object]], model: Any, world: World
 ) -> Strategy:
@@ -253,7 +248,7 @@ class RunConfig:
         StrategyOptions,
         Parsed(
             strategy_options,
-            plain_options,
+            lambda parallel: {name: dict(options) for name, options in parallel.items()},
             "a strategy, a list, or {strategy: {option: x}}",
         ),
     ] = dataclasses.field(default_factory=lambda: strategy_options("ddp"))

@@ -85,7 +85,7 @@ class Own:
                 error.add_note(f"raised by {where}, {self.path}")
             raise
 
-    def _check_signature(self, function: Callable[..., Any]) -> None:
+    def _check_signature(self, function: Callable[..., object]) -> None:
         given = next((name for name in self.given if name in self.options), None)
         if given is not None:
             raise ConfigError(
@@ -217,7 +217,7 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
     return guess or " Correct the name."
 
 
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter] | None:
     """What a function or class takes, or None where that cannot be known."""
     try:
         # A class of modules says (*args, **kwargs) of itself, whatever its own method takes.

@@ -19,7 +19,7 @@ _TAIL_BYTES = 2**14
 _OURS = "axon: "
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
-_ABORTS = (b"coordination service", b"distributed service")
+_ABORTS = ("coordination service", "distributed service")
 _DEATH_SECONDS = 10.0
 _GUARD = 'groups=; while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups'
 _LOST = "it lost the coordination service, the process beside rank 0 through which all meet"
@@ -77,7 +77,9 @@ class Child:
         """How it ended, in words, with the last that it said."""
         code = self.process.poll()
         if code is not None and code < 0:
-            lost = f": {_LOST}" if code == -signal.SIGABRT and _has_lost_service(self.log) else ""
+            # JAX ends a process by this signal when the service of the run is gone.
+            is_lost = code == -signal.SIGABRT and any(x in _tail(self.log) for x in _ABORTS)
+            lost = f": {_LOST}" if is_lost else ""
             return f"rank {self.rank} was killed by {signal.Signals(-code).name}{lost}"
         words = last_words(self.log)
         return f"rank {self.rank} exited with code {code}{f': {words}' if words else ''}"
@@ -165,23 +167,19 @@ def last_words(log: Path) -> str:
     An error is what stands below a traceback, and need not be the last line: what it says may have
     several, and JAX adds that it left frames out.
     """
+    lines = [line for line in _tail(log).splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith(_OURS)]
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    errors = [line for line in lines[max(starts, default=len(lines)) :] if _ERROR.match(line)]
+    return (ours[-1:] or errors[:1] or lines[-1:] or [""])[0].removeprefix(_OURS)
+
+
+def _tail(log: Path) -> str:
+    """The end of a log; nothing where it cannot be read."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        ours = [line for line in lines if line.startswith(_OURS)]
-        starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-        errors = [line for line in lines[max(starts, default=len(lines)) :] if _ERROR.match(line)]
-        return (ours[-1:] or errors[:1] or lines[-1:] or [""])[0].removeprefix(_OURS)
+        return file.read().decode(errors="replace")
     return ""
-
-
-def _has_lost_service(log: Path) -> bool:
-    """Whether JAX has ended a process because the service of the run was gone."""
-    with contextlib.suppress(OSError), open(log, "rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-        tail = file.read()
-        return any(words in tail for words in _ABORTS)
-    return False
 
 
 def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..core.errors import LaunchError
 from .child import Child, Reaper, guarding, lasting, start_child
-from .emulation import MOST_DEVICES
+from .distributed import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
 from .rendezvous import TOKEN
 from .watchdog import EXIT_PEER_LOST

@@ -1,4 +1,4 @@
-"""The roll call: every process reports to process 0 before JAX starts, or all hear who is missing.
+"""The rendezvous: every process reports to process 0 before JAX starts, or all hear who is missing.
 
 JAX ends the process when a peer does not come (`SIGABRT`, no exception, no name). So the processes
 meet here first, over a plain socket on the coordinator's port, which is free until JAX takes it.
@@ -40,7 +40,7 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "axon_dist")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attendee:
+class Peer:
     """What a process says of itself.
 
     Args:
@@ -60,7 +60,7 @@ class Attendee:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def here(cls, process: int, num_processes: int) -> Attendee:
+    def here(cls, process: int, num_processes: int) -> Peer:
         """Describes the process that calls."""
         return cls(
             process=process,
@@ -78,16 +78,10 @@ class Attendee:
             TypeError: when a field is of another type.
             ValueError: when there is no such process.
         """
-        for field, kind in (
-            ("process", int),
-            ("num_processes", int),
-            ("host", str),
-            ("pid", int),
-            ("versions", dict),
-            ("settings", dict),
-        ):
-            if type(getattr(self, field)) is not kind:
-                raise TypeError(f"{field} is no {kind.__name__}")
+        kinds = (int, int, str, int, dict, dict)
+        for field, kind in zip(dataclasses.fields(self), kinds, strict=True):
+            if type(getattr(self, field.name)) is not kind:
+                raise TypeError(f"{field.name} is no {kind.__name__}")
         if not 0 <= self.process < self.num_processes:
             raise ValueError(f"there is no process {self.process} of {self.num_processes}")
 
@@ -95,7 +89,7 @@ class Attendee:
         return f"process {self.process} (host {self.host}, pid {self.pid})"
 
 
-def call_roll(address: str, me: Attendee, timeout: float, token: str = "") -> tuple[Attendee, ...]:
+def rendezvous(address: str, me: Peer, timeout: float, token: str = "") -> tuple[Peer, ...]:
     """Returns when all processes are there; every one of them must call it.
 
     Each proves that it knows the token, and process 0 that it does too, without sending it: by an
@@ -120,7 +114,7 @@ def call_roll(address: str, me: Attendee, timeout: float, token: str = "") -> tu
     return _attend(address, me, deadline, timeout, token)
 
 
-def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
+def find_mistake(present: Mapping[int, Peer], late: Peer) -> str | None:
     """Says what is wrong with one more process, if anything.
 
     Args:
@@ -128,7 +122,7 @@ def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
         late: the next one.
 
     Example:
-        >>> zero = Attendee(process=0, num_processes=2, host="a", pid=1, versions={})
+        >>> zero = Peer(process=0, num_processes=2, host="a", pid=1, versions={})
         >>> find_mistake({0: zero}, dataclasses.replace(zero, pid=7))
         'process 0 (host a, pid 1) and process 0 (host a, pid 7) have the same rank; give each ...'
     """
@@ -159,21 +153,19 @@ def find_mistake(present: Mapping[int, Attendee], late: Attendee) -> str | None:
     return None
 
 
-def _host(
-    address: str, me: Attendee, deadline: float, timeout: float, token: str
-) -> tuple[Attendee, ...]:
-    present, waiting = {0: me}, list[_Guest]()
+def _host(address: str, me: Peer, deadline: float, timeout: float, token: str) -> tuple[Peer, ...]:
+    present, waiting = {0: me}, list[_Connection]()
     mistake = None
-    with contextlib.closing(_Reception(address, me.num_processes + _STRANGERS, token)) as reception:
+    with contextlib.closing(_Listener(address, me.num_processes + _STRANGERS, token)) as listener:
         note = _Note()
         while mistake is None and len(present) < me.num_processes:
             missing = [p for p in range(me.num_processes) if p not in present]
             if time.monotonic() > deadline:
-                mistake = _missing_text(missing, me.num_processes, timeout, reception.refused)
+                mistake = _missing_text(missing, me.num_processes, timeout, listener.refused)
                 break
             note.say(f"waiting for processes {_listed(missing)} of {me.num_processes}")
-            for guest, late in reception.arrivals():
-                waiting.append(guest)
+            for caller, late in listener.arrivals():
+                waiting.append(caller)
                 mistake = mistake or find_mistake(present, late)
                 present.setdefault(late.process, late)
         ordered = tuple(present[p] for p in sorted(present))
@@ -184,7 +176,7 @@ def _host(
 
 
 @dataclasses.dataclass(eq=False)
-class _Guest:
+class _Connection:
     """A connection to process 0: one of the run, or a stranger who knocked on the port.
 
     Args:
@@ -192,23 +184,23 @@ class _Guest:
         deadline: when it must have said who it is.
         nonce: what its proof must cover.
         said: what came so far.
-        own: the number that the guest has drawn.
+        drawn: the number that the caller has drawn.
     """
 
     connection: socket.socket
     deadline: float
     nonce: str
     said: bytearray = dataclasses.field(default_factory=bytearray)
-    own: str = ""
+    drawn: str = ""
 
 
-class _Reception:
+class _Listener:
     """Listens to all connections at once: one that is silent or slow keeps nobody waiting.
 
     Args:
         address: `host:port` to listen on.
         most: connections at a time; a further one is closed at once.
-        token: what guests must prove to know.
+        token: what callers must prove to know.
 
     Attributes:
         refused: how many could not.
@@ -217,7 +209,7 @@ class _Reception:
     def __init__(self, address: str, most: int, token: str):
         self.most, self.token, self.refused = most, token, 0
         self._server = listen(address)
-        self._guests: set[_Guest] = set()
+        self._open: set[_Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
 
@@ -225,10 +217,10 @@ class _Reception:
         """Closes every connection, those of the processes of the run too."""
         self._selector.close()
         self._server.close()
-        for guest in self._guests:
-            guest.connection.close()
+        for caller in self._open:
+            caller.connection.close()
 
-    def arrivals(self) -> Iterator[tuple[_Guest, Attendee]]:
+    def arrivals(self) -> Iterator[tuple[_Connection, Peer]]:
         """The processes that have said who they are within a moment."""
         for key, _ in self._selector.select(_PAUSE_SECONDS):
             if key.data is None:
@@ -236,55 +228,57 @@ class _Reception:
             elif (late := self._hear(key.data)) is not None:
                 self._selector.unregister(key.data.connection)
                 yield key.data, late
-        for guest in [g for g in self._guests if not g.own and time.monotonic() > g.deadline]:
-            self._drop(guest)
+        for caller in [g for g in self._open if not g.drawn and time.monotonic() > g.deadline]:
+            self._drop(caller)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
             connection.setblocking(False)
-            guest = _Guest(connection, time.monotonic() + _HELLO_SECONDS, secrets.token_hex(16))
-            self._guests.add(guest)
-            if len(self._guests) > self.most:
-                self._drop(guest)
+            caller = _Connection(
+                connection, time.monotonic() + _HELLO_SECONDS, secrets.token_hex(16)
+            )
+            self._open.add(caller)
+            if len(self._open) > self.most:
+                self._drop(caller)
                 return
-            self._selector.register(connection, selectors.EVENT_READ, guest)
+            self._selector.register(connection, selectors.EVENT_READ, caller)
             try:
-                _send(connection, {"nonce": guest.nonce})
+                _send(connection, {"nonce": caller.nonce})
             except OSError:
-                self._drop(guest)
+                self._drop(caller)
 
-    def _hear(self, guest: _Guest) -> Attendee | None:
-        """Takes in what a guest says; the process it is, once it has said all."""
+    def _hear(self, caller: _Connection) -> Peer | None:
+        """Takes in what a caller says; the process it is, once it has said all."""
         try:
-            chunk = guest.connection.recv(_HELLO_BYTES)
-            guest.said += chunk
+            chunk = caller.connection.recv(_HELLO_BYTES)
+            caller.said += chunk
             if b"\n" not in chunk:
-                if not chunk or len(guest.said) > _HELLO_BYTES:
+                if not chunk or len(caller.said) > _HELLO_BYTES:
                     raise ConnectionError("it hung up, or says too much")
                 return None
-            message = json.loads(guest.said)
-            fields, nonce = message["attendee"], str(message["nonce"])
-            proof = _proof(self.token, "attendee", guest.nonce, nonce, fields)
+            message = json.loads(caller.said)
+            fields, nonce = message["peer"], str(message["nonce"])
+            proof = _proof(self.token, "peer", caller.nonce, nonce, fields)
             if not hmac.compare_digest(proof.encode(), str(message["proof"]).encode()):
                 self.refused += 1
-                _send(guest.connection, {"refused": True})
+                _send(caller.connection, {"refused": True})
                 raise ConnectionError("it does not know the token")
-            late = Attendee(**fields)
+            late = Peer(**fields)
             late.validate()
         except BlockingIOError:
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            self._drop(guest)
+            self._drop(caller)
             return None
-        guest.own = nonce or "-"
+        caller.drawn = nonce or "-"
         return late
 
-    def _drop(self, guest: _Guest) -> None:
+    def _drop(self, caller: _Connection) -> None:
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(guest.connection)
-        guest.connection.close()
-        self._guests.discard(guest)
+            self._selector.unregister(caller.connection)
+        caller.connection.close()
+        self._open.discard(caller)
 
 
 def listen(address: str) -> socket.socket:
@@ -308,27 +302,28 @@ def listen(address: str) -> socket.socket:
 
 
 def _answer(
-    waiting: Sequence[_Guest], mistake: str | None, present: Sequence[Attendee], token: str
+    waiting: Sequence[_Connection], mistake: str | None, present: Sequence[Peer], token: str
 ) -> None:
-    said = {"mistake": mistake, "present": [dataclasses.asdict(attendee) for attendee in present]}
-    for guest in waiting:
-        guest.connection.settimeout(_HELLO_SECONDS)
+    said = {"mistake": mistake, "present": [dataclasses.asdict(peer) for peer in present]}
+    for caller in waiting:
+        caller.connection.settimeout(_HELLO_SECONDS)
         with contextlib.suppress(OSError):
             _send(
-                guest.connection, {"said": said, "proof": _proof(token, "answer", guest.own, said)}
+                caller.connection,
+                {"said": said, "proof": _proof(token, "answer", caller.drawn, said)},
             )
 
 
 def _attend(
-    address: str, me: Attendee, deadline: float, timeout: float, token: str
-) -> tuple[Attendee, ...]:
+    address: str, me: Peer, deadline: float, timeout: float, token: str
+) -> tuple[Peer, ...]:
     note, trouble = _Note(), "it did not answer"
     while time.monotonic() < deadline:
         note.say(f"process {me.process} is waiting for process 0 at {address}: {trouble}")
         try:
             answer = _report(address, me, deadline, token)
             is_refused = bool(answer.get("refused"))
-            present = () if is_refused else tuple(Attendee(**row) for row in answer["present"])
+            present = () if is_refused else tuple(Peer(**row) for row in answer["present"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             trouble = str(error) or type(error).__name__
             time.sleep(_PAUSE_SECONDS)
@@ -348,13 +343,13 @@ def _attend(
     )
 
 
-def _report(address: str, me: Attendee, deadline: float, token: str) -> dict[str, Any]:
+def _report(address: str, me: Peer, deadline: float, token: str) -> dict[str, Any]:
     seconds = max(deadline - time.monotonic(), _PAUSE_SECONDS)
     with socket.create_connection(split_address(address), timeout=seconds) as connection:
         nonce = str(_receive(connection, time.monotonic() + _HELLO_SECONDS)["nonce"])
         drawn, fields = secrets.token_hex(16), dataclasses.asdict(me)
-        proof = _proof(token, "attendee", nonce, drawn, fields)
-        _send(connection, {"attendee": fields, "nonce": drawn, "proof": proof})
+        proof = _proof(token, "peer", nonce, drawn, fields)
+        _send(connection, {"peer": fields, "nonce": drawn, "proof": proof})
         # Process 0 may have started its clock later, and answers when its own time is up.
         answer = _receive(connection, time.monotonic() + 2 * seconds + _HELLO_SECONDS)
     if answer.get("refused"):

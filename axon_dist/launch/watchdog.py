@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .rendezvous import Attendee
+from .rendezvous import Peer
 
 EXIT_PEER_LOST = 76
 """The exit code of a process that ended because another one was lost (`EX_PROTOCOL`).
@@ -91,9 +91,9 @@ class Watchdog:
         timeout: seconds of silence after which a process counts as lost.
     """
 
-    def __init__(self, me: int, present: Sequence[Attendee], store: KeyValueStore, timeout: float):
+    def __init__(self, me: int, present: Sequence[Peer], store: KeyValueStore, timeout: float):
         self.me: int = me
-        self.present: Sequence[Attendee] = present
+        self.present: Sequence[Peer] = present
         self.store: KeyValueStore = store
         self.timeout: float = timeout
         self.period = min(max(timeout / 10, _SHORTEST), _LONGEST)

@@ -204,13 +204,16 @@ class Trainer:
             self._check_steps_left(record)
             first_step = record.first_step
             start = time.perf_counter()
-            run = self._first_step(state, batches, first, record)
+            with self.progress.phase("compiling the train step"):
+                state, metrics = self.step(state, first)
+                record.add(metrics)
+                record.settle()
             compile_seconds = time.perf_counter() - start
             sheet.add(COMPILE, compile_seconds)
             self.on_compiled()
             record.start_clock()
             stops = Stops(StopConsensus(self.step.world), request, self.should_stop)
-            state, ended = self._steps(*run, record, stops, profile)
+            state, ended = self._steps(state, batches, metrics, record, stops, profile)
             reason = ended or stops.reason
             self._finish(state, record, reason, stops)
         return TrainResult(
@@ -300,15 +303,6 @@ class Trainer:
                 f"{self.options.num_steps}, and the other processes have more; give every process "
                 "equally many"
             ) from None
-
-    def _first_step(
-        self, state: TrainState, batches: Iterator[Batch], first: Batch, record: Record
-    ) -> tuple[TrainState, Iterator[Batch], dict]:
-        with self.progress.phase("compiling the train step"):
-            state, metrics = self.step(state, first)
-            record.add(metrics)
-            record.settle()
-        return state, batches, metrics
 
     def _steps(
         self,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from ..core.compat import SharedStore
 from ..launch.distributed import STEP_TIMEOUT, Timeouts
-from ..launch.rendezvous import Attendee
+from ..launch.rendezvous import Peer
 from ..launch.watchdog import KeyValueStore, Silences, post_verdict
 from .world import World
 
@@ -38,8 +38,8 @@ class StepWatch:
             that steps, validations and saves have taken.
     """
 
-    def __init__(self, me: Attendee, store: KeyValueStore, timeout: float, follows: bool = False):
-        self.me: Attendee = me
+    def __init__(self, me: Peer, store: KeyValueStore, timeout: float, follows: bool = False):
+        self.me: Peer = me
         self.store: KeyValueStore = store
         self.timeout: float = timeout
         self.follows: bool = follows
@@ -145,7 +145,7 @@ def watch_steps(world: World) -> Iterator[Callable[[int], None]]:
     if world.num_processes == 1:
         yield lambda step: None
         return
-    me = Attendee.here(world.process_index, world.num_processes)
+    me = Peer.here(world.process_index, world.num_processes)
     timeout, follows = Timeouts.from_env(os.environ).step, STEP_TIMEOUT not in os.environ
     watch = StepWatch(me, SharedStore(), timeout, follows)
     threading.Thread(target=watch.run, name="axon-step-watch", daemon=True).start()

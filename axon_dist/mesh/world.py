@@ -17,8 +17,14 @@ from jax.sharding import AxisType, Mesh
 
 from ..core.errors import BackendStartedError, GroupError, MeshError, NamedChoice, UnsupportedError
 from ..core.told import ArgumentKind
-from ..launch.distributed import Timeouts, initialize
-from ..launch.emulation import keep_collectives_in_order, prepare_emulation, share_of, stated_share
+from ..launch.distributed import (
+    Timeouts,
+    initialize,
+    keep_collectives_in_order,
+    prepare_emulation,
+    share_of,
+    stated_share,
+)
 from ..launch.environment import from_env
 from .group import ProcessGroup
 from .mesh_spec import SLOW_AXES, AxesLike, MeshSpec, by_links

@@ -654,7 +654,7 @@ def test_odd_arguments(capsys, config, arguments):
 @pytest.mark.parametrize("variables", VARIABLES, ids=lambda row: ascii(row)[:60])
 def test_odd_environments(capsys, config, monkeypatch, variables):
     # A backend that runs already would not look at what it is to make up.
-    monkeypatch.setattr("axon_dist.launch.emulation.backend_started", lambda: False)
+    monkeypatch.setattr("axon_dist.launch.distributed.backend_started", lambda: False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refused(capsys, ["train", str(config)])

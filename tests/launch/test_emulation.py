@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from axon_dist.core.errors import LaunchError, MeshError
-from axon_dist.launch import emulation
-from axon_dist.launch.emulation import keep_collectives_in_order, share_of, stated_share
+from axon_dist.launch import distributed
+from axon_dist.launch.distributed import keep_collectives_in_order, share_of, stated_share
 from axon_dist.launch.environment import LaunchSpec
 
 FOUR = LaunchSpec(num_processes=4, process_id=3)
@@ -40,8 +40,8 @@ def test_no_device():
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_cache_that_mixes_collectives_up_is_turned_off(in_order, monkeypatch):
     turned = []
-    monkeypatch.setattr(emulation, "runs_cached_collectives_in_order", lambda: in_order)
-    monkeypatch.setattr(emulation, "turn_cache_off", lambda: turned.append(True))
+    monkeypatch.setattr(distributed, "runs_cached_collectives_in_order", lambda: in_order)
+    monkeypatch.setattr(distributed, "turn_cache_off", lambda: turned.append(True))
     jax.config.update("jax_enable_compilation_cache", True)
     keep_collectives_in_order(jax.devices()[:1])
     assert not turned

@@ -4,10 +4,10 @@ from unittest import mock
 import pytest
 
 from axon_dist.launch import watchdog
-from axon_dist.launch.rendezvous import Attendee
+from axon_dist.launch.rendezvous import Peer
 from axon_dist.launch.watchdog import EXIT_PEER_LOST, Silences, Watchdog, post_failure
 
-PRESENT = [Attendee(process=p, num_processes=3, host=f"h{p}", pid=p, versions={}) for p in range(3)]
+PRESENT = [Peer(process=p, num_processes=3, host=f"h{p}", pid=p, versions={}) for p in range(3)]
 
 
 class Shelf(dict):

@@ -4,10 +4,10 @@ import pytest
 
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch import Timeouts
-from axon_dist.launch.rendezvous import Attendee
+from axon_dist.launch.rendezvous import Peer
 from axon_dist.mesh.step_watch import StepWatch, find_culprit
 
-ME = [Attendee(process=p, num_processes=3, host="h", pid=p, versions={}) for p in range(3)]
+ME = [Peer(process=p, num_processes=3, host="h", pid=p, versions={}) for p in range(3)]
 
 
 class Shelf(dict):

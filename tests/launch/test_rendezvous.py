@@ -11,37 +11,37 @@ import pytest
 from axon_dist.core.errors import LaunchError
 from axon_dist.launch.distributed import Coordinator
 from axon_dist.launch.local import free_port
-from axon_dist.launch.rendezvous import Attendee, call_roll, listen
+from axon_dist.launch.rendezvous import Peer, listen, rendezvous
 
-LATE_OPTAX = {**Attendee.here(0, 1).versions, "optax": "0.0"}
+LATE_OPTAX = {**Peer.here(0, 1).versions, "optax": "0.0"}
 
 
-def call(attendees, timeout=5.0):
+def call(peers, timeout=5.0):
     """The answer that each gets, or its error."""
     address = f"localhost:{free_port()}"
 
     def one(me):
         try:
-            return call_roll(address, me, timeout)
+            return rendezvous(address, me, timeout)
         except LaunchError as error:
             return str(error)
 
-    with ThreadPoolExecutor(len(attendees)) as pool:
-        return list(pool.map(one, attendees))
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(one, peers))
 
 
-def attendees(count, expected=None):
-    return [Attendee.here(process, expected or count) for process in range(count)]
+def peers(count, expected=None):
+    return [Peer.here(process, expected or count) for process in range(count)]
 
 
 def test_all_learn_of_all():
-    everyone = attendees(3)
+    everyone = peers(3)
     assert call(everyone) == [tuple(everyone)] * 3
 
 
 def test_the_missing_are_named_to_all_who_came():
     started = time.monotonic()
-    for answer in call(attendees(2, expected=4), timeout=1.0):
+    for answer in call(peers(2, expected=4), timeout=1.0):
         assert "processes 2, 3 of 4 did not report within 1 s" in answer
         assert "WORLD_SIZE" in answer
     assert time.monotonic() - started < 10
@@ -50,7 +50,7 @@ def test_the_missing_are_named_to_all_who_came():
 def test_no_process_0():
     with pytest.raises(LaunchError, match=r"process 1 found no process 0 at localhost:\d+ within "
                        r"0.5 s: .*refused.*MASTER_ADDR"):  # fmt: skip
-        call_roll(f"localhost:{free_port()}", Attendee.here(1, 2), timeout=0.5)
+        rendezvous(f"localhost:{free_port()}", Peer.here(1, 2), timeout=0.5)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_no_process_0():
         ({"versions": {"jax": "0.1"}}, "runs jax 0.1; install one version everywhere"),
         ({"versions": LATE_OPTAX}, "runs optax 0.0; install one version everywhere"),
         (
-            {"settings": {**Attendee.here(0, 1).settings, "jax_enable_x64": "True"}},
+            {"settings": {**Peer.here(0, 1).settings, "jax_enable_x64": "True"}},
             "compute different things: jax_enable_x64 is 'False' in process 0 and 'True' in "
             "process 2; set the same everywhere",
         ),
     ],
 )
 def test_processes_that_do_not_fit(fields, words):
-    zero, one, two = attendees(3)
+    zero, one, two = peers(3)
     late = dataclasses.replace(two, **fields)
     if "num_processes" in fields:
         words = "processes and process 2"
@@ -81,13 +81,13 @@ def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(LaunchError, match=rf"cannot listen on port {port}: .*MASTER_PORT"):
-            call_roll(f"localhost:{port}", Attendee.here(0, 2), timeout=1.0)
+            rendezvous(f"localhost:{port}", Peer.here(0, 2), timeout=1.0)
 
 
 def test_strangers_on_the_port_are_ignored():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        host = pool.submit(call_roll, f"localhost:{port}", Attendee.here(0, 2), 10.0)
+        host = pool.submit(rendezvous, f"localhost:{port}", Peer.here(0, 2), 10.0)
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": 1}\n'):
             while True:
                 try:
@@ -97,8 +97,8 @@ def test_strangers_on_the_port_are_ignored():
                     time.sleep(0.05)
             with stranger:
                 stranger.sendall(words)
-        joined = pool.submit(call_roll, f"localhost:{port}", Attendee.here(1, 2), 10.0)
-        assert host.result() == joined.result() == tuple(attendees(2))
+        joined = pool.submit(rendezvous, f"localhost:{port}", Peer.here(1, 2), 10.0)
+        assert host.result() == joined.result() == tuple(peers(2))
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def hosted(count=2, timeout=20.0, token=""):
     """Process 0, waiting; its address and what becomes of it."""
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor(1) as pool:
-        yield address, pool.submit(call_roll, address, Attendee.here(0, count), timeout, token)
+        yield address, pool.submit(rendezvous, address, Peer.here(0, count), timeout, token)
 
 
 def knock(address):
@@ -127,8 +127,8 @@ NOISE = {
     "endless": b"x" * 100_000,
     "no text": bytes(range(256)) + b"\n",
     "no object": b"7\n",
-    "odd fields": b'{"attendee": {"process": true}, "nonce": [], "proof": {}}\n',
-    "no proof": b'{"attendee": {}, "nonce": "a", "proof": "\xc3\xa9"}\n',
+    "odd fields": b'{"peer": {"process": true}, "nonce": [], "proof": {}}\n',
+    "no proof": b'{"peer": {}, "nonce": "a", "proof": "\xc3\xa9"}\n',
 }
 
 
@@ -140,8 +140,8 @@ def test_strangers_keep_nobody_waiting(noise):
             with contextlib.suppress(OSError):
                 stranger.sendall(noise)
         started = time.monotonic()
-        joined = call_roll(address, Attendee.here(1, 2), 10.0)
-        assert joined == host.result() == tuple(attendees(2))
+        joined = rendezvous(address, Peer.here(1, 2), 10.0)
+        assert joined == host.result() == tuple(peers(2))
         assert time.monotonic() - started < 4
 
 
@@ -153,7 +153,7 @@ def test_more_strangers_than_are_listened_to_are_let_go(monkeypatch):
         # Those let in hear a number, the others nothing.
         heard = [connection.recv(1000) for connection in silent]
         assert sum(not text for text in heard) >= 12 - 5
-        assert call_roll(address, Attendee.here(1, 2), 10.0) == host.result()
+        assert rendezvous(address, Peer.here(1, 2), 10.0) == host.result()
 
 
 def test_a_byte_now_and_then_is_no_way_to_stay(monkeypatch):
@@ -185,7 +185,7 @@ def test_process_0_that_drips_is_none(monkeypatch):
         thread.start()
         started = time.monotonic()
         with pytest.raises(LaunchError, match="process 1 found no process 0"):
-            call_roll(f"localhost:{server.getsockname()[1]}", Attendee.here(1, 2), 1.0)
+            rendezvous(f"localhost:{server.getsockname()[1]}", Peer.here(1, 2), 1.0)
         assert time.monotonic() - started < 5
         stop.set()
         thread.join(5)
@@ -194,7 +194,7 @@ def test_process_0_that_drips_is_none(monkeypatch):
 def test_who_has_another_token_is_refused_and_named_to_both():
     with hosted(timeout=2.0, token="secret-one") as (address, host):
         with pytest.raises(LaunchError, match="has another AXON_RUN_TOKEN than process 1") as mine:
-            call_roll(address, Attendee.here(1, 2), 5.0, "secret-two")
+            rendezvous(address, Peer.here(1, 2), 5.0, "secret-two")
         with pytest.raises(LaunchError, match="1 that came had another AXON_RUN_TOKEN") as theirs:
             host.result()
     assert "secret-" not in f"{mine.value} {theirs.value}"
@@ -211,14 +211,12 @@ def test_a_process_0_with_another_token_is_not_believed():
 
         threading.Thread(target=lie, daemon=True).start()
         with pytest.raises(LaunchError, match="what answers there has another AXON_RUN_TOKEN"):
-            call_roll(
-                f"localhost:{server.getsockname()[1]}", Attendee.here(1, 2), 0.2, "secret-one"
-            )
+            rendezvous(f"localhost:{server.getsockname()[1]}", Peer.here(1, 2), 0.2, "secret-one")
 
 
 def test_with_one_token_all_learn_of_all():
     with hosted(token="both") as (address, host):
-        assert call_roll(address, Attendee.here(1, 2), 10.0, "both") == host.result()
+        assert rendezvous(address, Peer.here(1, 2), 10.0, "both") == host.result()
 
 
 def test_it_listens_where_it_is_looked_for_alone():
