@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -250,16 +250,26 @@ def _read(fused: Computation) -> int:
     for parameter in fused.instructions:
         if parameter.opcode != "parameter":
             continue
-        users = [user for user in fused.instructions if parameter.name in user.operands]
-        if users and all(user.opcode in _SLICES for user in users):
-            total += sum(user.bytes for user in users)
-        elif not any(_overwrites(user, parameter) for user in users):
+        users = list(_users(fused, parameter))
+        if users and all(user.opcode in _SLICES for user, _ in users):
+            total += sum(user.bytes for user, _ in users)
+        elif not any(_overwrites(user, name) for user, name in users):
             total += parameter.bytes
     return total
 
 
-def _overwrites(user: Instruction, parameter: Instruction) -> bool:
-    return user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name
+def _users(fused: Computation, value: Instruction) -> Iterator[tuple[Instruction, str]]:
+    """What uses a value, and under which name: a bitcast is the same bytes under another."""
+    for user in fused.instructions:
+        if value.name in user.operands:
+            if user.opcode == "bitcast":
+                yield from _users(fused, user)
+            else:
+                yield user, value.name
+
+
+def _overwrites(user: Instruction, name: str) -> bool:
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == name
 
 
 def _written(computation: Computation, value: Instruction) -> int:

@@ -4,6 +4,8 @@ import pytest
 from jax import lax
 
 from axon_dist.inspect import flops
+from axon_dist.inspect.flops import CostModel
+from axon_dist.inspect.parse import as_module
 
 
 def compiled_flops(function, *args):
@@ -132,3 +134,30 @@ def test_kernels_state_their_cost_or_are_named():
     )
     assert (flops(stated).high, flops(stated).opaque) == (123, ())
     assert (flops(silent).high, flops(silent).opaque) == (0, ("tpu_custom_call",))
+
+
+STACKED = """HloModule m
+
+%fused (p0: bf16[6,8,4], p1: bf16[8,4], p2: s32[]) -> bf16[4,6,8] {
+  %p0 = bf16[6,8,4]{1,0,2} parameter(0)
+  %stack = bf16[4,6,8]{2,1,0} bitcast(%p0)
+  %p1 = bf16[8,4]{0,1} parameter(1)
+  %row = bf16[4,1,8]{2,1,0} bitcast(%p1)
+  %zero = s32[] constant(0)
+  %p2 = s32[] parameter(2)
+  ROOT %new = bf16[4,6,8]{2,1,0} dynamic-update-slice(%stack, %row, %zero, %p2, %zero)
+}
+
+ENTRY %main (a: bf16[6,8,4], b: bf16[8,4], i: s32[]) -> bf16[4,6,8] {
+  %a = bf16[6,8,4]{1,0,2} parameter(0)
+  %b = bf16[8,4]{0,1} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %update = bf16[4,6,8]{2,1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_layer_of_a_stack_is_written_alone_under_another_layout_too():
+    module = as_module(STACKED)
+    row = 8 * 4 * 2
+    assert CostModel(module).computation(module.entry).traffic == 2 * row + 4
