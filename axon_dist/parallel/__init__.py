@@ -4,6 +4,8 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 `precision`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
+import importlib
+
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
 from .ddp import DDP as DDP
@@ -25,17 +27,6 @@ from .fsdp import FSDP as FSDP
 from .fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from .fsdp import ShardingStrategy as ShardingStrategy
 from .fsdp import fsdp as fsdp
-from .gather import GlobalGather as GlobalGather
-from .gather import Held as Held
-from .gather import Int8Gather as Int8Gather
-from .gather import LocalGather as LocalGather
-from .gather import ReduceHeld as ReduceHeld
-from .gather import all_gather_by as all_gather_by
-from .gather import only_axes as only_axes
-from .gather import reduce_by as reduce_by
-from .gather import reduce_tree as reduce_tree
-from .gather import regather_in_backward as regather_in_backward
-from .gather import remake_in_backward as remake_in_backward
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
 from .memory import FSDPMemoryStats as FSDPMemoryStats
@@ -79,3 +70,22 @@ from .tensor import check_sums as check_sums
 from .tensor import ring_products as ring_products
 from .tensor import sends_pieces as sends_pieces
 from .tensor import tensor_parallel as tensor_parallel
+
+GATHERS = frozenset(
+    [
+        "GlobalGather",
+        "LocalGather",
+        "all_gather_by",
+        "only_axes",
+        "reduce_by",
+        "regather_in_backward",
+    ]
+)
+"""Names of `axon_dist.step.gather` that are found here too."""
+
+
+def __getattr__(name: str) -> object:
+    """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
+    if name in GATHERS:
+        return getattr(importlib.import_module("axon_dist.step.gather"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
