@@ -153,6 +153,27 @@ def num_bytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def paths_of(weights: PyTree) -> frozenset[Path]:
+    """The paths of the leaves of a tree."""
+    return frozenset(path for path, _ in leaves_with_paths(weights))
+
+
+def shapes_of(tree: PyTree, lead: int = 0) -> PyTree:
+    """The shapes of a tree's arrays, without some leading dims.
+
+    Example:
+        >>> shapes_of({"x": np.ones((4, 2), np.float32)}, lead=1)
+        {'x': ShapeDtypeStruct(shape=(2,), dtype=float32)}
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), tree)
+
+
+def shape_key(tree: PyTree) -> tuple[Any, ...]:
+    """What trees of arrays of the same shapes and dtypes have alike; a key of a dict."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((x.shape, x.dtype) for x in leaves)
+
+
 def problem_of(leaf: Any) -> str | None:
     """Why JAX cannot take an array, to follow its name; None if nothing speaks against it.
 

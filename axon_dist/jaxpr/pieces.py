@@ -123,16 +123,32 @@ class Ending:
     consts: Mapping[Var, Array]
 
     @classmethod
-    def of(cls, program: ClosedJaxpr, results: Sequence[Atom]) -> Ending:
-        """The last operations that lead to results of a program; see `scalars_written_out`."""
+    def of(
+        cls, program: ClosedJaxpr, given: Sequence[Array], replaced: Iterable[int]
+    ) -> tuple[Ending, list[Array], list[Array]]:
+        """The last operations that lead to some results of a program; and runs the program.
+
+        Args:
+            program: a closed jaxpr.
+            given: the values of its inputs.
+            replaced: the numbers of those results.
+
+        Returns:
+            The ending, the values of all results, and those of the sums.
+        """
+        program = _scalars_written_out(program, given)
         jaxpr = program.jaxpr
         consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        results = [jaxpr.outvars[number] for number in replaced]
         piece = cut(jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results)
         read = [*(v for equation in piece.equations for v in equation.invars), *results]
         free = piece.needs - consts.keys()
-        sums = dict.fromkeys(v for v in read if isinstance(v, Var) and v in free)
-        kept = {v: x for v, x in consts.items() if v in piece.needs}
-        return cls(piece, tuple(sums), kept)
+        sums = tuple(dict.fromkeys(v for v in read if isinstance(v, Var) and v in free))
+        ending = cls(piece, sums, {v: x for v, x in consts.items() if v in piece.needs})
+        inputs = dict(zip(jaxpr.invars, given, strict=True))
+        values = cut(jaxpr, [*jaxpr.outvars, *sums]).run(consts | inputs)
+        count = len(jaxpr.outvars)
+        return ending, values[:count], values[count:]
 
     def __call__(self, sums: Sequence[Array]) -> list[Array]:
         """Runs them.
@@ -145,7 +161,7 @@ class Ending:
         return [jnp.asarray(x) for x in self.piece.run({**self.consts, **given})]
 
 
-def scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
+def _scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
     """The same program, with calls that give scalars of arrays written out.
 
     Args:

@@ -4,6 +4,8 @@ Nothing here runs a step; `step` builds it from the strategy. Imports `collectiv
 `precision`, `sharding`, `schedule`, `mesh` and `core`. Start reading in `strategy.py`.
 """
 
+import importlib
+
 from .context import ContextMode as ContextMode
 from .context import context_parallel as context_parallel
 from .data import ZERO as ZERO
@@ -21,12 +23,6 @@ from .expert import keep_samples_apart as keep_samples_apart
 from .expert import map_experts as map_experts
 from .expert import sum_over_ranks as sum_over_ranks
 from .expert import sums_samples as sums_samples
-from .gather import GlobalGather as GlobalGather
-from .gather import LocalGather as LocalGather
-from .gather import all_gather_by as all_gather_by
-from .gather import only_axes as only_axes
-from .gather import reduce_by as reduce_by
-from .gather import regather_in_backward as regather_in_backward
 from .kernels import LossOverMesh as LossOverMesh
 from .kernels import map_kernels as map_kernels
 from .pipelining import Pipeline as Pipeline
@@ -72,3 +68,22 @@ from .wrappers import ZeROOptimizer as ZeROOptimizer
 from .wrappers import estimate as estimate
 from .wrappers import format_bytes as format_bytes
 from .wrappers import measure as measure
+
+GATHERS = frozenset(
+    [
+        "GlobalGather",
+        "LocalGather",
+        "all_gather_by",
+        "only_axes",
+        "reduce_by",
+        "regather_in_backward",
+    ]
+)
+"""Names of `axon_dist.step.gather` that are found here too."""
+
+
+def __getattr__(name: str) -> object:
+    """How a step gathers weights lives in `step`, above this room; asked for here, it is found."""
+    if name in GATHERS:
+        return getattr(importlib.import_module("axon_dist.step.gather"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,12 @@
 """One training step: what is given, how gradients are computed, and the next state.
 
 A step is pure: `(state, batch) -> (state, metrics)`, jitted once, the state donated. Start reading
-in `step.py`, then `objective.py`; `gradients.py` picks one of the three views.
+in `step.py`, then `objective.py`; `update.py` picks one of the three views.
 """
 
 from .batch import BatchLayout as BatchLayout
 from .batch import Placed as Placed
 from .build import build_train_step as build_train_step
-from .canonical import PortableForm as PortableForm
 from .options import StepOptions as StepOptions
 from .parts import ModelLike as ModelLike
 from .parts import ModelParts as ModelParts
@@ -18,5 +17,6 @@ from .spec import deterministic_options as deterministic_options
 from .state import Nonfinite as Nonfinite
 from .state import TrainState as TrainState
 from .state_form import Claims as Claims
+from .state_form import weight_shapes as weight_shapes
+from .step import PortableForm as PortableForm
 from .step import TrainStep as TrainStep
-from .weights import weight_shapes as weight_shapes

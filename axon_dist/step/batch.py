@@ -1,4 +1,10 @@
-"""Batches on their way to the devices: split into microbatches, laid over the batch axes."""
+"""Batches on their way to the devices: filled up, cut into microbatches, laid over batch axes.
+
+That samples which fill a batch up drop out of all that a loss gives is read from its program. A
+number counts no filling if it is a sum over the samples to which each gives something of its own,
+as `Traces.use` finds it, and what a sample of weight 0 gives is 0, as `alike` finds it of the
+program whose weights are all zero.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core.errors import ConfigError, DivisibilityError, DTypeError
-from ..core.tree import check_32_bits, joined, leaves_with_paths, parted, path_str, problem_of
-from ..core.typing import Batch, PyTree
-from ..core.weighted import Shared
-from .fillings import check_fillings
+from ..core.errors import ConfigError, DivisibilityError, DTypeError, UnsupportedError
+from ..core.tree import (
+    check_32_bits,
+    joined,
+    leaves_with_paths,
+    parted,
+    path_str,
+    problem_of,
+    shape_key,
+    shapes_of,
+)
+from ..core.typing import Batch, LossFn, PyTree
+from ..core.weighted import Shared, Weighted
+from ..jaxpr.alike import UNKNOWN, ZERO, Alike, alike
+from ..jaxpr.sample_values import OutputUse, Use
 from .local_view import batch_spec
+from .loss_traces import Traces, scalars
+from .objective import evaluate
+from .parts import ModelParts
 from .spec import StepSpec
 
 
@@ -67,8 +86,9 @@ class Padding:
             )
         leaves = jax.tree.leaves(batch)
         rows = leaves[0].shape[0]
-        filled = dict(batch)
-        filled.setdefault(self._weight, _ones(rows, any(_is_shape(x) for x in leaves)))
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        ones = jax.ShapeDtypeStruct((rows,), jnp.float32) if is_abstract else None
+        filled = {self._weight: np.ones(rows, np.float32) if ones is None else ones, **batch}
         if rows % multiple:
             sources, is_own = spread(rows, rows + -rows % multiple, num_microbatches)
             filled = {
@@ -81,14 +101,10 @@ class Padding:
         return filled
 
     def _check(self, batch: dict, shared: PyTree) -> None:
-        def shape(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-        shapes, beside = jax.tree.map(shape, (batch, shared))
-        key = tuple((path, x.shape, x.dtype) for path, x in leaves_with_paths((shapes, beside)))
+        key = shape_key((batch, shared))
         if key not in self._checked:
-            parts = self._spec.with_shared(beside).parts
-            check_fillings(parts, self._spec.loss_fn, shapes, self._weight)
+            parts = self._spec.with_shared(shared).parts
+            check_fillings(parts, self._spec.loss_fn, shapes_of(batch), self._weight)
             self._checked.add(key)
 
 
@@ -115,20 +131,10 @@ def spread(rows: int, total: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(places, 0, np.maximum(ends - 1, 0)).reshape(-1), is_own.reshape(-1)
 
 
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _ones(rows: int, as_shape: bool) -> Any:
-    if as_shape:
-        return jax.ShapeDtypeStruct((rows,), jnp.float32)
-    return np.ones(rows, np.float32)
-
-
 def _fill(leaf: Any, sources: np.ndarray, is_own: np.ndarray | None) -> Any:
     """Takes the rows, or shapes of them, and sets those to zero that are not a sample's own."""
     shape = (len(sources), *leaf.shape[1:])
-    if _is_shape(leaf):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
     taken = leaf[sources]
     if is_own is None:
@@ -224,9 +230,7 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
-        batch, shared = apart(batch)
-        batch = self._filled(batch, self.num_processes, shared)
-        self.check(batch, self.num_processes)
+        batch, shared = self._whole(batch, self.num_processes)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return Placed(jax.tree.map(self._place_leaf, batch), jax.device_put(shared, everywhere))
 
@@ -243,29 +247,24 @@ class BatchLayout:
         Raises:
             DivisibilityError: when it cannot be cut evenly.
         """
-        batch, shared = apart(batch)
-        batch = self._filled(batch, num_processes, shared)
-        self.check(batch, num_processes)
-
-        def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-            rows = jax.eval_shape(lambda x: x, leaf)
-            total = (rows.shape[0] * num_processes, *rows.shape[1:])
-            made = jax.eval_shape(self.split, jax.ShapeDtypeStruct(total, rows.dtype))
-            return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=self.sharding)
-
+        batch, shared = self._whole(batch, num_processes)
+        placed = jax.eval_shape(
+            lambda rows: jax.tree.map(
+                lambda x: self.split(jnp.concatenate([jnp.asarray(x)] * num_processes)), rows
+            ),
+            batch,
+        )
         everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return Placed(_lying(placed, self.sharding), _lying(shared, everywhere))
 
-        def whole(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
-
-        return Placed(jax.tree.map(shape_of, batch), jax.tree.map(whole, shared))
-
-    def _filled(self, batch: Batch, num_processes: int, shared: PyTree) -> Batch:
-        """The batch with padding, if there is to be any; each process fills up its own rows."""
-        if self.padding is None or not samples_of(batch):
-            return batch
-        multiple = math.lcm(self.divisor, num_processes) // num_processes
-        return self.padding.fill(batch, multiple, self.num_microbatches, shared)
+    def _whole(self, batch: Batch, num_processes: int) -> tuple[Batch, PyTree]:
+        """The samples, filled up by each process where there is padding, and what they share."""
+        batch, shared = apart(batch)
+        if self.padding is not None and samples_of(batch):
+            multiple = math.lcm(self.divisor, num_processes) // num_processes
+            batch = self.padding.fill(batch, multiple, self.num_microbatches, shared)
+        self.check(batch, num_processes)
+        return batch, shared
 
     def _place_leaf(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -281,6 +280,10 @@ class BatchLayout:
         return jax.make_array_from_process_local_data(self.sharding, rows)
 
 
+def _lying(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
 def apart(batch: Batch) -> tuple[Batch, PyTree]:
     """A batch without what its samples have in common, and that, unwrapped.
 
@@ -294,7 +297,7 @@ def apart(batch: Batch) -> tuple[Batch, PyTree]:
         >>> apart({"x": np.ones((4, 2)), "scale": Shared(np.float32(3))})[1]
         {'scale': array(3., dtype=float32)}
     """
-    checked_leaves(batch)
+    check_leaves(batch)
     found = [
         keys
         for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
@@ -330,8 +333,8 @@ _SHOWN = 8
 """Leaves that a message names."""
 
 
-def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
-    """The leaves of a batch by path.
+def check_leaves(batch: Batch) -> None:
+    """Checks the leaves of a batch.
 
     Raises:
         ConfigError: when it is no pytree of arrays.
@@ -353,10 +356,8 @@ def checked_leaves(batch: Batch) -> list[tuple[str, Any]]:
         what = "None" if batch is None else f"an empty {type(batch).__name__}"
         raise ConfigError(f"the batch is {what}; give arrays, as in " + '{"x": ..., "y": ...}')
     for path, leaf in leaves:
-        if isinstance(leaf, Shared):
-            continue
-        _check_leaf(f"leaf {path!r} of the batch" if path else "the batch", leaf)
-    return leaves
+        if not isinstance(leaf, Shared):
+            _check_leaf(f"leaf {path!r} of the batch" if path else "the batch", leaf)
 
 
 def _check_leaf(where: str, leaf: Any) -> None:
@@ -397,3 +398,95 @@ def samples_of(batch: Batch) -> int:
             "goes as Shared(array)"
         )
     return sizes.pop()[0]
+
+
+HOW = (
+    "Multiply what each sample gives by its weight, and return Weighted(sum of weight * loss, sum "
+    "of weight), or metrics that are such sums"
+)
+
+
+def check_fillings(parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str) -> None:
+    """Raises unless samples of weight 0 change nothing.
+
+    Args:
+        parts: the model's structure, and the shapes of its parameters and buffers.
+        loss_fn: the user's loss.
+        batch: a dict of shapes, those of a batch that is filled up.
+        weight: the name of the leaf that weighs the samples.
+
+    Raises:
+        ConfigError: naming the number, what counts the fillings, and how to say it.
+        UnsupportedError: when a buffer of the model depends on the batch.
+    """
+    found = _without_weights(parts, loss_fn, batch, weight)
+    rows = max(jax.tree.leaves(batch)[0].shape[0], 2)
+    use = Traces(parts, loss_fn, over_all=False).use(batch, (rows, 2 * rows))
+    if use.failure:
+        raise ConfigError(f"the loss, for pad={weight!r}, {use.loss.why}")
+    for path, buffer in use.buffers.items():
+        if buffer.kind is not Use.CONSTANT:
+            raise UnsupportedError(
+                f"the buffer {path!r} depends on the batch, as the statistics of BatchNorm do: it "
+                f"{buffer.why}{_place(buffer)}, and would count the samples that pad={weight!r} "
+                "adds. Use a normalisation without statistics, or batches that divide"
+            )
+    for name, of in use.outputs().items():
+        if name in found:
+            total, own, is_plain = found[name]
+            if problem := _problem(of, total, own, is_plain):
+                raise ConfigError(
+                    f"the {name} of loss_fn {problem}{_place(of)}, so that the samples that "
+                    f"pad={weight!r} adds would count. {HOW}, with the weights of "
+                    f"batch[{weight!r}]"
+                )
+
+
+def _problem(use: OutputUse, total: Alike, own: Alike, is_plain: bool) -> str:
+    """How a number counts samples of weight 0; "" where it does not."""
+    if is_plain and use.kind is Use.CONSTANT:
+        return ""
+    if not use.is_separable:
+        return use.why
+    if not total.is_zero:
+        return (
+            "has a term that is not 0 for samples of weight 0"
+            if total.is_finite
+            else "divides by the weights, or takes a logarithm of them, sample by sample"
+        )
+    if not is_plain and not own.is_zero:
+        return "has a weight that is not 0 for samples of weight 0"
+    if use.kind is not Use.WEIGHTED and not (is_plain and use.kind is Use.SUM):
+        return "grows or shrinks with the number of samples, those of weight 0 among them"
+    return ""
+
+
+def _place(use: OutputUse) -> str:
+    return f" ({use.where})" if use.where else ""
+
+
+def _without_weights(
+    parts: ModelParts, loss_fn: LossFn, batch: Batch, weight: str
+) -> dict[str, tuple[Alike, Alike, bool]]:
+    """Total and weight of each number where no sample weighs anything, and whether it has none."""
+    names: list[tuple[str, bool]] = []
+
+    def run(params: Any, buffers: Any, batch: Any) -> Any:
+        outcome = evaluate(parts, loss_fn, params, buffers, batch)
+        if isinstance(outcome.loss.weight, (int, float)):
+            raise ConfigError(
+                f"loss_fn returned a plain mean, which counts the samples that pad={weight!r} "
+                "adds; return Weighted(sum of weight * loss, sum of weight) with the weights of "
+                f"batch[{weight!r}]"
+            )
+        pairs = {"loss": outcome.loss}
+        pairs |= {f"metric {name!r}": value for name, value in outcome.metrics.items()}
+        names[:] = [(name, not isinstance(value, Weighted)) for name, value in pairs.items()]
+        return scalars(pairs.values(), 0.0)
+
+    closed = jax.make_jaxpr(run)(*parts.arguments, batch)
+    given = [UNKNOWN] * len(jax.tree.leaves(parts.arguments))
+    tops = [path.split("/")[0] for path, _ in leaves_with_paths(batch)]
+    given += [ZERO if top == weight else UNKNOWN for top in tops]
+    values = iter(alike(closed.jaxpr, closed.consts, given))
+    return {name: (next(values), next(values), is_plain) for name, is_plain in names}

@@ -25,13 +25,13 @@ from ..parallel import (
 )
 from ..sharding import FromMetadata, annotations_of
 from .batch import unwrapped
-from .buffers import warn_of_statistics
 from .options import StepKeywords, StepOptions, check_arguments, is_told_step, options_of
 from .parts import ModelLike, ModelParts, stored_as, take_apart
 from .replicas import form_of
 from .rules import check_rules
 from .spec import StepSpec
 from .step import TrainStep
+from .view import warn_of_statistics
 
 
 def strategy_for(
@@ -63,18 +63,15 @@ def strategy_for(
         remat=remat,
     )
     merged = dataclasses.replace(compose(strategy, asked), name=strategy.name)
-    chosen = dataclasses.replace(merged, reduction=_reduction(merged, parts.dtype))
+    reduction, dtypes = merged.reduction or Reduction(), merged.precision
+    own = parts.dtype if dtypes is None else dtypes.reduce_dtype
+    reduction = dataclasses.replace(reduction, per=merged.reduces_per, dtype=reduction.dtype or own)
+    chosen = dataclasses.replace(merged, reduction=reduction)
     if annotations := annotations_of(parts.abstract):
         chosen = overlay(chosen, FromMetadata(annotations))
     chosen = per_layer(chosen, frozenset(stacks_of(parts.abstract)))
     stored = parts.dtype if chosen.precision is None else chosen.precision.param
     return with_masters(chosen, parts.frozen_paths, stored)
-
-
-def _reduction(strategy: Strategy, dtype: Any) -> Reduction:
-    said = strategy.reduction or Reduction()
-    own = dtype if strategy.precision is None else strategy.precision.reduce_dtype
-    return dataclasses.replace(said, per=strategy.reduces_per, dtype=said.dtype or own)
 
 
 def build_train_step(
@@ -163,7 +160,8 @@ def build_train_step(
     example = None if batch is None else unwrapped(batch)
     spec = StepSpec(parts, loss_fn, extended, chosen, world, chosen_options, batch=example)
     check_rules(spec)
-    warn_of_statistics(parts.abstract, spec.num_microbatches)
+    if spec.num_microbatches > 1:
+        warn_of_statistics(parts.abstract, spec.num_microbatches)
     step = TrainStep(spec, form_of(spec, source))
     if batch is not None:
         step.check(batch)

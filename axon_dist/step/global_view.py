@@ -1,82 +1,83 @@
-"""Gradients in global view: the user's program as written, laid out by the compiler."""
+"""Gradients and evaluation in global view: the user's program, laid out by the compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
+from ..core.errors import ConfigError, did_you_mean
+from ..core.modules import wrap_calls
 from ..core.tree import leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, Path, PyTree
+from ..core.weighted import Weighted
 from ..jaxpr.pieces import read_in_loops
-from ..parallel.gather import GlobalGather, only_axes
-from .draws import OfRank, draws_of
-from .microbatches import accumulate
+from ..ops.linear_loss import BEFORE_HEAD
+from .gather import global_gather
+from .microbatches import accumulate, draws_of
 from .objective import (
     Forward,
-    GradientFn,
+    GradientArguments,
     GradientResult,
     Prepare,
     beside,
     forward_of,
     gradient_means,
     gradient_sums,
+    mean_loss,
+    weighed_metrics,
 )
 from .spec import StepSpec
 from .view import spelled
 
 
-def global_gradients(spec: StepSpec) -> GradientFn:
-    """Builds the gradient function that the compiler partitions.
+def global_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+    """Gradients that the compiler partitions, laid where their moments lie.
 
     Args:
         spec: the step; the policies of its strategy say where weights and moments lie.
-
-    Returns:
-        The function; gradients lie where their moments do.
+        given: parameters, buffers, batch and scale.
     """
-    once, splits = spec.strategy.gathers_once, _splits(spec)
-
-    def constrain(grads: PyTree) -> PyTree:
-        return jax.lax.with_sharding_constraint(grads, spec.owners)
-
-    def gradients(
-        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
-    ) -> GradientResult:
-        looped = _read_in_loops(spec, batch) if splits else frozenset()
-        forward = global_forward(spec, spec.change_layers, once, looped)
-        of_trained = beside(forward, frozen)
-        if once:
-            params = made_whole(spec, params)
-        if spec.num_microbatches == 1:
-            found = gradient_means(of_trained, scale)(params, buffers, batch)
-            return found._replace(grads=constrain(found.grads))
-        count = spec.num_microbatches
-        sums_of = gradient_sums(of_trained, scale=scale, parts=count)
-        draws = draws_of(spec, batch, 1)
-        drawing = None if draws is None else OfRank(draws)
-        sums, buffers = accumulate(
-            sums_of, params, buffers, batch, count, constrain, drawing=drawing
+    params, frozen, buffers, batch, scale = given
+    count, once = spec.num_microbatches, spec.strategy.gathers_once
+    looped: frozenset[Path] = frozenset()
+    if _splits(spec):
+        # As recurrent layers read their weights: in every turn.
+        samples, shapes = spec.microbatch(batch)
+        jaxpr = spec.separator.program(shapes, samples).jaxpr
+        looped = read_in_loops(jaxpr, [p for p, _ in leaves_with_paths(spec.parts.weights)])
+    forward = beside(global_forward(spec, spec.change_layers, once, looped), frozen)
+    if once:
+        params = map_with_path(
+            lambda path, weight: global_gather(spec, path).forward(weight), spec.view.cast(params)
         )
-        grads, metrics = sums.means()
-        return GradientResult(constrain(grads), metrics, buffers)
+    if count == 1:
+        found = gradient_means(forward, scale)(params, buffers, batch)
+        return found._replace(grads=_at_owners(spec, found.grads))
+    sums, buffers = accumulate(
+        gradient_sums(forward, scale=scale, parts=count),
+        params,
+        buffers,
+        batch,
+        count,
+        constrain=functools.partial(_at_owners, spec),
+        drawing=draws_of(spec, batch),
+    )
+    grads, metrics = sums.means()
+    return GradientResult(_at_owners(spec, grads), metrics, buffers)
 
-    return gradients
 
-
-def made_whole(spec: StepSpec, params: PyTree) -> PyTree:
-    """The trained parameters in the compute dtype, whole over the data axes.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        params: as they lie between steps.
-    """
-    gather = gather_of(spec)
-
-    def whole(path, p):
-        return gather(path).forward(p)  # type: ignore[union-attr]
-
-    return map_with_path(whole, spec.view.cast(params))
+def _at_owners(spec: StepSpec, grads: PyTree) -> PyTree:
+    return jax.lax.with_sharding_constraint(grads, spec.owners)
 
 
 def _splits(spec: StepSpec) -> bool:
@@ -85,18 +86,10 @@ def _splits(spec: StepSpec) -> bool:
     return bool(strategy.params.split_axes or strategy.opt_state.split_axes)
 
 
-def _read_in_loops(spec: StepSpec, batch: Batch) -> frozenset[Path]:
-    """The weights that a loop of the model reads in every turn, as recurrent layers do."""
-    lead = 0 if spec.num_microbatches == 1 else 1
-    few = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-    jaxpr = spec.separator.program(few, jax.tree.leaves(few)[0].shape[0]).jaxpr
-    return read_in_loops(jaxpr, [path for path, _ in leaves_with_paths(spec.parts.weights)])
-
-
 def global_forward(
     spec: StepSpec,
     also: Prepare,
-    gathered: bool = False,
+    is_whole: bool = False,
     looped: frozenset[Path] = frozenset(),
 ) -> Forward:
     """The forward pass in global view: units gather their weights, in the compute dtype.
@@ -104,38 +97,190 @@ def global_forward(
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
         also: changes the merged model first.
-        gathered: whether the parameters given are whole already, and only gradients move.
+        is_whole: whether the parameters given are whole already, and only gradients move.
         looped: the weights that a loop reads in every turn.
 
     Returns:
         A function (params, buffers, batch) -> `Outcome`.
     """
-    make_gather = gather_of(spec, gathered, looped) if _splits(spec) else None
-    forward = forward_of(spec.parts, spec.loss_fn, spec.view.prepare(make_gather, also))
+    gather = functools.partial(global_gather, spec, is_whole=is_whole, looped=looped)
+    prepare = spec.view.prepare(gather if _splits(spec) else None, also)
+    forward = forward_of(spec.parts, spec.loss_fn, prepare)
     return spec.view.with_layer_scan(spelled(forward, spec.strategy, spec.mesh))
 
 
-def gather_of(
-    spec: StepSpec, gathered: bool = False, looped: frozenset[Path] = frozenset()
-) -> Callable[[Path], GlobalGather | None]:
-    """How weights are gathered in global view: whole over the data axes, gradients to owners.
+AT_REST: MappingProxyType[type[nn.Module], str] = MappingProxyType(
+    {
+        nn.Dropout: "deterministic",
+        nn.MultiHeadDotProductAttention: "deterministic",
+        nn.BatchNorm: "use_running_average",
+    }
+)
+"""Layers of Linen that behave otherwise in training, and what is true when they do not."""
+
+SWITCHES: MappingProxyType[str, bool] = MappingProxyType(
+    {"deterministic": True, "train": False, "training": False, "is_training": False}
+)
+"""What Linen models call the argument that tells, and its value in evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WithArguments:
+    """Calls a module with some arguments in place of those it is given.
+
+    Args:
+        names: of the parameters of the method, in order, without the module.
+        arguments: by name.
+    """
+
+    names: tuple[str, ...]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __call__(self, call: Any, module: Any, *args: object, **kwargs: object) -> Any:
+        """Runs the method; a bridged module that is told another method runs that as it is."""
+        if kwargs.get("method") is not None:
+            return call(module, *args, **kwargs)
+        given = dict(self.arguments)
+        names = [*self.names[: len(args)], *[""] * (len(args) - len(self.names))]
+        placed = [given.pop(name, x) for name, x in zip(names, args, strict=True)]
+        return call(module, *placed, **{**kwargs, **given})
+
+
+def at_rest(call: Any, module: Any, *args: object, **kwargs: object) -> Any:
+    """Calls a bridged Linen module with the layers in it as `nnx.Module.eval` would set them."""
+    with nn.intercept_methods(_rest):
+        return call(module, *args, **kwargs)
+
+
+def evaluation(
+    spec: StepSpec, params: PyTree, buffers: PyTree, batch: Batch
+) -> dict[str, Weighted]:
+    """The loss and metrics of a batch with the model in eval mode, computed as in training.
+
+    Modules of NNX are told by `eval()`. A bridged Linen module has nothing to tell: its layers are
+    set at rest while it runs, and so is the argument that it has for it, one of `SWITCHES`.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        gathered: whether trained weights are whole already.
-        looped: the weights that a loop reads in every turn.
+        params: of the model, trained and frozen.
+        buffers: of the model.
+        batch: placed.
+
+    Returns:
+        `loss` and the metrics of the loss function, each the sum over the samples and its weight:
+        that which it has, else that of the loss, which is the number of samples where it is a plain
+        number.
     """
-    strategy, mesh = spec.strategy, spec.mesh
-    gathered_over = set(strategy.data_axes) - set(strategy.resident)
-    others = tuple(axis for axis in mesh.axis_names if axis not in gathered_over)
+    told = dict(spec.options.eval_kwargs or {})
 
-    def make(path: Path) -> GlobalGather | None:
-        shape = spec.parts.shape_of(path)
-        own = strategy.params(path, shape, mesh)
-        is_frozen = path in spec.parts.frozen_paths
-        owner = None if is_frozen else strategy.opt_state(path, shape, mesh)
-        full = only_axes(own, others)
-        lies = full if gathered and not is_frozen else own
-        return GlobalGather(mesh, lies, owner, full, len(shape), path in looped)
+    def adapt(model: nnx.Module) -> None:
+        model.eval()
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.bridge.ToNNX):
+                set_at_rest(module)
+        for method in ("__call__", BEFORE_HEAD):
+            if told and hasattr(model, method):
+                wrap_calls(model, {method: _told(model, method, told)})
+        spec.change_layers(model)
 
-    return make
+    outcome = global_forward(spec, adapt)(params, buffers, batch)
+    weight = outcome.loss.weight
+    if isinstance(weight, (int, float)) and weight == 1:
+        # A mean over samples; what is 1 within a batch is not alike in batches of two sizes.
+        size = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
+        outcome = dataclasses.replace(outcome, loss=Weighted(outcome.loss.total * size, size))
+    loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
+    return {"loss": loss} | {
+        name: x if isinstance(x, Weighted) else Weighted(x, loss.weight)
+        for name, x in weighed_metrics(outcome).items()
+    }
+
+
+def set_at_rest(module: nnx.bridge.ToNNX) -> None:
+    """Makes the calls of one bridged Linen module those of evaluation, in place."""
+    names = _names(module)
+    switches = tuple((name, value) for name, value in SWITCHES.items() if name in names)
+    wrap_calls(module, {"__call__": at_rest})
+    if switches:
+        wrap_calls(module, {"__call__": WithArguments(names, switches)})
+
+
+def check_eval_kwargs(model: nnx.Module, kwargs: Mapping[str, Any] | None) -> None:
+    """Raises unless the model's call takes these arguments.
+
+    Args:
+        model: any; its leaves may be shapes.
+        kwargs: by name, values that compare; None for none.
+
+    Raises:
+        ConfigError: naming the argument and those there are.
+    """
+    if not kwargs:
+        return
+    taken = _parameters(model)
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return
+    for name in kwargs:
+        if name not in taken:
+            kind = type(_called(model)).__name__
+            raise ConfigError(
+                f"eval_kwargs has {name!r}, and the call of {kind} takes "
+                f"{', '.join(taken) or 'no arguments'}.{did_you_mean(name, taken)}"
+            )
+
+
+def _called(module: nnx.Module) -> Any:
+    return module.to_nnx__module if isinstance(module, nnx.bridge.ToNNX) else module
+
+
+def means(sums: Mapping[str, Weighted]) -> dict[str, Array]:
+    """What sums over samples come to.
+
+    Args:
+        sums: by name, from an `evaluation`; those of several batches added up.
+
+    Returns:
+        total / weight, by name.
+    """
+    return {name: mean_loss(x) for name, x in sums.items()}
+
+
+def _told(module: nnx.Module, method: str, told: Mapping[str, Any]) -> WithArguments:
+    """A method given those of some arguments that it takes; a call takes all, as was checked."""
+    taken = _parameters(module, method)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    kept = tuple((name, x) for name, x in told.items() if takes_any or name in taken)
+    return WithArguments(_names(module, method), kept)
+
+
+def _parameters(module: nnx.Module, method: str = "__call__") -> Mapping[str, inspect.Parameter]:
+    found = inspect.signature(getattr(type(_called(module)), method)).parameters
+    return {name: found[name] for name in list(found)[1:]}
+
+
+def _names(module: nnx.Module, method: str = "__call__") -> tuple[str, ...]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = _parameters(module, method)
+    return tuple(name for name, p in taken.items() if p.kind in positional)
+
+
+def _rest(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    """Runs one method of a Linen module, a layer that has a training mode without it."""
+    name = next((n for kind, n in AT_REST.items() if isinstance(context.module, kind)), None)
+    if name is None or context.method_name != "__call__":
+        return call(*args, **kwargs)
+    names = tuple(inspect.signature(type(context.module).__call__).parameters)[1:]
+    with _unsaid(context.module, name):
+        run = WithArguments(names, ((name, True),))
+        return run(lambda _, *a, **k: call(*a, **k), context.module, *args, **kwargs)
+
+
+@contextmanager
+def _unsaid(module: nn.Module, name: str) -> Iterator[None]:
+    """Takes an attribute of a bound module away: a layer refuses to be told twice."""
+    before = getattr(module, name)
+    object.__setattr__(module, name, None)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, name, before)

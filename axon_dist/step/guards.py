@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ..core.errors import UnsupportedError
+from ..core.tree import shape_key
 from ..core.typing import PyTree
 from ..inspect.computations import below_branches
 from ..inspect.parse import ProgramLike, as_module, origin
@@ -40,8 +41,7 @@ class DeadlockGuard:
         Raises:
             UnsupportedError: when a branch of the compiled program has a permutation.
         """
-        leaves, structure = jax.tree.flatten(others)
-        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = shape_key(others)
         if key not in self._compiled:
             compiled = self.lower(state, *others).compile()
             check_branches(compiled)
@@ -74,11 +74,7 @@ def jit_of(spec: StepSpec) -> Callable[..., Any]:
         return jax.jit
     by_hand = {spec.strategy.pipeline.axis, *spec.strategy.batch_axes}
     left = [axis for axis, size in spec.mesh.shape.items() if size > 1 and axis not in by_hand]
-
-    def guarded(*args, **options):
-        return DeadlockGuard(jax.jit(*args, **options))
-
-    return guarded if left else jax.jit
+    return (lambda *args, **to: DeadlockGuard(jax.jit(*args, **to))) if left else jax.jit
 
 
 def check_branches(program: ProgramLike) -> None:

@@ -8,6 +8,7 @@ twice. Stacked and taken apart again they are the same array to the compiler.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -26,20 +27,20 @@ from ..jaxpr.linen import bridges_of
 from ..jaxpr.pieces import read_once, read_outside_units
 from ..jaxpr.randomness import without_rank
 from ..jaxpr.units import is_inside
-from ..parallel.gather import Held, LocalGather, ReduceHeld, all_gather_by, only_axes, reduce_tree
 from ..sharding import Policy, spec_axes, specs
-from .buffers import (
-    buffer_partition,
-    has_statistics,
-    own_buffers,
-    stack_buffers,
-    synchronise_statistics,
+from .gather import (
+    Held,
+    all_gather_by,
+    gathers_by_units,
+    local_gather,
+    only_axes,
+    reduce_held,
+    reduce_tree,
 )
-from .draws import Draws, OfRank, draws_of
-from .microbatches import Drawing, LastFn, SumsFn, accumulate
+from .microbatches import Draws, LastFn, SumsFn, accumulate, draws_of
 from .objective import (
     Forward,
-    GradientFn,
+    GradientArguments,
     GradientResult,
     Outcome,
     Sums,
@@ -49,7 +50,15 @@ from .objective import (
     gradient_totals,
 )
 from .spec import StepSpec
-from .view import MakeGather, spelled
+from .view import (
+    MakeGather,
+    buffer_partition,
+    has_statistics,
+    own_buffers,
+    spelled,
+    stack_buffers,
+    synchronise_statistics,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +76,12 @@ class Stacking:
     def stack(self, tree: PyTree) -> dict[Path, Array]:
         """The arrays, by the path of their first row."""
         leaves = dict(leaves_with_paths(tree))
-
-        def alone(paths):
-            return leaves[paths[0]]
-
-        def together(paths):
-            return jnp.stack([leaves[path] for path in paths])
-
-        return {paths[0]: (together if paths[1:] else alone)(paths) for paths in self.rows}
+        return {
+            first: jnp.stack([leaves[path] for path in (first, *others)])
+            if others
+            else leaves[first]
+            for first, *others in self.rows
+        }
 
     def unstack(self, stacked: dict[Path, Array]) -> PyTree:
         """The tree that they were made of; the inverse of `stack`."""
@@ -120,8 +127,8 @@ def _counted(path: Path) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def local_gradients(spec: StepSpec) -> GradientFn:
-    """Builds the gradient function that runs per rank and reduces by hand.
+def local_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+    """Gradients that run per rank and are reduced by hand, laid where their moments lie.
 
     Each rank of the batch axes differentiates its rows of every microbatch and adds up. Either
     weights are made whole once, and one reduction at the end gives every owner its shard of the
@@ -131,39 +138,25 @@ def local_gradients(spec: StepSpec) -> GradientFn:
 
     Args:
         spec: the step; the `reduction` of its strategy says how gradients become one.
-
-    Returns:
-        The function; gradients lie where their moments do.
+        given: parameters, buffers, batch and scale.
     """
-    plan = LocalPlan(spec)
-
-    def gradients(
-        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
-    ) -> GradientResult:
-        lead = 0 if spec.num_microbatches == 1 else 1
-        # Found outside the region, for a trace inside it would see the samples of one rank.
-        draws = draws_of(spec, batch, spec.num_ranks)
-        if not plan.gathers_once:
-            check_reads(spec, batch, lead)
-        buffer_specs = buffer_partition(buffers, spec.reduction, plan.axes)
-        mapped = jax.shard_map(
-            lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws),
-            mesh=spec.mesh,
-            axis_names=frozenset(plan.axes),
-            in_specs=(
-                plan.param_specs,
-                plan.frozen_specs,
-                buffer_specs,
-                batch_spec(plan.axes, spec.num_microbatches),
-                PartitionSpec(),
-            ),
-            out_specs=(plan.owner_specs, PartitionSpec(), buffer_specs),
-            check_vma=False,
-        )
-        grads, (loss, metrics), buffers = mapped(params, frozen, buffers, batch, scale)
-        return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
-
-    return gradients
+    axes = spec.strategy.batch_axes
+    # Found outside the region, for a trace inside it would see the samples of one rank.
+    plan = LocalPlan(spec, draws_of(spec, given.batch, axes))
+    if gathers_by_units(spec):
+        check_reads(spec, given.batch)
+    whole, buffer_specs = PartitionSpec(), buffer_partition(given.buffers, spec.reduction, axes)
+    batch_specs = batch_spec(axes, spec.num_microbatches)
+    mapped = jax.shard_map(
+        plan.run,
+        mesh=spec.mesh,
+        axis_names=frozenset(axes),
+        in_specs=(plan.param_specs, plan.frozen_specs, buffer_specs, batch_specs, whole),
+        out_specs=(plan.owner_specs, whole, buffer_specs),
+        check_vma=False,
+    )
+    grads, (loss, metrics), buffers = mapped(*given)
+    return GradientResult(*Sums(grads, loss, metrics).means(), buffers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,21 +165,16 @@ class LocalPlan:
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
+        drawing: what its microbatches draw; None where nothing is drawn.
     """
 
     spec: StepSpec
+    drawing: Draws | None
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are manual."""
         return self.spec.strategy.batch_axes
-
-    @property
-    def gathers_once(self) -> bool:
-        """Whether weights are whole for the whole step; else units gather and reduce theirs."""
-        strategy = self.spec.strategy
-        once = self.spec.reduction.per == "step" or strategy.gathers_once
-        return once or not strategy.params.split_axes
 
     @cached_property
     def param_specs(self) -> PyTree:
@@ -208,25 +196,15 @@ class LocalPlan:
         return jax.tree.map(lambda spec: only_axes(spec, self.axes), whole)
 
     def run(
-        self,
-        params: PyTree,
-        frozen: PyTree,
-        buffers: PyTree,
-        batch: Batch,
-        scale: Any,
-        draws: Draws | None,
-    ) -> Any:
+        self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
+    ) -> tuple[PyTree, Any, PyTree]:
         """Runs on one rank: shards in, reduced sums and new buffers out."""
         reduction, count = self.spec.reduction, self.spec.num_microbatches
         own = own_buffers(buffers, reduction)
-        drawing = None if draws is None else OfRank(draws, self.axes, self.spec.num_ranks)
-        first = own if drawing is None or count > 1 else drawing.before(own, own, 0)
-
-        def share(weight):
-            return all_mean(weight, self.axes)
-
-        parts = count * self.spec.num_ranks
-        if self.gathers_once:
+        drawing = self.drawing if count == 1 else None
+        first = own if drawing is None else drawing.before(own, own, 0)
+        parts, share = count * self.spec.num_ranks, functools.partial(all_mean, axes=self.axes)
+        if not gathers_by_units(self.spec):
             # Cast before the gather: in a lower precision half the bytes travel, and the gradient
             # comes back in the dtype of the compute.
             whole = self._whole(params, self.param_specs)
@@ -234,29 +212,39 @@ class LocalPlan:
             # Where statistics are averaged over the ranks, so are the gradients that come back
             # through them: those of losses that must have been divided by one weight.
             averaged = reduction.sync_buffers and has_statistics(self.spec.parts.abstract)
-            forward = beside(self._forward(None), others)
+            forward = beside(self._scanned(self._plain(None)), others)
             sums_of = gradient_sums(forward, scale, share if averaged else None, parts)
             if reduction.per == "microbatch":
                 sums_of = self._reduced(sums_of)
             if reduction.per == "microbatch" or count == 1:
-                sums, changed = accumulate(sums_of, whole, first, batch, count, drawing=drawing)
+                sums, changed = self._accumulated(sums_of, whole, first, batch)
             else:
-                sums, changed = self._held_back(
-                    sums_of, whole, others, first, batch, scale, drawing
-                )
+                sums, changed = self._held_back(sums_of, whole, others, first, batch, scale)
             if reduction.per == "step" and not self._reduces_within(scale):
                 sums = dataclasses.replace(sums, grads=self._reduce(sums.grads))
         else:
             # Units reduce their gradients within the backward pass, so the weight must be that of
             # all ranks before it begins.
-            forward = beside(self._forward(self._gather), frozen)
+            gather = functools.partial(local_gather, self.spec)
+            forward = beside(self._scanned(self._plain(gather)), frozen)
             sums_of = gradient_sums(forward, scale, share, parts)
-            sums, changed = accumulate(sums_of, params, first, batch, count, drawing=drawing)
+            sums, changed = self._accumulated(sums_of, params, first, batch)
         changed = without_rank(changed, own)
         # Sums of totals and of weights: a mean of means would weigh ranks with few real samples
         # like the others.
-        scalars: Any = all_sum((sums.loss, sums.metrics), self.axes)
+        scalars = all_sum((sums.loss, sums.metrics), self.axes)
         return sums.grads, scalars, stack_buffers(changed, reduction, 1)
+
+    def _accumulated(
+        self,
+        sums_of: SumsFn,
+        weights: PyTree,
+        buffers: PyTree,
+        batch: Batch,
+        last: LastFn | None = None,
+    ) -> tuple[Sums, PyTree]:
+        count = self.spec.num_microbatches
+        return accumulate(sums_of, weights, buffers, batch, count, last=last, drawing=self.drawing)
 
     def _held_back(
         self,
@@ -265,8 +253,7 @@ class LocalPlan:
         frozen: PyTree,
         buffers: PyTree,
         batch: Batch,
-        scale: Any,
-        drawing: Drawing | None,
+        scale: Array | None,
     ) -> tuple[Sums, PyTree]:
         """Adds up whole gradients over microbatches, in the form in which a loop makes them."""
         stacking = stacking_of(whole, self.spec.view.units)
@@ -283,11 +270,8 @@ class LocalPlan:
             apart = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
             return reduced(apart, stacking.unstack(weights), buffers, batch)
 
-        within = last if self._reduces_within(scale) else None
-        rows, count = stacking.stack(whole), self.spec.num_microbatches
-        sums, buffers = accumulate(
-            stacked, rows, buffers, batch, count, last=within, drawing=drawing
-        )
+        within, rows = last if self._reduces_within(scale) else None, stacking.stack(whole)
+        sums, buffers = self._accumulated(stacked, rows, buffers, batch, within)
         if within is None:
             sums = dataclasses.replace(sums, grads=stacking.unstack(sums.grads))
         return sums, buffers
@@ -304,17 +288,7 @@ class LocalPlan:
 
     def _last(self, frozen: PyTree) -> LastFn:
         """Takes the last microbatch, whose backward pass hides the reduction, unit by unit."""
-        spec, trained = (
-            self.spec,
-            frozenset(p for p, _ in leaves_with_paths(self.spec.parts.params)),
-        )
-
-        def reduce_held(path: Path) -> ReduceHeld | None:
-            if path not in trained:
-                return None
-            shape = spec.parts.shape_of(path)
-            owner = only_axes(spec.strategy.opt_state(path, shape, spec.mesh), self.axes)
-            return ReduceHeld(owner, self.axes, spec.reduction.dtype, len(shape))
+        reduce = functools.partial(reduce_held, self.spec)
 
         def last(sums: Sums, whole: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             once = self._read_once(buffers, batch)
@@ -324,10 +298,9 @@ class LocalPlan:
                 slot = dict(leaves_with_paths(slots))
 
                 def bundle(path, weight):
-                    return Held(weight, held[path], slot[path]) if path in trained else weight
+                    return Held(weight, held[path], slot[path]) if path in held else weight
 
-                within = once.__contains__
-                run = self._plain(reduce_held, bundle=bundle, by_units=within)
+                run = self._plain(reduce, bundle=bundle, by_units=once.__contains__)
                 return beside(run, frozen)(whole, buffers, batch)
 
             # The slots are nothing but shapes: what they are the gradient of is what counts.
@@ -356,15 +329,11 @@ class LocalPlan:
     def _whole(self, shards: PyTree, places: PyTree) -> PyTree:
         view, int8 = self.spec.view, self.spec.parts.int8
 
-        # The scales of eight bits stay as they are, and so travel with them.
-        def is_kept(path):
-            return path.rpartition("/")[0] in int8
+        def cast(path: Path, x: Array) -> Array:
+            # The scales of eight bits stay as they are, and so travel with them.
+            return x if path.rpartition("/")[0] in int8 else view.cast(x)
 
-        cast = map_with_path(lambda path, x: x if is_kept(path) else view.cast(x), shards)
-        return jax.tree.map(all_gather_by, cast, places)
-
-    def _forward(self, make_gather: MakeGather | None) -> Forward:
-        return self._scanned(self._plain(make_gather))
+        return jax.tree.map(all_gather_by, map_with_path(cast, shards), places)
 
     def _scanned(self, forward: Any) -> Any:
         spec = self.spec
@@ -382,12 +351,6 @@ class LocalPlan:
         prepare = spec.view.prepare(make_gather, also, **gathering)
         return forward_of(spec.parts, spec.loss_fn, prepare)
 
-    def _gather(self, path: Path) -> LocalGather:
-        shape = self.spec.parts.shape_of(path)
-        own = only_axes(self.spec.strategy.params(path, shape, self.spec.mesh), self.axes)
-        has_grad = path not in self.spec.parts.frozen_paths
-        return LocalGather(own, self.axes, self.spec.reduction.dtype, len(shape), has_grad)
-
     def _reduced(self, sums_of: SumsFn) -> SumsFn:
         def reduced(params: PyTree, buffers: PyTree, batch: Batch) -> tuple[Sums, PyTree]:
             sums, buffers = sums_of(params, buffers, batch)
@@ -399,20 +362,18 @@ class LocalPlan:
         return reduce_tree(grads, self.owner_specs, self.axes, self.spec.reduction)
 
 
-def check_reads(spec: StepSpec, batch: Batch, lead: int) -> None:
+def check_reads(spec: StepSpec, batch: Batch) -> None:
     """Raises where a weight that its unit gathers is read elsewhere, where it is a shard.
 
     Args:
         spec: the step; its units gather.
-        batch: placed leaves of shape [..., samples of all ranks, ...].
-        lead: the dim of the samples.
+        batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
 
     Raises:
         UnsupportedError: naming the weight and the unit.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-    samples = jax.tree.leaves(shapes)[0].shape[0] // spec.num_ranks
-    jaxpr = spec.separator.program(shapes, samples).jaxpr
+    samples, shapes = spec.microbatch(batch)
+    jaxpr = spec.separator.program(shapes, samples // spec.num_ranks).jaxpr
     paths = [path for path, _ in leaves_with_paths(spec.parts.weights)]
     for path in read_outside_units(jaxpr, paths):
         own = spec.strategy.params(path, spec.parts.shape_of(path), spec.mesh)

@@ -1,16 +1,36 @@
-"""Microbatches in a loop: their sums added up, and their buffers handed on."""
+"""Microbatches: what each draws, their sums added up in a loop, and their buffers handed on.
+
+One device draws once for the whole batch. A part, which is what one rank has of one microbatch,
+draws from the same keys at the same counts, and takes the rows of its own samples. Neither the
+number of ranks nor that of microbatches then changes a bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..core.compat import eval_jaxpr
-from ..core.typing import Batch, PyTree
+from ..core.errors import AxonDistError, UnsupportedError
+from ..core.tree import leaves_with_paths, map_with_path
+from ..core.typing import Array, Batch, Path, PyTree
+from ..jaxpr.randomness import (
+    Drawn,
+    SampleRows,
+    find_rows,
+    results_of_no_sample,
+    with_rank,
+    without_rank,
+)
 from .objective import Sums
+from .spec import StepSpec
 
 SumsFn: TypeAlias = Callable[[PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 """(params, buffers, microbatch) -> (sums, new buffers)."""
@@ -19,27 +39,108 @@ LastFn: TypeAlias = Callable[[Sums, PyTree, PyTree, Batch], tuple[Sums, PyTree]]
 """(sums of those before, params, buffers, last microbatch) -> (sums of all, new buffers)."""
 
 
-def _traced_once(gradient: SumsFn, *args: Any) -> tuple[SumsFn, tuple[Sums, PyTree]]:
-    """The function as its program, which is not traced anew; and the shapes of its results."""
-    program, shapes = jax.make_jaxpr(gradient, return_shape=True)(*args)
-    structure = jax.tree.structure(shapes)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draws:
+    """What the parts of a batch draw.
 
-    def run(*given: Any) -> tuple[Sums, PyTree]:
-        return jax.tree.unflatten(structure, eval_jaxpr(program, jax.tree.leaves(given)))
+    Args:
+        rows: what is drawn and counts samples, and whose rows of it a part owns.
+        once: the paths of the buffers that change once per step, as the counts of random streams
+            and all that does not follow from the samples.
+        axes: the manual axes that split a microbatch; none in global view.
+        ranks: how many ranks there are along them.
+    """
 
-    return run, shapes
+    rows: Mapping[Drawn, SampleRows]
+    once: frozenset[Path]
+    axes: tuple[str, ...]
+    ranks: int
 
-
-class Drawing(Protocol):
-    """What each microbatch draws."""
+    def part(self, microbatch: Any) -> Array:
+        """The number of this rank's part: those of a microbatch follow each other."""
+        rank = jax.lax.axis_index(self.axes) if self.axes else 0
+        return jnp.asarray(microbatch * self.ranks + rank, jnp.uint32)
 
     def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
-        """The buffers that a microbatch begins with, of those before it and before the first."""
-        ...
+        """The buffers that a part begins with: keys of its rows, and counts as at the first.
 
-    def after(self, buffers: PyTree, first: PyTree) -> PyTree:
-        """The buffers that it leaves for the next."""
-        ...
+        Args:
+            buffers: before this microbatch.
+            first: before the first microbatch of the step.
+            microbatch: its number.
+        """
+        part = self.part(microbatch)
+        streams = map_with_path(
+            lambda path, now, then: then if path in self.once else now, buffers, first
+        )
+        return with_rank(streams, self.rows, part) if self.rows else streams
+
+
+def draws_of(spec: StepSpec, batch: Batch, axes: tuple[str, ...] = ()) -> Draws | None:
+    """What is drawn for the parts of a batch; None where all of it is one part, or draws nothing.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+        axes: those whose ranks compute each from samples of its own; none in global view.
+
+    Raises:
+        UnsupportedError: when the draws of ranks cannot be told apart. Those of microbatches alone
+            are then made for each microbatch, and a warning says so.
+    """
+    count, ranks = spec.num_microbatches, math.prod(spec.mesh.shape[axis] for axis in axes)
+    if ranks * count == 1:
+        return None
+    try:
+        rows = sample_rows(spec, batch, ranks)
+    except UnsupportedError as error:
+        if ranks > 1:
+            raise
+        warnings.warn(
+            f"each of {count} microbatches draws random numbers of its own, which are not those "
+            f"that one device draws for the whole batch: {error}",
+            stacklevel=2,
+        )
+        rows, counts = None, frozenset[Path]()
+    else:
+        # A bridged Linen module counts its calls, whether it draws or not.
+        counts = spec.parts.counts
+    once = counts | _of_no_sample(spec, batch, ranks)
+    return Draws(rows or {}, once, axes, ranks) if rows is not None or once else None
+
+
+def _of_no_sample(spec: StepSpec, batch: Batch, ranks: int) -> frozenset[Path]:
+    """The buffers that change, whatever the samples are: one device changes them once for all.
+
+    Such are counters, and the estimates of a spectral norm, which follow from weights alone.
+    """
+    samples, shapes = spec.microbatch(batch)
+    paths = [path for path, _ in leaves_with_paths(spec.parts.arguments[1])]
+    if not {*paths} - spec.parts.counts:
+        return frozenset()
+    sizes = samples // ranks, samples * spec.num_microbatches
+    try:
+        part, whole = (spec.separator.program(shapes, size) for size in sizes)
+    except AxonDistError:
+        raise
+    except Exception:  # Whatever the user's loss does with more samples.
+        return frozenset()
+    num_samples = len(jax.tree.leaves(shapes))
+    once = results_of_no_sample(part, whole, num_samples, len(paths))
+    return frozenset(paths[number] for number in once) - spec.parts.counts
+
+
+def sample_rows(spec: StepSpec, batch: Batch, ranks: int) -> Mapping[Drawn, SampleRows] | None:
+    """Which random draws count samples, and whose rows of them a part owns; None without draws.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+        ranks: how many ranks split a microbatch.
+    """
+    samples, shapes = spec.microbatch(batch)
+    trace = functools.partial(spec.separator.program, shapes)
+    return find_rows(trace, samples // ranks, ranks * spec.num_microbatches)
 
 
 def accumulate(
@@ -50,7 +151,7 @@ def accumulate(
     num_microbatches: int,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     last: LastFn | None = None,
-    drawing: Drawing | None = None,
+    drawing: Draws | None = None,
 ) -> tuple[Sums, PyTree]:
     """Adds up the sums of every microbatch, threading the buffers through.
 
@@ -77,14 +178,22 @@ def accumulate(
     """
     if num_microbatches == 1:
         return gradient(params, buffers, batch)
+    turns, first = num_microbatches - (last is not None), buffers
     # Without draws there is no number to count, and the program is that of a mere loop.
-    draws = drawing or _NoDraws()
-    turns = num_microbatches - (last is not None)
-    first, numbers = buffers, None if drawing is None else jnp.arange(turns)
+    numbers = None if drawing is None else jnp.arange(turns)
+
+    def before(buffers: PyTree, number: Any) -> PyTree:
+        return buffers if drawing is None else drawing.before(buffers, first, number)
+
+    def after(buffers: PyTree) -> PyTree:
+        return buffers if drawing is None else without_rank(buffers, first)
+
     sample = jax.tree.map(lambda leaf: leaf[0], batch)
-    begins = draws.before(buffers, first, 0)
-    gradient, (shapes, _) = _traced_once(gradient, params, begins, sample)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    # Traced once, and run as a program for every microbatch.
+    trace = jax.make_jaxpr(gradient, return_shape=True)
+    program, shapes = trace(params, before(buffers, 0), sample)
+    structure, sums_like = jax.tree.structure(shapes), shapes[0]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums_like)
     final = None
     if last is not None:
         batch, final = (jax.tree.map(lambda leaf, at=at: leaf[at], batch) for at in (slice(-1), -1))
@@ -96,25 +205,15 @@ def accumulate(
         # loop carries. So a microbatch begins where the sums of those before are there.
         microbatch, sums = jax.lax.optimization_barrier((microbatch, sums))
         with jax.named_scope("microbatch"):
-            new, buffers = gradient(params, draws.before(buffers, first, number), microbatch)
+            leaves = jax.tree.leaves((params, before(buffers, number), microbatch))
+            new, buffers = structure.unflatten(eval_jaxpr(program, leaves))
         total = sums + new
         total = Sums(constrain(total.grads), total.loss, total.metrics)
-        return (total, draws.after(buffers, first)), None
+        return (total, after(buffers)), None
 
     (sums, buffers), _ = jax.lax.scan(body, (zeros, buffers), (batch, numbers))
     if last is None:
         return sums, buffers
     with jax.named_scope("last_microbatch"):
-        given = draws.before(buffers, first, num_microbatches - 1)
-        sums, buffers = last(sums, params, given, final)
-    return sums, draws.after(buffers, first)
-
-
-class _NoDraws:
-    """Microbatches of a loss that draws nothing."""
-
-    def before(self, buffers: PyTree, first: PyTree, microbatch: Any) -> PyTree:
-        return buffers
-
-    def after(self, buffers: PyTree, first: PyTree) -> PyTree:
-        return buffers
+        sums, buffers = last(sums, params, before(buffers, num_microbatches - 1), final)
+    return sums, after(buffers)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core.errors import AxonDistError, ConfigError
-from ..core.tree import joined, leaves_with_paths
+from ..core.errors import AxonDistError, ConfigError, UnsupportedError
+from ..core.tree import is_key, joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
 from .options import LOSS_SCALE, METRICS
-from .parts import SHARED, STEP, ModelParts, buffers_like
+from .parts import SHARED, STEP, ModelParts, own_and_given
 from .state import FLAG
 
 
@@ -95,8 +95,10 @@ def evaluate(
         prepare(model)
     told = {"step": buffers[STEP]} if STEP in buffers else {}
     batch = joined(batch, buffers[SHARED]) if SHARED in buffers else batch
+    # Where mesh axes are manual, the axes that Linen models name for activations are no one's.
+    manual = jax.sharding.get_abstract_mesh().manual_axes
     try:
-        with _unplaced():
+        with nn.logical_axis_rules(()) if manual else nullcontext():
             returned = loss_fn(model, batch, **told)
     except Exception as error:
         if not isinstance(error, AxonDistError):
@@ -137,11 +139,49 @@ def evaluate(
     return Outcome(weighted, dict(metrics), buffers_like(buffers, model))
 
 
-def _unplaced() -> AbstractContextManager[object]:
-    """Where mesh axes are manual, the axes that Linen models name for activations are no one's."""
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return nn.logical_axis_rules(())
-    return nullcontext()
+def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
+    """The buffers of a model after a forward pass, those and in the dtypes that it had before.
+
+    What the pass left behind beside them, such as what a module has sown, lives for one call; and
+    a statistic does not grow wider because its inputs are.
+
+    Raises:
+        UnsupportedError: for a buffer that was whole numbers and is none after the pass.
+    """
+    after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
+
+    def keep(path, old):
+        new = after[path]
+        if is_key(old):
+            return new
+        if jnp.issubdtype(new.dtype, jnp.inexact) > jnp.issubdtype(old.dtype, jnp.inexact):
+            raise UnsupportedError(
+                f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
+                "pass; a step hands it on to the next in one dtype, which would round it: make it "
+                f"with the dtype that it will have, such as jnp.zeros(shape, jnp.{new.dtype.name})"
+            )
+        return new.astype(old.dtype)
+
+    own, given = own_and_given(before)
+    return map_with_path(keep, own) | given
+
+
+class GradientArguments(NamedTuple):
+    """What a step differentiates.
+
+    Args:
+        params: the trained parameters as the state holds them.
+        frozen: the others, which have no gradients.
+        buffers: statistics, random keys and their counts.
+        batch: placed leaves, `[B, ...]` or `[K, B/K, ...]`.
+        scale: what the loss is multiplied by on the way back, a scalar; None for 1.
+    """
+
+    params: PyTree
+    frozen: PyTree
+    buffers: PyTree
+    batch: Batch
+    scale: Array | None
 
 
 class GradientResult(NamedTuple):
@@ -158,49 +198,22 @@ class GradientResult(NamedTuple):
     buffers: PyTree
 
 
-class GradientFn(Protocol):
-    """Computes the mean gradients of a batch."""
-
-    def __call__(
-        self, params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
-    ) -> GradientResult:
-        """Differentiates.
-
-        Args:
-            params: the trained parameters as the state holds them.
-            frozen: the others, which have no gradients.
-            buffers: statistics, random keys and their counts.
-            batch: placed leaves, `[B, ...]` or `[K, B/K, ...]`.
-            scale: what the loss is multiplied by on the way back, a scalar; None for 1.
-        """
-        ...
-
-
 def mean_loss(loss: Weighted) -> Array:
     """`total / weight`; and 0 where nothing weighs anything, as in a batch that is all padding."""
     total = jnp.asarray(loss.total)
     return total if _is_one(loss.weight) else _divided(total, loss.weight)
 
 
-def mean_metrics(outcome: Outcome) -> dict[str, Array]:
-    """The metrics of a whole batch, those with a weight of their own divided by it."""
-
-    def mean(x):
-        return mean_loss(x) if isinstance(x, Weighted) else x
-
-    return {name: mean(value) for name, value in outcome.metrics.items()}
-
-
 def weighed_metrics(outcome: Outcome) -> dict[str, Array | Weighted]:
     """The metrics as sums over parts of a batch, weighed by the loss where they have no weight."""
     own = outcome.loss.weight
 
-    # A mean over nothing may be NaN, and must not spoil the means of others.
-    def counted(x):
+    def weigh(x: Array | Weighted) -> Any:
+        if isinstance(x, Weighted):
+            return jax.tree.map(_float, x)
+        x = _float(x)
+        # A mean over nothing may be NaN, and must not spoil the means of others.
         return x if _is_one(own) else jnp.where(_float(own) == 0, 0, x * _float(own))
-
-    def weigh(x):
-        return jax.tree.map(_float, x) if isinstance(x, Weighted) else counted(_float(x))
 
     return {name: weigh(value) for name, value in outcome.metrics.items()}
 
@@ -225,12 +238,12 @@ class Sums:
 
     def means(self) -> tuple[PyTree, dict[str, Array]]:
         """Divides by the weight: the gradient of the mean loss, and loss and metrics."""
-        grads = jax.tree.map(lambda g: _divided(g, self.loss.weight), self.grads)
-
-        def mean(x):
-            return mean_loss(x) if isinstance(x, Weighted) else _divided(x, self.loss.weight)
-
-        metrics = {name: mean(value) for name, value in self.metrics.items()}
+        weight = self.loss.weight
+        grads = jax.tree.map(lambda g: _divided(g, weight), self.grads)
+        metrics = {
+            name: mean_loss(x) if isinstance(x, Weighted) else _divided(x, weight)
+            for name, x in self.metrics.items()
+        }
         return grads, {"loss": mean_loss(self.loss), **metrics}
 
 
@@ -276,7 +289,8 @@ def gradient_sums(
     """
 
     def weight_of(loss):
-        return loss.weight if _is_one(loss.weight) else (common or _own)(loss.weight)
+        weight = loss.weight
+        return weight if common is None or _is_one(weight) else common(weight)
 
     per_part = None if scale is None else scale / parts
     differentiate = _differentiated(forward, weight_of, per_part, _per_weight)
@@ -285,7 +299,9 @@ def gradient_sums(
         (_, outcome), grads = differentiate(params, buffers, batch)
         if scale is not None:
             grads = jax.tree.map(lambda g: _wide(g) * parts, grads)
-        return weigh(grads, outcome, _nonzero_or_one(weight_of(outcome.loss))), outcome.buffers
+        weight = weight_of(outcome.loss)
+        weight = weight if _is_one(weight) else _nonzero(weight)
+        return weigh(grads, outcome, weight), outcome.buffers
 
     return sums
 
@@ -328,7 +344,8 @@ def gradient_means(
 
     def means(params: PyTree, buffers: PyTree, batch: Batch) -> GradientResult:
         (_, outcome), grads = differentiate(params, buffers, batch)
-        metrics = {"loss": mean_loss(outcome.loss), **mean_metrics(outcome)}
+        numbers = {"loss": outcome.loss, **outcome.metrics}
+        metrics = {n: mean_loss(x) if isinstance(x, Weighted) else x for n, x in numbers.items()}
         return GradientResult(jax.tree.map(_wide, grads), metrics, outcome.buffers)
 
     return means
@@ -383,14 +400,6 @@ def _divided(total: Array, weight: Any) -> Array:
 
 def _float(value: Any) -> Array:
     return jnp.asarray(value, jnp.float32)
-
-
-def _nonzero_or_one(weight: Any) -> Any:
-    return weight if _is_one(weight) else _nonzero(weight)
-
-
-def _own(weight: Array) -> Array:
-    return weight
 
 
 def _wide(leaf: Array) -> Array:

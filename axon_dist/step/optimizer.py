@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import AxonDistError, ConfigError
-from ..core.tree import leaves_with_paths
+from ..core.tree import paths_of
 from ..core.typing import Array, PyTree
 from ..jaxpr.rows import has_matrices, hidden_in
 from ..optim import Distribution, Distributor
@@ -23,18 +25,6 @@ from ..pipeline.optimizer import StagedOptimizer
 from ..sharding import Policy, optimizer_shardings, shardings
 from .parts import ModelParts
 from .storage import Storage
-
-
-class StepOptimizer(Protocol):
-    """An optimizer of parameters as the state of a step holds them."""
-
-    def init(self, params: PyTree) -> PyTree:
-        """The first state."""
-        ...
-
-    def update(self, grads: PyTree, state: PyTree, params: PyTree, **extra: Any) -> PyTree:
-        """The updates and the next state."""
-        ...
 
 
 def optimizer_for(
@@ -76,12 +66,18 @@ def _fitting(
     if (refused := _refusal(optimizer, parts.params)) is None:
         return optimizer
     if isinstance(refused, TypeError) and "'value'" in str(refused):
-        # Some take further arguments, and not this one.
-        deaf = _without_value(optimizer)
-        refused = _refusal(deaf, parts.params)
+        # Some take further arguments, and not this one: they are not told the loss.
+        inner = optimizer
+
+        def update(
+            updates: PyTree, state: PyTree, params: PyTree = None, *, value=None, **extra: Any
+        ) -> PyTree:
+            return inner.update(updates, state, params, **extra)
+
+        optimizer = optax.GradientTransformationExtraArgs(inner.init, update)
+        refused = _refusal(optimizer, parts.params)
         if refused is None:
-            return deaf
-        optimizer = deaf
+            return optimizer
     as_state = _as_state(optimizer, parts)
     if _refusal(as_state, parts.params) is None:
         return as_state
@@ -94,34 +90,10 @@ def _fitting(
     ) from refused
 
 
-def _without_value(
-    optimizer: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that is not told the loss."""
-
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        value: object = None,
-        **extra: Any,
-    ):
-        return optimizer.update(updates, state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
 def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
     """What the optimizer says when it is tried on shapes."""
-
-    def attempt(params: PyTree) -> PyTree:
-        state = optimizer.init(params)
-        changes = optimizer.update(params, state, params, value=jnp.zeros(()))
-        return _checked(changes, params, state)
-
     try:
-        jax.eval_shape(attempt, params)
+        jax.eval_shape(functools.partial(_updated, optimizer), params)
     except AxonDistError:
         raise
     except Exception as error:
@@ -129,8 +101,10 @@ def _refusal(optimizer: Any, params: PyTree) -> Exception | None:
     return None
 
 
-def _checked(changes: Any, params: PyTree, state: PyTree) -> PyTree:
+def _updated(optimizer: Any, params: PyTree) -> PyTree:
     """What an update returns, if that can be added to the parameters and be given back to it."""
+    state = optimizer.init(params)
+    changes = optimizer.update(params, state, params, value=jnp.zeros(()))
     if not isinstance(changes, tuple) or len(changes) != 2:
         raise ConfigError(
             f"the optimizer's update returned a {type(changes).__name__}; it must return a tuple "
@@ -155,27 +129,21 @@ def _as_state(
     optimizer: optax.GradientTransformationExtraArgs, parts: ModelParts
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer of nested dicts that shows another one an `nnx.State`, as nnx users have it."""
-    trained = {path for path, _ in leaves_with_paths(parts.params)}
-
-    def is_trained(keys, _):
-        return "/".join(map(str, keys)) in trained
-
-    structure = jax.tree.structure(nnx.state(parts.abstract, is_trained))
+    trained = paths_of(parts.params)
+    found = nnx.state(parts.abstract, lambda keys, _: "/".join(map(str, keys)) in trained)
+    structure = jax.tree.structure(found)
     # The leaves of the two forms may be ordered differently: numbers among names.
     numbered = nnx.to_pure_dict(structure.unflatten(range(structure.num_leaves)))
     order = jax.tree.leaves(numbered)
 
-    def show(params):
-        return structure.unflatten(
-            leaf for _, leaf in sorted(zip(order, jax.tree.leaves(params), strict=True), key=_first)
-        )
+    def show(params: PyTree) -> nnx.State:
+        return structure.unflatten(_sorted(order, params))
 
-    def is_state(tree):
-        return isinstance(tree, nnx.State)
-
-    def hide(tree):
+    def hide(tree: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda x: nnx.to_pure_dict(x) if is_state(x) else x, tree, is_leaf=is_state
+            lambda x: nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x,
+            tree,
+            is_leaf=lambda x: isinstance(x, nnx.State),
         )
 
     def inside(state: PyTree) -> PyTree:
@@ -183,21 +151,21 @@ def _as_state(
         shapes = jax.eval_shape(lambda params: optimizer.init(show(params)), parts.params)
         own = jax.tree.structure(shapes)
         places = jax.tree.leaves(hide(own.unflatten(range(own.num_leaves))))
-        leaves = sorted(zip(places, jax.tree.leaves(state), strict=True), key=_first)
-        return own.unflatten(leaf for _, leaf in leaves)
-
-    def init(params: PyTree) -> PyTree:
-        return hide(optimizer.init(show(params)))
+        return own.unflatten(_sorted(places, state))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> PyTree:
         updates, state = optimizer.update(show(updates), inside(state), show(params), **extra)
         return hide(updates), hide(state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: hide(optimizer.init(show(params))), update
+    )
 
 
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
+def _sorted(places: list[int], tree: PyTree) -> list[Any]:
+    """The leaves of a tree, each at its place."""
+    pairs = zip(places, jax.tree.leaves(tree), strict=True)
+    return [leaf for _, leaf in sorted(pairs, key=operator.itemgetter(0))]
 
 
 def _first_line(error: Exception) -> str:
@@ -227,12 +195,13 @@ class DistributedUpdate:
     @cached_property
     def _traced(self) -> tuple[ClosedJaxpr, PyTree]:
         """The update as a program, and the shapes that it returns."""
-
-        def update(grads, state, params, loss):
-            return self.optimizer.update(grads, state, params, value=loss)
-
+        trace = jax.make_jaxpr(
+            lambda grads, state, params, loss: self.optimizer.update(
+                grads, state, params, value=loss
+            ),
+            return_shape=True,
+        )
         loss = jax.ShapeDtypeStruct((), jnp.float32)
-        trace = jax.make_jaxpr(update, return_shape=True)
         return trace(self.params, self.state, self.params, loss)
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias, Union, cast
 
 import flax.linen as nn
 import jax
@@ -15,9 +15,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from ..core.errors import ConfigError, UnsupportedError
+from ..core.errors import ConfigError
 from ..core.modules import stacks_of
-from ..core.tree import is_key, joined, leaves_with_paths, map_with_path, parted, problem_of
+from ..core.tree import (
+    joined,
+    leaves_with_paths,
+    parted,
+    paths_of,
+    problem_of,
+    shapes_of,
+)
 from ..core.typing import Path, PyTree, Shape, Trainable
 from ..ops.int8 import Int8Form, as_values, int8_form, narrowed
 from ..ops.precision import MixedPrecision, cast_floating, floating_dtype
@@ -65,17 +72,16 @@ def trainable_filter(trainable: Trainable) -> Callable[[Any, Any], bool]:
                 "found in the paths of what is trained, such as 'blocks/.*/kernel'"
             ) from None
 
-        def named(keys):
-            return pattern.search("/".join(map(str, keys))) is not None
-
-        return lambda keys, variable: isinstance(variable, nnx.Param) and named(keys)
-    is_variable = isinstance(trainable, type) and issubclass(trainable, nnx.Variable)
-    if not is_variable and (isinstance(trainable, type) or not _is_filter(trainable)):
+        return lambda keys, variable: (
+            isinstance(variable, nnx.Param) and pattern.search(_path(keys)) is not None
+        )
+    is_filter = callable(trainable) or trainable is ... or isinstance(trainable, bool)
+    if not (issubclass(trainable, nnx.Variable) if isinstance(trainable, type) else is_filter):
         raise ConfigError(
             f"trainable={trainable!r}; give a type of Variable such as nnx.LoRAParam, a regular "
             "expression of paths such as 'head', a predicate (keys, variable), or a tuple of these"
         )
-    return nnx.filterlib.to_predicate(trainable)
+    return nnx.filterlib.to_predicate(cast(Any, trainable))
 
 
 def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
@@ -96,7 +102,7 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
         found = [(keys, variable) for keys, variable in flat if is_trained(keys, variable)]
         if not found:
             kinds = sorted({type(variable).__name__ for _, variable in flat})
-            paths = ["/".join(map(str, k)) for k, v in flat if isinstance(v, nnx.Param)]
+            paths = [_path(k) for k, v in flat if isinstance(v, nnx.Param)]
             more = f", ... ({len(paths)} in all)" if len(paths) > 8 else ""
             raise ConfigError(
                 f"trainable={_words(one)} finds nothing in the model, which has Variables of the "
@@ -106,7 +112,7 @@ def check_trainable(trainable: Trainable, model: nnx.Module) -> None:
         for keys, variable in found:
             if isinstance(variable, STATE):
                 raise ConfigError(
-                    f"trainable={_words(one)} takes in {'/'.join(map(str, keys))!r}, an "
+                    f"trainable={_words(one)} takes in {_path(keys)!r}, an "
                     f"nnx.{type(variable).__name__} that the forward pass changes itself; leave "
                     f"such state out: nnx.All({_words(one)}, nnx.Param)"
                 )
@@ -116,20 +122,22 @@ def frozen_as(dtype: DTypeLike, frozen: PyTree) -> Any:
     """Reads the dtype that frozen parameters shall be kept in.
 
     Args:
-        dtype: a floating-point dtype or its name, or int8; None keeps each in its own.
+        dtype: a floating-point dtype or its name, or int8.
         frozen: the frozen parameters.
 
     Raises:
         ConfigError: when it is no such dtype, or nothing is frozen.
     """
-    if dtype is None:
-        return None
     if not jax.tree.leaves(frozen):
         raise ConfigError(
             f"frozen_dtype={dtype!r}, and nothing of the model is frozen; say what is trained, "
             "such as trainable=nnx.LoRAParam, or leave the dtype out"
         )
-    return INT8 if _is_int8(dtype) else floating_dtype(dtype, "frozen")
+    try:
+        is_int8 = jnp.dtype(dtype) == jnp.int8
+    except TypeError:
+        is_int8 = False
+    return INT8 if is_int8 else floating_dtype(dtype, "frozen")
 
 
 def _is_int8(dtype: DTypeLike) -> bool:
@@ -139,8 +147,8 @@ def _is_int8(dtype: DTypeLike) -> bool:
         return False
 
 
-def _is_filter(trainable: Any) -> bool:
-    return callable(trainable) or trainable is ... or isinstance(trainable, bool)
+def _path(keys: Iterable[Any]) -> Path:
+    return "/".join(map(str, keys))
 
 
 def _words(trainable: Any) -> str:
@@ -154,7 +162,6 @@ def _words(trainable: Any) -> str:
 # The metaclass of modules hides `|` from type checkers.
 ModelLike: TypeAlias = Union[nnx.Module, Callable[[], nnx.Module]]  # noqa: UP007
 """A module, or a function of no arguments that makes one (its arrays are then born sharded)."""
-
 
 LINEN_BOX = "linen_meta_type"
 """What `nnx.bridge` notes of a value with axes: how Linen is to box it."""
@@ -192,7 +199,7 @@ class ModelParts:
     @property
     def arguments(self) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as shapes: weights, and buffers."""
-        step = jax.ShapeDtypeStruct((), jax.numpy.int32)
+        step = jax.ShapeDtypeStruct((), jnp.int32)
         return self.weights, self.with_given(self.buffers, step, self.shared)
 
     def with_given(self, buffers: PyTree, step: Any, shared: PyTree) -> PyTree:
@@ -220,7 +227,7 @@ class ModelParts:
     @cached_property
     def frozen_paths(self) -> frozenset[Path]:
         """The paths of the frozen parameters."""
-        return frozenset(path for path, _ in leaves_with_paths(self.frozen))
+        return paths_of(self.frozen)
 
     @cached_property
     def kept(self) -> PyTree:
@@ -230,14 +237,14 @@ class ModelParts:
     @property
     def dtype(self) -> Any:
         """The dtype that the parameters promote to; of complex numbers that of their parts."""
-        found = jax.numpy.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
-        return jax.numpy.finfo(found).dtype if found.kind == "c" else found
+        found = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(self.params)))
+        return jnp.finfo(found).dtype if found.kind == "c" else found
 
     @cached_property
     def counts(self) -> frozenset[Path]:
         """The paths of the counts of random streams."""
         found = nnx.to_flat_state(nnx.state(self.abstract, nnx.RngCount))
-        return frozenset("/".join(map(str, keys)) for keys, _ in found)
+        return frozenset(_path(keys) for keys, _ in found)
 
     def shape_of(self, path: Path) -> Shape:
         """The global shape of a parameter."""
@@ -312,12 +319,11 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
     chosen = trainable_filter(trainable)
     if isinstance(model, nnx.Module):
         check_trainable(trainable, model)
-        graphdef, params, frozen, buffers = _split(model, chosen)
-        _check_alive((params, frozen, buffers))
-        arrays = jax.tree.map(jax.numpy.asarray, (params, frozen, buffers))
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        parts = ModelParts(graphdef, shapes[0], shapes[2], shapes[1], others=_others(model))
-        return _checked(parts), Source(arrays=(joined(*arrays[:2]), arrays[2]))
+        (graphdef, others), trees = _split(model, chosen)
+        _check_alive(trees)
+        params, buffers, frozen = jax.tree.map(jnp.asarray, trees)
+        parts = ModelParts(graphdef, *shapes_of((params, buffers, frozen)), others=others)
+        return _checked(parts), Source(arrays=(joined(params, frozen), buffers))
     if not callable(model) or isinstance(model, nn.Module):
         raise ConfigError(
             f"model is a {type(model).__name__}; give an nnx.Module, or a function of no "
@@ -336,44 +342,16 @@ def take_apart(model: ModelLike, trainable: Trainable = nnx.Param) -> tuple[Mode
                 "return an nnx.Module, such as nnx.Linear(2, 3, rngs=nnx.Rngs(0))"
             )
         check_trainable(trainable, made)
-        graphdef, params, frozen, buffers = _split(made, chosen)
-        found[:] = graphdef, _others(made)
-        return params, frozen, buffers
+        found[:], trees = _split(made, chosen)
+        return trees
 
     def values_of_new() -> tuple[PyTree, PyTree]:
-        params, frozen, buffers = new()
+        params, buffers, frozen = new()
         return joined(params, frozen), buffers
 
-    params, frozen, buffers = jax.eval_shape(new)
-    parts = ModelParts(found[0], params, buffers, frozen, others=found[1])
-    return _checked(parts), Source(make=values_of_new)
-
-
-def buffers_like(before: PyTree, model: nnx.Module) -> PyTree:
-    """The buffers of a model after a forward pass, those and in the dtypes that it had before.
-
-    What the pass left behind beside them, such as what a module has sown, lives for one call; and
-    a statistic does not grow wider because its inputs are.
-
-    Raises:
-        UnsupportedError: for a buffer that was whole numbers and is none after the pass.
-    """
-    after = dict(leaves_with_paths(nnx.to_pure_dict(nnx.state(model))))
-
-    def keep(path, old):
-        new = after[path]
-        if is_key(old):
-            return new
-        if jnp.issubdtype(new.dtype, jnp.inexact) > jnp.issubdtype(old.dtype, jnp.inexact):
-            raise UnsupportedError(
-                f"the buffer {path!r} is {old.dtype.name}, and {new.dtype.name} after a forward "
-                "pass; a step hands it on to the next in one dtype, which would round it: make it "
-                f"with the dtype that it will have, such as jnp.zeros(shape, jnp.{new.dtype.name})"
-            )
-        return new.astype(old.dtype)
-
-    own, given = own_and_given(before)
-    return map_with_path(keep, own) | given
+    shapes = jax.eval_shape(new)
+    graphdef, others = found
+    return _checked(ModelParts(graphdef, *shapes, others=others)), Source(make=values_of_new)
 
 
 def own_and_given(buffers: PyTree) -> tuple[PyTree, PyTree]:
@@ -400,7 +378,7 @@ def stored_as(
     Raises:
         ConfigError: when the dtype is none of floats nor int8, or nothing is frozen.
     """
-    frozen = frozen_as(frozen, parts.frozen)
+    frozen = None if frozen is None else frozen_as(frozen, parts.frozen)
     if frozen == INT8:
         parts, frozen = dataclasses.replace(parts, int8=_forms(parts)), None
     if dtypes is None and frozen is None:
@@ -425,13 +403,9 @@ def stored_as(
 
 
 def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
-    stacks = stacks_of(parts.abstract)
-
-    def is_stacked(path):
-        return any(path.startswith(f"{stack}/") for stack in stacks)
-
+    stacks = tuple(f"{stack}/" for stack in stacks_of(parts.abstract))
     found = {
-        path: int8_form(path, leaf, int(is_stacked(path)))
+        path: int8_form(path, leaf, stacked=int(path.startswith(stacks)))
         for path, leaf in leaves_with_paths(parts.frozen)
     }
     forms = {path: form for path, form in found.items() if form is not None}
@@ -443,29 +417,25 @@ def _forms(parts: ModelParts) -> dict[Path, Int8Form]:
     return forms
 
 
-def _split(model: nnx.Module, trained: Any) -> tuple[nnx.GraphDef, PyTree, PyTree, PyTree]:
-    graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
-    for state in states:
-        for keys, leaf in nnx.to_flat_state(state):
-            _check_one_array("/".join(map(str, keys)), leaf)
-    params, frozen, buffers = map(nnx.to_pure_dict, states)
-    return graphdef, params, frozen, buffers
-
-
-def _check_one_array(path: Path, leaf: Any) -> None:
-    """Raises for a Variable that holds a tree, whose leaves have no path of their own."""
-    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    if isinstance(value, (dict, list, tuple, nnx.State)):
-        raise ConfigError(
-            f"the {type(leaf).__name__} {path!r} holds a {type(value).__name__} of "
-            f"{len(jax.tree.leaves(value))} arrays; a Variable of a trained model holds one array: "
-            f"keep each in a {type(leaf).__name__} of its own, in an nnx.Dict or nnx.List"
-        )
-
-
-def _others(model: nnx.Module) -> frozenset[Path]:
-    named = {"/".join(map(str, keys)): kind for keys, kind in nnx.to_flat_state(nnx.state(model))}
-    return frozenset(path for path, kind in named.items() if not isinstance(kind, STATE))
+def _split(
+    model: nnx.Module, trained: Any
+) -> tuple[tuple[nnx.GraphDef, frozenset[Path]], tuple[PyTree, PyTree, PyTree]]:
+    """The structure, and what buffers are no layers' state; trained, buffers and frozen."""
+    graphdef, params, frozen, buffers = nnx.split(model, trained, nnx.Param, ...)
+    states = params, buffers, frozen
+    for keys, leaf in (pair for state in states for pair in nnx.to_flat_state(state)):
+        value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        # Leaves of a tree within a Variable have no path of their own.
+        if isinstance(value, (dict, list, tuple, nnx.State)):
+            raise ConfigError(
+                f"the {type(leaf).__name__} {_path(keys)!r} holds a {type(value).__name__} of "
+                f"{len(jax.tree.leaves(value))} arrays; a Variable of a trained model holds one "
+                f"array: keep each in a {type(leaf).__name__} of its own, in an nnx.Dict or "
+                "nnx.List"
+            )
+    kinds = nnx.to_flat_state(nnx.state(model))
+    others = frozenset(_path(keys) for keys, kind in kinds if not isinstance(kind, STATE))
+    return (graphdef, others), tuple(map(nnx.to_pure_dict, states))
 
 
 def _check_takes_nothing(make: Callable[..., Any]) -> None:
@@ -501,7 +471,7 @@ def _checked(parts: ModelParts) -> ModelParts:
             "needs lazy_init(x) first"
         )
     for path, leaf in leaves_with_paths(parts.params):
-        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ConfigError(
                 f"the parameter {path!r} has dtype {leaf.dtype}, of which there is no gradient; "
                 "keep it in an nnx.Variable instead of an nnx.Param"

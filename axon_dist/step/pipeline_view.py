@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.reduction import all_sum, on_wire
 from ..core.tree import leaves_with_paths
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..jaxpr.randomness import at_part, without_rank
-from ..parallel import PipelinePlan, Reduction, Strategy
-from ..parallel.gather import only_axes, reduce_by
+from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     Data,
     Executor,
     Keys,
     LossTrace,
     ModelStorage,
-    Stacks,
     StageProgram,
     SwitchStages,
     UniformStages,
@@ -41,19 +40,19 @@ from ..pipeline import (
 from ..pipeline import Totals as PipelineSums
 from ..pipeline.layout import flatten, nest
 from ..sharding import axes_of, spec_axes, specs
-from .buffers import synchronise_statistics
-from .draws import Draws, OfRank, draws_of
-from .objective import GradientFn, GradientResult, Outcome, Sums, evaluate
+from .gather import only_axes, reduce_by
+from .microbatches import Draws, draws_of
+from .objective import GradientArguments, GradientResult, Outcome, Sums, evaluate
 from .spec import StepSpec
-from .staged_loss import nested_metrics, traced, unit_paths
-from .view import View, fp8_of, paths_of, spelled
+from .storage import nested_metrics, traced, unit_paths
+from .view import View, spelled, synchronise_statistics
 
 Parted: TypeAlias = dict[int, int]
 """Of parameters outside the blocks that lie in parts of the vocabulary, number and dim."""
 
 
-def pipeline_gradients(spec: StepSpec) -> GradientFn:
-    """Builds the gradient function that runs a pipeline.
+def pipeline_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+    """Gradients by a pipeline, in stored form, laid where their moments lie.
 
     The pipeline axis and the batch axes are manual: a rank holds its stages and its samples of
     every microbatch, adds up gradients over the whole schedule, and reduces them once. Other axes
@@ -61,56 +60,38 @@ def pipeline_gradients(spec: StepSpec) -> GradientFn:
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-
-    Returns:
-        The function; gradients are in stored form, and lie where their moments do.
+        given: parameters, buffers, batch and scale.
     """
-    plan = StagedPlan(spec)
-
-    def gradients(
-        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
-    ) -> GradientResult:
-        if plan.pipeline.num_microbatches == 1:
-            batch = jax.tree.map(lambda x: x[None], batch)
-        params, frozen = plan.view.cast((params, frozen))
-        whole, parted = PartitionSpec(), plan.parted(buffers, batch)
-        draws = draws_of(spec, batch, plan.num_ranks)
-        rest_lies = plan.given_rest(parted)
-        lie = plan.row_specs, rest_lies
-        per_sample = PartitionSpec(None, spec.strategy.batch_axes)
-        mapped = jax.shard_map(
-            lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
-            mesh=spec.mesh,
-            axis_names=frozenset(plan.axes),
-            in_specs=(
-                lie,
-                (plan.specs_of(plan.rows.untrained), rest_lies) if frozen else whole,
-                whole,
-                per_sample,
-                whole,
-            ),
-            out_specs=(*plan.grad_specs(parted), whole, whole, whole),
-            check_vma=False,
-        )
-        parts = plan.pipeline.num_microbatches * spec.num_ranks
-        # As in `gradient_sums`: scaled like the mean of the whole batch.
-        scale = None if scale is None else scale / parts
-
-        def of_ranks(rows, stored):
-            return (rows.rows_of(stored), plan.rows.rest_of(stored))
-
-        given = of_ranks(plan.rows.trained, params), ([], [])
-        if frozen:
-            given = given[0], of_ranks(plan.rows.untrained, frozen)
-        rows, rest, unit, loss, buffers = mapped(*given, buffers, batch, scale)
-        reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
-        reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
-        total, weight, metrics = loss
-        unit = unit if scale is None else unit * parts
-        sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
-        return GradientResult(*sums.means(), buffers)
-
-    return gradients
+    plan, (params, frozen, buffers, batch, scale) = StagedPlan(spec), given
+    if plan.pipeline.num_microbatches == 1:
+        batch = jax.tree.map(lambda x: x[None], batch)
+    params, frozen = plan.view.cast((params, frozen))
+    whole, parted = PartitionSpec(), plan.parted(buffers, batch)
+    draws = draws_of(spec, batch, spec.strategy.batch_axes)
+    rest_lies = plan.given_rest(parted)
+    stored = [(plan.rows.trained.rows_of(params), plan.rows.rest_of(params)), ([], [])]
+    lies: list[Any] = [(plan.row_specs, rest_lies), whole]
+    if frozen:
+        stored[1] = plan.rows.untrained.rows_of(frozen), plan.rows.rest_of(frozen)
+        lies[1] = plan.specs_of(plan.rows.untrained), rest_lies
+    mapped = jax.shard_map(
+        lambda p, f, b, x, s: plan.run(p, f, b, x, s, draws, parted),
+        mesh=spec.mesh,
+        axis_names=frozenset(plan.axes),
+        in_specs=(*lies, whole, PartitionSpec(None, spec.strategy.batch_axes), whole),
+        out_specs=(*plan.grad_specs(parted), whole, whole, whole),
+        check_vma=False,
+    )
+    parts = plan.pipeline.num_microbatches * spec.num_ranks
+    # As in `gradient_sums`: scaled like the mean of the whole batch.
+    scale = None if scale is None else scale / parts
+    rows, rest, unit, loss, buffers = mapped(stored[0], stored[1], buffers, batch, scale)
+    reduced = plan.rows.assemble(*plan.reduced_outside(rows, rest))
+    reduced = jax.lax.with_sharding_constraint(reduced, spec.owners)
+    total, weight, metrics = loss
+    unit = unit if scale is None else unit * parts
+    sums = Sums(jax.tree.map(lambda g: g * unit, reduced), Weighted(total, weight), metrics)
+    return GradientResult(*sums.means(), buffers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,11 +110,6 @@ class StagedPlan:
         return self.spec.strategy
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh."""
-        return self.spec.mesh
-
-    @property
     def pipeline(self) -> PipelinePlan:
         """What the strategy says about the pipeline."""
         assert self.strategy.pipeline is not None
@@ -146,44 +122,20 @@ class StagedPlan:
         return self.spec.storage.rows
 
     @property
-    def stacks(self) -> Stacks:
-        """The modules of the model that hold many blocks."""
-        return self.spec.storage.stacks
-
-    @property
-    def reduction(self) -> Reduction:
-        """How gradients become one."""
-        return self.spec.reduction
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that are manual."""
         return (self.pipeline.axis, *self.strategy.batch_axes)
 
     @property
-    def num_ranks(self) -> int:
-        """How many ranks split each microbatch."""
-        return self.spec.num_ranks if self.strategy.batch_axes else 1
-
-    @property
     def is_whole_mesh(self) -> bool:
         """Whether no axis is left to the compiler."""
-        return all(axis in self.axes or size == 1 for axis, size in self.mesh.shape.items())
+        return all(axis in self.axes or size == 1 for axis, size in self.spec.mesh.shape.items())
 
     @cached_property
     def view(self) -> View:
         """How a rank sees the model: its blocks are units."""
-        blocks, looped = unit_paths(self.rows.stages.called, self.stacks)
-        return View(
-            self.strategy.precision,
-            blocks,
-            self.strategy.remat,
-            frees_weights=False,
-            moves_activations=True,
-            weights=paths_of(self.spec.parts.weights),
-            fp8=fp8_of(self.strategy, self.spec.parts),
-            looped=looped,
-        )
+        blocks, looped = unit_paths(self.rows.stages.called, self.spec.storage.stacks)
+        return View(self.strategy, self.spec.parts, blocks, looped=looped)
 
     @cached_property
     def row_specs(self) -> list[list[PartitionSpec]]:
@@ -196,7 +148,7 @@ class StagedPlan:
 
     def _stored_specs(self, rows: ModelStorage) -> PyTree:
         stored = jax.eval_shape(rows.from_model, rows.shapes)
-        found = specs(self.spec.storage.strategy.params, stored, self.mesh)
+        found = specs(self.spec.storage.strategy.params, stored, self.spec.mesh)
         axes = (self.pipeline.axis, *self.strategy.resident)
         return jax.tree.map(lambda spec: only_axes(spec, axes), found)
 
@@ -212,7 +164,7 @@ class StagedPlan:
             if slot is None:
                 return leaf
             lies = PartitionSpec(*stored[kind][slot][1:])
-            shape = NamedSharding(self.mesh, lies).shard_shape(leaf.shape)
+            shape = NamedSharding(self.spec.mesh, lies).shard_shape(leaf.shape)
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         return nest({keys: own(keys, leaf) for keys, leaf in flatten(self.rows.shapes).items()})
@@ -228,11 +180,10 @@ class StagedPlan:
         """What lies in parts of the vocabulary: nothing, unless the schedule has actions for it."""
         if not self.pipeline.schedule.splits_vocabulary:
             return {}
-        # Not yet spelled for its mesh, which outside the manual region would be for all of it.
-        trace = self.trace(buffers, batch, lambda forward: forward)
+        trace = self.trace(buffers, batch, in_region=False)
         axis = self.pipeline.axis
         embedding = self.pipeline.schedule.splits_embedding
-        rest, size = self.rows.rest, self.mesh.shape[axis]
+        rest, size = self.rows.rest, self.spec.mesh.shape[axis]
         dims = parted_by_tokens(trace, rest, axis, size, embedding)
         return {i: dims[keys] for i, keys in enumerate(rest) if keys in dims}
 
@@ -263,12 +214,11 @@ class StagedPlan:
             addends = PartitionSpec(axis, self.strategy.batch_axes)
             return jax.tree.map(of_row, self.row_specs), addends
         kept = jax.tree.map(lambda owner: only_axes(owner.spec, self.axes), self.spec.owners)
-        rest = enumerate(self.rows.rest_of(kept))
-
-        def place(i, spec):
-            return None if spec is None else self._by_tokens(parted.get(i), spec)
-
-        return self.rows.trained.rows_of(kept), [place(i, spec) for i, spec in rest]
+        rest = [
+            None if spec is None else self._by_tokens(parted.get(i), spec)
+            for i, spec in enumerate(self.rows.rest_of(kept))
+        ]
+        return self.rows.trained.rows_of(kept), rest
 
     def run(
         self,
@@ -285,9 +235,9 @@ class StagedPlan:
         `params` and `frozen` are each the rows and the rest, of which None is at the places of the
         other's; of what is `parted` this rank has its part.
         """
-        of_rank = None if draws is None else OfRank(draws, self.strategy.batch_axes, self.num_ranks)
-        drawing = buffers if of_rank is None else of_rank.before(buffers, buffers, 0)
-        drawing = self.stacks.buffers_apart(drawing)
+        spec = self.spec
+        drawing = buffers if draws is None else draws.before(buffers, buffers, 0)
+        drawing = spec.storage.stacks.buffers_apart(drawing)
         trace = self.trace(drawing, batch)
         lookups = lookups_in(trace, {i: self.rows.rest[i] for i in parted})
         looked_up = tuple(each.rows.result for each in lookups)
@@ -306,15 +256,13 @@ class StagedPlan:
         leaves, first = jax.tree.leaves(batch), jax.tree.leaves(drawing)
 
         def data(microbatch: Array) -> Data:
-            def at(x):
-                return jax.lax.dynamic_index_in_dim(x, microbatch, keepdims=False)
-
             now = buffers_at(microbatch)
-            if of_rank is not None:
-                now = [at_part(leaf, of_rank.part(microbatch)) for leaf in now]
-            return Data(now, [at(leaf) for leaf in leaves])
+            if draws is not None:
+                now = [at_part(leaf, draws.part(microbatch)) for leaf in now]
+            at = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+            return Data(now, [at(leaf, microbatch) for leaf in leaves])
 
-        weight = mean_weight(trace, data, count, self.strategy.batch_axes)
+        weight = mean_weight(trace, data, count, spec.strategy.batch_axes)
         sums = Executor(
             schedule=self.pipeline.schedule,
             stages=programs,
@@ -322,7 +270,7 @@ class StagedPlan:
             weights=_own_entry(params[0]),
             rest=params[1],
             data=data,
-            scale=_over(scale, weight),
+            scale=scale if weight is None else (1.0 if scale is None else scale) / weight,
             keeps=self.pipeline.keeps_residuals,
             frozen_weights=_own_entry(frozen[0]),
             frozen_rest=frozen[1],
@@ -331,39 +279,38 @@ class StagedPlan:
             parted=parted,
             lookups=lookups,
         ).run()
-        after = [sums.learned.get(i, x) for i, x in enumerate(jax.tree.leaves(changed))]
-        changed = jax.tree.unflatten(jax.tree.structure(changed), after)
-        changed = buffers_together(changed)
+        leaves, structure = jax.tree.flatten(changed)
+        after = structure.unflatten(sums.learned.get(i, x) for i, x in enumerate(leaves))
+        changed = buffers_together(after)
         unit = jnp.ones(()) if weight is None else weight
-        return (
-            *self._reduce(sums, parted),
-            unit,
-            self._loss(trace, sums),
-            without_rank(changed, buffers),
-        )
+        reduced, names = self._reduce(sums, parted), cast(Any, trace.metrics)
+        total, of_loss, metrics = all_sum(sums.loss, self.axes)
+        loss = total, of_loss, nested_metrics(dict(zip(names, metrics, strict=True)))
+        return *reduced, unit, loss, without_rank(changed, buffers)
 
-    def trace(self, buffers: PyTree, batch: Batch, spelling: Any = None) -> LossTrace:
-        """The loss of one microbatch of this rank; of all ranks with another `spelling`."""
+    def trace(self, buffers: PyTree, batch: Batch, in_region: bool = True) -> LossTrace:
+        """The loss of one microbatch of this rank; outside of the manual region of all ranks."""
         remat = self.strategy.remat
         spec, policy = self.spec, None if remat is None else remat.remat
 
         def also(model: nnx.Module) -> None:
             spec.change_layers(model)
-            if spelling is None and self.strategy.batch_axes:
+            if in_region and self.strategy.batch_axes:
                 synchronise_statistics(model, self.strategy.batch_axes)
 
         prepare = self.view.prepare(None, also, policy)
-        shapes = self._own_shapes if spelling is None else self.rows.shapes
+        shapes = self._own_shapes if in_region else self.rows.shapes
         params = jax.eval_shape(self.view.cast, shapes)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
         def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
             return evaluate(spec.parts, spec.loss_fn, params, buffers, batch, prepare)
 
-        def of_mesh(forward):
-            return spelled(forward, self.strategy, self.mesh)
+        def spelling(forward: Any) -> Any:
+            # Outside of the region it would be for all of the mesh.
+            return spelled(forward, self.strategy, self.spec.mesh) if in_region else forward
 
-        return traced(run, spelling or of_mesh, self.stacks, params, buffers, one)
+        return traced(run, spelling, self.spec.storage.stacks, params, buffers, one)
 
     def programs(self, trace: LossTrace) -> list[StageProgram]:
         """The stages of a traced loss: one program for all where blocks are a chain of equals."""
@@ -373,48 +320,36 @@ class StagedPlan:
             programs = [with_parted_loss(program, self.pipeline.axis) for program in programs]
         if not self.is_whole_mesh:
             return programs
-
-        def join(p):
-            return dataclasses.replace(
-                p, middle=with_joined_rows(p.middle), last=with_joined_rows(p.last)
+        return [
+            dataclasses.replace(
+                program,
+                middle=with_joined_rows(program.middle),
+                last=with_joined_rows(program.last),
             )
-
-        return [join(program) for program in programs]
+            for program in programs
+        ]
 
     def _reduce(self, sums: PipelineSums, parted: Parted) -> tuple[Any, Any]:
         """Sums over the ranks that share a stage; what is outside the blocks over all ranks."""
         row_specs, rest_specs = self.grad_specs(parted)
-        wire, batch_axes = self.reduction.dtype, self.strategy.batch_axes
+        wire, batch_axes = self.spec.reduction.dtype, self.strategy.batch_axes
         rows = jax.tree.map(lambda leaf: leaf[None], sums.rows)
         rest = [sums.rest.get(i) for i in range(len(self.rows.rest))]
         if not self.is_whole_mesh:
+            rows = jax.tree.map(lambda x: jnp.expand_dims(x, 1), rows)
+            return rows, jax.tree.map(lambda x: jnp.expand_dims(x, (0, 1)), rest)
 
-            def beside(*dims):
-                return lambda x: jnp.expand_dims(x, dims)
+        def reduced(x: Array | None, spec: PartitionSpec, axes: tuple[str, ...]) -> Array | None:
+            return x if x is None else reduce_by(x, only_axes(spec, axes), axes, wire)
 
-            return jax.tree.map(beside(1), rows), jax.tree.map(beside(0, 1), rest)
-
-        def reduce_row(x, spec, axes):
-            return reduce_by(x, only_axes(spec, axes), axes, wire)
-
-        def reduce_rest(x, spec):
-            return reduce_by(x, spec, self.axes, wire)
-
-        def reduce_part(x, spec):
-            return reduce_row(x, spec, batch_axes)
-
-        of_rest = [
-            jax.tree.map(reduce_part if i in parted else reduce_rest, x, spec)
-            for i, (x, spec) in enumerate(zip(rest, rest_specs, strict=True))
-        ]
-
-        def each(x, spec, row):
-            return x if x is None else reduce_row(x, spec, self._added_over(row))
-
-        triples = (
-            zip(*lists, strict=True) for lists in zip(rows, row_specs, self.row_specs, strict=True)
+        of_rows = jax.tree.map(
+            lambda x, spec, row: reduced(x, spec, self._added_over(row)),
+            *(rows, row_specs, self.row_specs),
+            is_leaf=lambda x: x is None,
         )
-        return [[each(*triple) for triple in row] for row in triples], of_rest
+        pairs = enumerate(zip(rest, rest_specs, strict=True))
+        of_rest = [reduced(x, s, batch_axes if i in parted else self.axes) for i, (x, s) in pairs]
+        return of_rows, of_rest
 
     def reduced_outside(self, rows: Any, rest: Any) -> tuple[Any, Any]:
         """The sums of addends that left the manual region side by side; others are sums already."""
@@ -424,36 +359,22 @@ class StagedPlan:
         own = self.rows.trained.rows_of(found), self.rows.rest_of(found)
 
         stages = self.pipeline.axis
-        others = tuple(axis for axis in self.mesh.axis_names if axis != stages)
+        others = tuple(axis for axis in self.spec.mesh.axis_names if axis != stages)
 
         def total(x: Array, dim: int, spec: PartitionSpec) -> Array:
             # `jnp.sum` would add, and send, bfloat16 as float32.
-            summed = jax.lax.reduce_sum(on_wire(x, self.reduction.dtype), (dim,))
-            return jax.lax.with_sharding_constraint(summed, NamedSharding(self.mesh, spec))
+            summed = jax.lax.reduce_sum(on_wire(x, self.spec.reduction.dtype), (dim,))
+            return jax.lax.with_sharding_constraint(summed, NamedSharding(self.spec.mesh, spec))
 
         def over_all(x: Array, spec: PartitionSpec) -> Array:
             # First over the ranks that will each own a part, then over the stages.
             part = total(x, 1, PartitionSpec(stages, *only_axes(spec, others)))
             return total(part, 0, spec).astype(x.dtype)
 
-        def row(x, spec):
-            return total(x, 1, spec).astype(x.dtype)
-
-        return jax.tree.map(row, rows, own[0]), jax.tree.map(over_all, rest, own[1])
-
-    def _loss(self, trace: LossTrace, sums: PipelineSums) -> tuple[Array, Array, dict]:
-        total, weight, metrics = all_sum(sums.loss, self.axes)
-        names: Any = trace.metrics
-        return total, weight, nested_metrics(dict(zip(names, metrics, strict=True)))
+        rows = jax.tree.map(lambda x, spec: total(x, 1, spec).astype(x.dtype), rows, own[0])
+        return rows, jax.tree.map(over_all, rest, own[1])
 
 
 def _own_entry(rows: Any) -> Any:
     """The entry of this rank in every leaf of the rows, whose dim 0 counts the ranks."""
     return jax.tree.map(lambda leaf: leaf[0], rows)
-
-
-def _over(scale: Array | None, weight: Array | None) -> Array | None:
-    """`scale / weight`, None standing for 1."""
-    if weight is None:
-        return scale
-    return (1.0 if scale is None else scale) / weight

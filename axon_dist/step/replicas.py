@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from ..core.reduction import all_mean
 from ..core.tree import joined, leaves_with_paths, num_params, parted
@@ -25,83 +25,11 @@ from .parts import Source
 from .separable import Separation
 from .spec import StepSpec
 from .state import FLAG, TrainState
-from .state_form import Claims, StateForm, claims_of
-from .update import Gradients, Take, one_step, unscaled_gradients
+from .state_form import StateForm
+from .update import one_step, unscaled_gradients, wide_copy
 
 ROWS = ("params", "opt_state", "buffers", "scaler")
 """What of a state has a row for each replica."""
-
-
-def steps_of(spec: StepSpec) -> tuple[Gradients, Take]:
-    """The gradients of a state's parameters, and the step; of one replica, or of all of them.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-    """
-    if spec.strategy.slow is not None:
-        return replica_steps(spec)
-    gradients = unscaled_gradients(spec)
-    return gradients, one_step(spec, gradients)
-
-
-def replica_steps(spec: StepSpec) -> tuple[Gradients, Take]:
-    """The gradients of all replicas, and a step that each takes by itself.
-
-    The axis between the replicas is manual, and the program of one replica is that of the same
-    strategy on the rest of the mesh: no collective in it can cross the axis, for it does not know
-    the axis by name. Equals
-
-        for r in range(R):
-            state[r] = step(state[r], share r of the batch)
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-
-    Returns:
-        Both as pure functions, to be traced; gradients and metrics have a row for each replica.
-    """
-    inner = spec.replica()
-    gradients = unscaled_gradients(inner)
-    take = one_step(inner, gradients)
-
-    def differentiate(state: TrainState, placed: Placed) -> GradientResult:
-        def run(state, placed):
-            return _stacked(tuple(gradients(_own_row(state), placed)))
-
-        return GradientResult(*_on_each(spec, inner, run, _rows(spec))(state, placed))
-
-    def step(
-        state: TrainState, placed: Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict]:
-        def run(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
-            new, metrics = take(_own_row(state), placed, held)
-            return _with_rows(new, _stacked), _stacked(metrics)
-
-        new, metrics = _on_each(spec, inner, run, (_specs(spec), _rows(spec)))(state, placed)
-        return dataclasses.replace(new, outer=state.outer, meeting=state.meeting), metrics
-
-    return differentiate, step
-
-
-def _on_each(spec: StepSpec, inner: StepSpec, run: Any, out_specs: Any) -> Any:
-    """A function of one replica's state and share as one of all of them."""
-
-    def mapped(state: TrainState, placed: Placed) -> Any:
-        # Looked at here, and known in the region, where it could not be traced.
-        separation_of(inner, spec, placed)
-        batch: PyTree = batch_spec(_axes(spec), spec.num_microbatches)
-        here = jax.shard_map(
-            run,
-            mesh=spec.world.mesh,
-            axis_names=frozenset(_axes(spec)),
-            in_specs=(_specs(spec), Placed(batch, PartitionSpec())),
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        # What they have in common stays out: no step looks at it.
-        return here(dataclasses.replace(state, outer=None, meeting=None), placed)
-
-    return mapped
 
 
 def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
@@ -110,11 +38,9 @@ def shared_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
     Args:
         metrics: rows of scalars, one for each replica.
     """
-
-    def one(name, x):
-        return jnp.any(x) if name == FLAG else jnp.mean(x, axis=0)
-
-    return {name: one(name, x) for name, x in metrics.items()}
+    return {
+        name: jnp.any(x) if name == FLAG else jnp.mean(x, axis=0) for name, x in metrics.items()
+    }
 
 
 def first_rows(state: TrainState, replicas: int) -> TrainState:
@@ -132,10 +58,10 @@ def first_rows(state: TrainState, replicas: int) -> TrainState:
 def mean_rows(buffers: PyTree) -> PyTree:
     """The buffers to evaluate with: the mean of statistics, and of the rest the first replica's."""
 
-    def is_float(x):
-        return jnp.issubdtype(x.dtype, jnp.inexact)
+    def one(x: Array) -> Array:
+        return x.mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
 
-    return jax.tree.map(lambda x: x.mean(0).astype(x.dtype) if is_float(x) else x[0], buffers)
+    return jax.tree.map(one, buffers)
 
 
 def _repeated(x: Array, replicas: int) -> Array:
@@ -153,9 +79,10 @@ def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation
         spec: the step of all of them.
         placed: the batch of all of them, arrays or shapes.
     """
-    if spec.strategy.slow is None:
+    slow = spec.strategy.slow
+    if slow is None:
         return spec.with_shared(placed.shared).separator.of(placed.arrays)
-    lead, ranks = int(spec.num_microbatches > 1), spec.mesh.shape[_axes(spec)[0]]
+    lead, ranks = int(spec.num_microbatches > 1), spec.mesh.shape[slow.axis]
 
     def share(x: Array) -> jax.ShapeDtypeStruct:
         samples = (*x.shape[:lead], x.shape[lead] // ranks, *x.shape[lead + 1 :])
@@ -164,18 +91,9 @@ def separation_of(inner: StepSpec, spec: StepSpec, placed: Placed) -> Separation
     return inner.with_shared(placed.shared).separator.of(jax.tree.map(share, placed.arrays))
 
 
-def _axes(spec: StepSpec) -> tuple[str, ...]:
-    slow: Any = spec.strategy.slow
-    return (slow.axis,)
-
-
-def _rows(spec: StepSpec) -> PartitionSpec:
-    return PartitionSpec(_axes(spec)[0])
-
-
-def _specs(spec: StepSpec) -> Any:
+def _specs(axis: str) -> Any:
     """The specs of a state in the region, but for what lies outside of it."""
-    rows, whole = _rows(spec), PartitionSpec()
+    rows, whole = PartitionSpec(axis), PartitionSpec()
     placed: Any = {name: rows for name in ROWS}
     return TrainState(step=whole, frozen=whole, ema=whole, outer=whole, meeting=whole, **placed)  # type: ignore[arg-type]
 
@@ -223,20 +141,13 @@ class Outer:
         Returns:
             `outer` and `meeting` of a state.
         """
-
-        def wide(p):
-            return jnp.array(p, _wide(p.dtype), copy=True)
-
-        outer = jax.tree.map(wide, params)
-        states = tuple(self.plan.outer.init(self._part(outer, n)) for n in range(self._count))
+        outer = wide_copy(params)
+        states = tuple(self.plan.outer.init(self._part(outer, n)) for n in self._numbers)
         if self.plan.compression is None:
             return outer, {"opt_state": states}
         rows = self.spec.mesh.shape[self.plan.axis]
-
-        def missing(p):
-            return jnp.zeros((rows, *p.shape), jnp.float32)
-
-        return outer, {"opt_state": states, "missing": jax.tree.map(missing, params)}
+        missing = jax.tree.map(lambda p: jnp.zeros((rows, *p.shape), jnp.float32), params)
+        return outer, {"opt_state": states, "missing": missing}
 
     def places(self, state: TrainState, rows: PyTree) -> tuple[PyTree, dict[str, Any]]:
         """Where it lies: the parameters as those of a replica, alike on all of them.
@@ -277,11 +188,9 @@ class Outer:
             with jax.named_scope("outer_optimizer"):
                 updates, states[number] = self.plan.outer.update(grads, states[number], outer)
                 outer = optax.apply_updates(outer, updates)
-
-            def follow(o, p):
-                return jnp.broadcast_to(o.astype(p.dtype), p.shape)
-
-            params = jax.tree.map(follow, outer, params)
+            params = jax.tree.map(
+                lambda o, p: jnp.broadcast_to(o.astype(p.dtype), p.shape), outer, params
+            )
             left = {"missing": joined(others, missing)} if missing else {}
             return dataclasses.replace(
                 state,
@@ -296,18 +205,14 @@ class Outer:
         """Bytes that one device sends over the slow axis in H steps, by the formula."""
         mesh, policy = self.spec.mesh, self.spec.storage.strategy.params
         places = shardings(policy, self.spec.stored_shapes, mesh)
-        shapes = leaves_with_paths(self.spec.stored_shapes)
         where = dict(leaves_with_paths(places))
-
-        def shard(path, x):
-            return jax.ShapeDtypeStruct(where[path].shard_shape(x.shape), x.dtype)
-
-        sizes = {path: num_params(shard(path, x)) for path, x in shapes}
+        shapes = leaves_with_paths(self.spec.stored_shapes)
+        sizes = {path: math.prod(where[path].shard_shape(x.shape)) for path, x in shapes}
         return self.plan.wire_bytes(sizes, mesh.shape[self.plan.axis])
 
     @property
-    def _count(self) -> int:
-        return self.plan.fragments
+    def _numbers(self) -> range:
+        return range(self.plan.fragments)
 
     def _part(self, tree: PyTree, number: int) -> PyTree:
         return parted(tree, self.fragments[number])[1]
@@ -336,10 +241,6 @@ class Outer:
         return mapped(outer, params, missing)
 
 
-def _wide(dtype: DTypeLike) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaForm(StateForm):
     """What the state of a step with several replicas looks like, and the model in it.
@@ -354,35 +255,29 @@ class ReplicaForm(StateForm):
         return Outer(self.spec)
 
     @cached_property
+    def inner(self) -> StepSpec:
+        """The step of one replica, where the axis between them is manual."""
+        return self.spec.replica()
+
+    @property
+    def layout(self) -> Strategy:
+        """The strategy that lays the parameters and moments of all replicas out."""
+        strategy, axis = self.spec.storage.strategy, self.outer.plan.axis
+        params, moments = Copies(strategy.params, axis), Copies(strategy.opt_state, axis)
+        return dataclasses.replace(strategy, params=params, opt_state=moments)
+
+    @cached_property
     def places(self) -> Any:
         """A `TrainState` of shardings."""
-        spec, state, strategy = self.spec, self.shapes, self._rows
-        row = NamedSharding(spec.mesh, PartitionSpec(self.outer.plan.axis))
-        params = shardings(strategy.params, state.params, spec.mesh)
-        moments = optimizer_shardings(strategy.opt_state, state.params, state.opt_state, spec.mesh)
-        outer, meeting = self.outer.places(state, params)
-        return TrainState(
-            step=self.whole,  # type: ignore[arg-type]
-            params=params,
-            opt_state=moments,
+        one, state, row = super().places, self.shapes, self.reported
+        outer, meeting = self.outer.places(state, one.params)
+        return dataclasses.replace(
+            one,
             buffers=jax.tree.map(lambda _: row, state.buffers),
             scaler=jax.tree.map(lambda _: row, state.scaler),
-            frozen=self._stored_places[1],
             outer=outer,
             meeting=meeting,
         )
-
-    @cached_property
-    def claims(self) -> Claims:
-        """Where the strategy says that the arrays of all replicas lie, and why."""
-        alone = dataclasses.replace(self.shapes, params={}, opt_state=())
-        claims = claims_of(self.spec, dataclasses.replace(self.shapes, frozen={}), self._rows)
-        return dataclasses.replace(claims, frozen=claims_of(self.spec, alone).frozen)
-
-    @property
-    def owners(self) -> Any:
-        """The shardings of the gradients of all replicas."""
-        return shardings(self._rows.opt_state, self.shapes.params, self.spec.mesh)
 
     @property
     def reported(self) -> NamedSharding:
@@ -402,41 +297,74 @@ class ReplicaForm(StateForm):
         """The same state: all of it is in device memory, and no buffer divided."""
         return state
 
-    def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
-        """The model's own parameters, as the replicas last agreed on them, and buffers."""
-        return self.spec.storage.weights(self._met(state), state.frozen), mean_rows(state.buffers)
+    def _on_each(
+        self,
+        run: Callable[[TrainState, Placed], Any],
+        state: TrainState,
+        placed: Placed,
+        out_specs: Any,
+    ) -> Any:
+        """Runs a function of one replica's state and share on all of them, side by side."""
+        spec, axis = self.spec, self.outer.plan.axis
+        # Looked at here, and known in the region, where it could not be traced.
+        separation_of(self.inner, spec, placed)
+        batch: PyTree = batch_spec((axis,), spec.num_microbatches)
+        mapped = jax.shard_map(
+            lambda state, placed: run(_own_row(state), placed),
+            mesh=spec.world.mesh,
+            axis_names=frozenset({axis}),
+            in_specs=(_specs(axis), Placed(batch, PartitionSpec())),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        # What they have in common stays out: no step looks at it.
+        return mapped(dataclasses.replace(state, outer=None, meeting=None), placed)
 
-    def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
-        """What a forward pass of the model takes beside the samples."""
-        weights = self.spec.storage.forward(self._met(state), state.frozen)
-        return weights, self.spec.parts.with_given(mean_rows(state.buffers), state.step, shared)
+    def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
+        """The gradients of all replicas, and their metrics: a row for each."""
+        inner = self.inner
 
-    def _met(self, state: TrainState) -> PyTree:
-        return jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
+        def run(state: TrainState, placed: Placed) -> tuple:
+            return _stacked(tuple(unscaled_gradients(inner, state, placed)))
 
-    def _around(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
-        one = super()._around(stored, buffers)
+        rows = PartitionSpec(self.outer.plan.axis)
+        return GradientResult(*self._on_each(run, state, placed, rows))
+
+    def step(
+        self, state: TrainState, placed: Placed, held: Array | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """A step that each replica takes by itself.
+
+        The axis between the replicas is manual, and the program of one replica is that of the same
+        strategy on the rest of the mesh: no collective in it can cross the axis, for it does not
+        know the axis by name. Equals
+
+            for r in range(R):
+                state[r] = step(state[r], share r of the batch)
+        """
+        inner, axis = self.inner, self.outer.plan.axis
+
+        def run(state: TrainState, placed: Placed) -> tuple[TrainState, dict]:
+            new, metrics = one_step(inner, state, placed, held)
+            return _with_rows(new, _stacked), _stacked(metrics)
+
+        out_specs = _specs(axis), PartitionSpec(axis)
+        new, metrics = self._on_each(run, state, placed, out_specs)
+        return dataclasses.replace(new, outer=state.outer, meeting=state.meeting), metrics
+
+    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The parameters on which the replicas last agreed, and the mean of their buffers."""
+        outer = jax.tree.map(lambda o, p: o.astype(p.dtype), state.outer, state.params)
+        return outer, mean_rows(state.buffers)
+
+    def around(
+        self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
+    ) -> TrainState:
+        """The first state with given parameters; see `StateForm.around`."""
+        one = super().around(stored, buffers, opt_state)
         rows = first_rows(one, self.spec.mesh.shape[self.outer.plan.axis])
         outer, meeting = self.outer.first(one.params)
         return dataclasses.replace(rows, outer=outer, meeting=meeting)
-
-    @property
-    def _rows(self) -> Strategy:
-        strategy, axis = self.spec.storage.strategy, self.outer.plan.axis
-        return dataclasses.replace(
-            strategy,
-            params=Copies(strategy.params, axis),
-            opt_state=Copies(strategy.opt_state, axis),
-        )
-
-    @property
-    def _stored_places(self) -> tuple[Any, Any]:
-        spec = self.spec
-
-        def place(shapes):
-            return shardings(spec.storage.strategy.params, shapes, spec.mesh)
-
-        return place(spec.stored_shapes), place(spec.stored_frozen)
 
 
 def form_of(spec: StepSpec, source: Source) -> StateForm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from ..core.typing import Path, PyTree
 from ..jaxpr.linen import linen_modules
 from ..parallel import STRATEGY_RULES, PlacedStrategy, check_sums, has_experts
 from ..sharding import Policy, optimizer_shardings, shardings, spec_axes
-from .buffers import own_statistics
-from .evaluation import check_eval_kwargs
+from .gather import no_fp8_gather
+from .global_view import check_eval_kwargs
 from .replicas import Outer
 from .separable import wants_ranks
 from .spec import StepSpec, deterministic_options
+from .view import own_statistics
 
 Found = Mapping[str, Any] | None
 
@@ -40,7 +41,7 @@ def _residents(spec: StepSpec) -> Found:
     if not strategy.resident or strategy.pipeline is not None:
         return None
     alone = dataclasses.replace(strategy, resident=())
-    is_local, asked = wants_ranks(alone, spec.parts, spec.num_microbatches)
+    is_local, asked = wants_ranks(dataclasses.replace(spec, strategy=alone))
     if not is_local:
         return None
     per = f"a reduction per {reduction.per!r} of {spec.num_microbatches} microbatches"
@@ -77,7 +78,7 @@ def _stage_experts(spec: StepSpec) -> Found:
 def _statistics(spec: StepSpec) -> Found:
     if not (spec.is_local and spec.reduction.sync_buffers):
         return None
-    _, asked = wants_ranks(spec.strategy, spec.parts, spec.num_microbatches)
+    _, asked = wants_ranks(spec)
     if spec.options.separable:
         asked = [*asked, "separable=True"]
     found = own_statistics(spec.parts.abstract)
@@ -99,33 +100,9 @@ def _stage_classes(spec: StepSpec) -> Found:
     return {"classes": ", ".join(remat.classes), "blocks": ", ".join(blocks)}
 
 
-def _rounded_gathers(spec: StepSpec) -> Found:
-    strategy, fp8 = spec.strategy, spec.view.fp8
-    if fp8 is None or not fp8.gathers:
-        return None
-    if strategy.pipeline is not None:
-        why = f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
-    elif strategy.gathers_once:
-        why = "the parameters are gathered once a step, all of them in the dtype of the compute"
-    elif not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
-        why = "no kernel of a layer in fp8 lies split over ranks that have other samples"
-    elif spec.is_local:
-        per, dtype = spec.reduction.per, spec.reduction.dtype
-        why = f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
-    else:
-        return None
-    return {"name": strategy.name, "why": why}
-
-
-def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
-    """Whether units gather a weight, or would on more devices."""
-    strategy, mesh = spec.strategy, spec.mesh
-    axes = {*strategy.data_axes} - {*strategy.resident}
-    splits = axes.intersection(strategy.params.split_axes)
-    if splits and all(mesh.shape[axis] == 1 for axis in splits):
-        return True
-    places = (strategy.params(path, spec.parts.shape_of(path), mesh) for path in paths)
-    return any(not axes.isdisjoint(spec_axes(place)) for place in places)
+def _rounded(spec: StepSpec) -> Found:
+    why = no_fp8_gather(spec)
+    return {"name": spec.strategy.name, "why": why} if why else None
 
 
 def _matrices(spec: StepSpec) -> Found:
@@ -159,14 +136,12 @@ def _arrays(spec: StepSpec) -> None:
     optimizer_shardings(stored.opt_state, spec.stored_shapes, spec.first_opt_state, mesh)
 
 
-def _determinism(spec: StepSpec) -> None:
-    if spec.options.deterministic:
-        deterministic_options(spec.world)
-
-
 RULES: tuple[Requirement[StepSpec], ...] = (
     Requirement("options have possible values", lambda spec: spec.options.validate()),
-    Requirement("devices can compute the same bits twice", _determinism),
+    Requirement(
+        "devices can compute the same bits twice",
+        lambda spec: spec.options.deterministic and deterministic_options(spec.world),
+    ),
     Requirement("the compiler takes its options", lambda spec: spec.compiler_options),
     *(rule.of(lambda spec: PlacedStrategy(spec.strategy, spec.world)) for rule in STRATEGY_RULES),
     Requirement.row(
@@ -216,7 +191,7 @@ RULES: tuple[Requirement[StepSpec], ...] = (
         "gather='fp8' is about weights that units gather where they use them, and under strategy "
         "{name!r} {why}; leave gather out, or split parameters by full_shard or hybrid_shard, and "
         "leave the reduction of their gradients as it is by default",
-        _rounded_gathers,
+        _rounded,
     ),
     Requirement.row(
         "parameters that samples travel to are the compiler's to reduce",

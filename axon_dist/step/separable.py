@@ -11,29 +11,27 @@ for that work on their own.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
+import functools
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh
 
 from ..collectives import GradSyncStrategy
 from ..core.errors import AxonDistError, UnsupportedError
-from ..core.tree import leaves_with_paths
+from ..core.tree import leaves_with_paths, shape_key
 from ..core.typing import Batch, LossFn, Path
 from ..jaxpr.rows import output_shapes
 from ..jaxpr.sample_values import OF_WEIGHT, OutputUse, SampleUse, Use
 from ..jaxpr.walk import moves_with
-from ..parallel import Reduction, Strategy
-from .buffers import warn_of_parts
-from .loss_traces import Traced, Traces
+from ..parallel import keep_samples_apart
+from .loss_traces import LOSS, LossEnding, OfSums, Traced, Traces, in_parts, sum_name
 from .objective import Prepare
-from .parts import ModelParts
-from .sums import LOSS, LossEnding, OfSums, in_parts, sum_name
+from .view import warn_of_parts
+
+if TYPE_CHECKING:
+    from .spec import StepSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,32 +71,13 @@ class Separator:
     """Finds out, once for every shape of batch, how its loss is made of those of its parts.
 
     Args:
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        loss_fn: the user's loss.
-        strategy: the strategy, about the model's own leaves.
-        mesh: names and sizes of its axes, over all devices.
-        num_microbatches: how many microbatches the batch is cut into.
-        separable: True where the user promises that the parts give the loss; False where the
-            ranks shall not compute it on their own; None to read it from the program.
-        adapt: gives what changes the merged model, such as its dtypes, before it runs; told whether
-            experts may be promised to keep samples apart.
+        spec: model, loss, optimizer, strategy, devices and options of the step.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        loss_fn: LossFn,
-        strategy: Strategy,
-        mesh: Mesh,
-        num_microbatches: int,
-        separable: bool | None = None,
-        adapt: Callable[[bool], Prepare] | None = None,
-    ):
-        self._parts, self._loss_fn, self._strategy = parts, loss_fn, strategy
-        self._microbatches, self._promise = num_microbatches, separable
-        self._sizes = {axis: mesh.shape[axis] for axis in strategy.batch_axes}
+    def __init__(self, spec: StepSpec):
+        self._spec, self._parts, self._loss_fn = spec, spec.parts, spec.loss_fn
+        self._microbatches, self._promise = spec.num_microbatches, spec.options.separable
         self._found: dict[Any, Separation] = {}
-        self._adapt = adapt
         self._traced: dict[bool, Traces] = {}
 
     def of(self, batch: Batch) -> Separation:
@@ -115,16 +94,10 @@ class Separator:
             UnsupportedError: when ranks that compute on their own were asked for, and the loss
                 couples the samples; naming what does, and where.
         """
-        lead = 0 if self._microbatches == 1 else 1
-
-        def cut(x):
-            return jax.ShapeDtypeStruct(x.shape[lead:], x.dtype)
-
-        shapes = jax.tree.map(cut, batch)
-        leaves, structure = jax.tree.flatten(shapes)
-        key = (structure, *((x.shape, x.dtype) for x in leaves))
+        samples, shapes = self._spec.microbatch(batch)
+        key = shape_key(shapes)
         if key not in self._found:
-            self._found[key] = self._separate(shapes, leaves[0].shape[0])
+            self._found[key] = self._separate(shapes, samples)
         return self._found[key]
 
     def coupling(self, batch: Batch) -> str:
@@ -138,9 +111,7 @@ class Separator:
         for path, leaf in leaves_with_paths(self._parts.arguments[1]):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 return f"the statistics {path} are those of a microbatch"
-        lead = 0 if self._microbatches == 1 else 1
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[lead:], x.dtype), batch)
-        samples = jax.tree.leaves(shapes)[0].shape[0]
+        samples, shapes = self._spec.microbatch(batch)
         sizes = (samples // 2 if samples % 2 == 0 else 1), samples * self._microbatches
         if sizes[0] == sizes[1]:
             # One sample in one microbatch has no parts.
@@ -148,23 +119,14 @@ class Separator:
         use = self._use(shapes, sizes, 2)
         return self._obstacle(use) if self._in_sums(shapes, sizes, 2, use) is None else ""
 
-    @property
-    def _is_by_ranks(self) -> bool:
-        """Whether ranks would compute the loss each from its own samples."""
-        return wants_ranks(self._strategy, self._parts, self._microbatches)[0] and self._ranks > 1
-
-    @property
-    def _ranks(self) -> int:
-        return math.prod(self._sizes.values())
-
     def _separate(self, batch: Batch, samples: int) -> Separation:
         """`samples` is how many a microbatch has."""
-        per_rank, asked = wants_ranks(self._strategy, self._parts, self._microbatches)
-        ranks = self._ranks if per_rank else 1
+        per_rank, asked = wants_ranks(self._spec)
+        ranks = self._spec.num_ranks if per_rank else 1
         if self._microbatches * ranks == 1:
             return Separation(self._loss_fn, per_rank)
         whole = samples * self._microbatches
-        if not self._is_computable(batch, whole):
+        if self._microbatches > 1 and not self._is_computable(batch, whole, ranks):
             # A loss of microbatches: of more samples one device could not compute it either.
             whole = samples
         if samples // ranks == whole:
@@ -208,7 +170,7 @@ class Separator:
         if not names:
             return None
         loss_fn: Any = OfSums(in_parts(self._loss_fn, use), frozenset(names))
-        traces = Traces(self._parts, loss_fn, self._adapted(ranks))
+        traces = Traces(self._parts, loss_fn, self._adapted(self._is_apart(ranks)))
         of_sums = traces.use(batch, sizes)
         numbers = (of_sums.loss, *of_sums.metrics.values())
         is_lost = ranks > 1 and self._obstacle(of_sums) != ""
@@ -219,7 +181,7 @@ class Separator:
         sums = [of_sums.metrics[sum_name(n)] for n in range(len(whole.ending.sums))]
         if any(found.kind is Use.WEIGHTED for found in sums):
             return None
-        leads = completion.leads(lambda n: self._moves(whole, n)) if LOSS in names else ()
+        leads = completion.leads(functools.partial(self._moves, whole)) if LOSS in names else ()
         if leads is None:
             return None
         factors = tuple(found.factor for found in sums)
@@ -233,12 +195,9 @@ class Separator:
         moving = moves_with(traced.program, output, len(paths))
         return any(paths[at] not in self._parts.frozen_paths for at in moving)
 
-    def _is_computable(self, batch: Batch, whole: int) -> bool:
-        if self._microbatches == 1:
-            return True
+    def _is_computable(self, batch: Batch, whole: int, ranks: int) -> bool:
         try:
-            apart = self._strategy.pipeline is not None or not self._is_by_ranks
-            self._traces(apart).of(batch, whole)
+            self._traces(self._is_apart(ranks)).of(batch, whole)
         except AxonDistError:
             raise
         except Exception:  # Whatever the user's loss does with more samples.
@@ -263,21 +222,20 @@ class Separator:
 
     @cached_property
     def _alone(self) -> Traces:
-        adapt = None if self._adapt is None else self._adapt(False)
-        return Traces(self._parts, self._loss_fn, adapt, over_all=False)
+        return Traces(self._parts, self._loss_fn, self._adapted(False), over_all=False)
 
     def _traces(self, apart: bool) -> Traces:
         if apart not in self._traced:
-            adapt = None if self._adapt is None else self._adapt(apart)
-            self._traced[apart] = Traces(self._parts, self._loss_fn, adapt)
+            self._traced[apart] = Traces(self._parts, self._loss_fn, self._adapted(apart))
         return self._traced[apart]
 
     def _is_apart(self, ranks: int) -> bool:
         """Ranks that are no stages leave experts to the compiler, in global view."""
-        return ranks == 1 or self._strategy.pipeline is not None
+        return ranks == 1 or self._spec.strategy.pipeline is not None
 
-    def _adapted(self, ranks: int) -> Prepare | None:
-        return None if self._adapt is None else self._adapt(self._is_apart(ranks))
+    def _adapted(self, apart: bool) -> Prepare:
+        """Changes the merged model; where samples are apart, experts promise to keep them so."""
+        return self._spec.view.prepare(None, keep_samples_apart if apart else None)
 
     def _use(self, batch: Batch, sizes: tuple[int, int], ranks: int) -> SampleUse:
         """What the loss is to the samples, of a part and of the whole as they run."""
@@ -294,9 +252,10 @@ class Separator:
         return use
 
     def _too_small(self, samples: int, error: str) -> str:
+        error = " ".join(error.split())[:200].rstrip(".")
         return (
             f"the loss cannot be computed of a microbatch, which has {samples} samples where the "
-            f"batch is cut into {self._microbatches}: {_shortened(error)}. Take the number of "
+            f"batch is cut into {self._microbatches}: {error}. Take the number of "
             "samples from the shapes of the batch, and not from a constant; or leave the batch "
             "whole"
         )
@@ -365,20 +324,19 @@ class Separator:
     def _obstacle(self, use: SampleUse) -> str:
         if self._promise is not None:
             return "" if self._promise else "separable=False says that the loss couples samples"
-        reduction = self._strategy.reduction or Reduction()
-        if not reduction.sync_buffers:
+        if not self._spec.reduction.sync_buffers:
             # Each rank keeps statistics of its own then, as it was told to.
-            kept = {
-                p: found for p, found in use.buffers.items() if not self._is_statistic(p, found)
-            }
+            buffers = use.buffers.items()
+            kept = {path: found for path, found in buffers if not self._is_statistic(path, found)}
             use = dataclasses.replace(use, buffers=kept)
         return use.coupled
 
     def _refusal(self, why: str, asked: list[str]) -> str:
-        ranks = "×".join(f"{axis}={size}" for axis, size in self._sizes.items())
+        strategy, mesh = self._spec.strategy, self._spec.mesh
+        ranks = "×".join(f"{axis}={mesh.shape[axis]}" for axis in strategy.batch_axes)
         what = " and ".join(asked)
         instead = "leave the pipeline out, and the step computes it over the whole batch"
-        if self._strategy.pipeline is None:
+        if strategy.pipeline is None:
             instead = f"leave {what} out, and the step computes it over the whole batch"
         return (
             f"{why}, so that {ranks} ranks cannot compute it each from its own samples, as {what} "
@@ -387,36 +345,24 @@ class Separator:
         )
 
 
-def _shortened(error: Any) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")
-
-
 def _place(found: OutputUse) -> str:
     return f" ({found.where})" if found.where else ""
 
 
-def wants_ranks(
-    strategy: Strategy, parts: ModelParts, num_microbatches: int
-) -> tuple[bool, list[str]]:
+def wants_ranks(spec: StepSpec) -> tuple[bool, list[str]]:
     """Whether gradients are computed per rank, and what asks for it that cannot be had otherwise.
 
     Args:
-        strategy: whose reduction and pipeline may need ranks.
-        parts: the model's structure, and the shapes of its parameters and buffers.
-        num_microbatches: how many microbatches a step has.
+        spec: its reduction and pipeline may need ranks.
 
     Returns:
         Whether, and the words; without words global view would be as good.
     """
-    if strategy.pipeline is not None:
-        return True, [f"a pipeline beside {'×'.join(strategy.batch_axes)}"]
-    compute = parts.dtype if strategy.precision is None else strategy.precision.compute
-    reduction = strategy.reduction or Reduction()
-    # Without batch axes no rank has gradients of its own to hold back.
-    if strategy.resident or not strategy.batch_axes:
+    if spec.strategy.pipeline is not None:
+        return True, [f"a pipeline beside {'×'.join(spec.strategy.batch_axes)}"]
+    if not spec.is_local:
         return False, []
-    if not reduction.is_local(num_microbatches, compute):
-        return False, []
+    reduction, compute = spec.reduction, spec.compute_dtype
     recast = None not in (reduction.dtype, compute) and reduction.dtype != compute
     capacity, overlaps = reduction.bucket_capacity, reduction.sync is GradSyncStrategy.OVERLAPPED
     words = {
@@ -428,18 +374,3 @@ def wants_ranks(
         f"a reduction in {reduction.dtype} beside compute in {compute}": recast,
     }
     return True, [word for word, is_asked in words.items() if is_asked]
-
-
-def sample_use(
-    parts: ModelParts,
-    loss_fn: LossFn,
-    batch: Batch,
-    sizes: tuple[int, int],
-    adapt: Prepare | None = None,
-    joins: bool = True,
-) -> SampleUse:
-    """What a loss function makes of the samples of its batch: `Traces.use`.
-
-    With `joins` statistics and experts see all parts of the batch; else each part sees its own.
-    """
-    return Traces(parts, loss_fn, adapt, over_all=joins).use(batch, sizes)

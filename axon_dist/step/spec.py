@@ -16,12 +16,13 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.errors import ConfigError, UnsupportedError, did_you_mean
+from ..core.tree import shape_key, shapes_of
 from ..core.typing import Batch, LossFn, OptionValue, PyTree
 from ..mesh import Backend, World
 from ..mesh.abstract import is_on_paper
 from ..mesh.chips import option_names, relative_of
 from ..nn import Layout
-from ..parallel import Reduction, Strategy, keep_samples_apart
+from ..parallel import Reduction, Strategy
 from ..sharding import shardings
 from .objective import Prepare
 from .optimizer import DistributedUpdate, optimizer_for
@@ -107,10 +108,16 @@ def compiler_options(
         >>> compiler_options(World.emulate(8))
         {}
     """
-    _check_values(given)
+    if given is not None:
+        _check_values(given)
     given, chip = dict(given or {}), relative_of(world.mesh)
     fixed = deterministic_options(world) if deterministic else {}
-    _check_conflicts(given, fixed)
+    for name, value in fixed.items():
+        if name in given and str(given[name]).lower() != str(value).lower():
+            raise ConfigError(
+                f"deterministic=True compiles with {name}={value}, and compiler_options say "
+                f"{given[name]!r}; leave one of the two out"
+            )
     if is_on_paper(world):
         return {name: value for name, value in given.items() if value is not None}
     own = {} if chip is None else chip.options_for(world.size, whole, only_sums, few)
@@ -119,14 +126,14 @@ def compiler_options(
     return _accepted(world, chosen, own.keys() - fixed.keys() - given.keys())
 
 
-def _check_values(given: Mapping[str, OptionValue | None] | None) -> None:
-    if given is not None and not isinstance(given, Mapping):
+def _check_values(given: Mapping[str, OptionValue | None]) -> None:
+    if not isinstance(given, Mapping):
         raise ConfigError(
             f"compiler_options is {given!r}; it must be a mapping of names to values, such as "
             "{'xla_gpu_enable_latency_hiding_scheduler': True}"
         )
     known = option_names()
-    for name, value in (given or {}).items():
+    for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, OptionValue | None):
             raise ConfigError(
                 f"compiler_options has {name!r}: {value!r}; names must be strings, and values "
@@ -136,15 +143,6 @@ def _check_values(given: Mapping[str, OptionValue | None] | None) -> None:
             raise ConfigError(
                 f"compiler_options takes {name!r} away, which is set for no chip."
                 f"{did_you_mean(name, known)}"
-            )
-
-
-def _check_conflicts(given: Mapping[str, OptionValue | None], fixed: Mapping[str, bool]) -> None:
-    for name, value in fixed.items():
-        if name in given and str(given[name]).lower() != str(value).lower():
-            raise ConfigError(
-                f"deterministic=True compiles with {name}={value}, and compiler_options say "
-                f"{given[name]!r}; leave one of the two out"
             )
 
 
@@ -158,7 +156,7 @@ def _accepted(
     kept, refused = dict(chosen), []
     whole = NamedSharding(world.mesh, PartitionSpec())
     while kept:
-        nothing = jax.jit(_nothing, out_shardings=whole, compiler_options=kept)
+        nothing = jax.jit(lambda: jnp.zeros(()), out_shardings=whole, compiler_options=kept)
         try:
             nothing.lower().compile()
             break
@@ -184,10 +182,6 @@ def _refusal(world: World, chosen: Mapping[str, OptionValue], error: Exception) 
         f"given {listed}. Correct the one it names in compiler_options, or take it away there "
         "with the value None"
     )
-
-
-def _nothing() -> jax.Array:
-    return jnp.zeros(())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -256,6 +250,15 @@ class StepSpec:
         """How many ranks split the samples of a microbatch."""
         return math.prod(self.mesh.shape[axis] for axis in self.strategy.batch_axes)
 
+    def microbatch(self, batch: Batch) -> tuple[int, Batch]:
+        """How many samples a microbatch of all ranks has, and its shapes.
+
+        Args:
+            batch: placed leaves of shape [B, ...], or [K, B/K, ...] with K microbatches.
+        """
+        shapes = shapes_of(batch, lead=int(self.num_microbatches > 1))
+        return jax.tree.leaves(shapes)[0].shape[0], shapes
+
     @property
     def reduction(self) -> Reduction:
         """How gradients become one."""
@@ -277,29 +280,26 @@ class StepSpec:
             # Without batch axes no rank has gradients of its own to hold back; and parameters that
             # are resident are for the samples of other ranks, too.
             return False
+        return self.reduction.is_local(self.num_microbatches, self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype that the model computes in."""
         precision = self.strategy.precision
-        compute = self.parts.dtype if precision is None else precision.compute
-        return self.reduction.is_local(self.num_microbatches, compute)
+        return self.parts.dtype if precision is None else precision.compute
 
     @cached_property
     def separator(self) -> Separator:
         """Knows, for a shape of batches, whether ranks may compute the loss on their own."""
-        promise = {True: keep_samples_apart, False: None}
-        return Separator(
-            self.parts,
-            self.loss_fn,
-            self.strategy,
-            self.mesh,
-            self.num_microbatches,
-            self.options.separable,
-            lambda apart: self.view.prepare(None, promise[apart]),
-        )
+        return Separator(self)
 
     def with_loss(self, loss_fn: LossFn) -> StepSpec:
         """The same step with another loss for the parts of a batch, such as a weighed one.
 
         What is derived is kept, the separator too: what it knows is about the user's loss.
         """
+        if loss_fn is self.loss_fn:
+            return self
         other = dataclasses.replace(self, loss_fn=loss_fn)
         fields = {field.name for field in dataclasses.fields(self)}
         derived = {name: x for name, x in self.__dict__.items() if name not in fields}
@@ -314,11 +314,9 @@ class StepSpec:
         """
         if not shared:
             return self
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shared)
-        leaves, structure = jax.tree.flatten(shapes)
-        key = (structure, *((x.shape, x.dtype) for x in leaves))
+        key = shape_key(shared)
         if key not in self._for_shared:
-            parts = dataclasses.replace(self.parts, shared=shapes)
+            parts = dataclasses.replace(self.parts, shared=shapes_of(shared))
             self._for_shared[key] = dataclasses.replace(self, parts=parts)
         return self._for_shared[key]
 
@@ -385,47 +383,3 @@ class StepSpec:
     def change_layers(self) -> Prepare:
         """What the strategy changes about the calls of the model's layers."""
         return layers_of(self.strategy, self.world.mesh)
-
-
-class MadeOfSpec:
-    """What shows what it is made of.
-
-    Args:
-        spec: what it is made of.
-
-    Attributes:
-        spec: what it is made of.
-    """
-
-    def __init__(self, spec: StepSpec):
-        self.spec = spec
-
-    @property
-    def parts(self) -> ModelParts:
-        """The structure of the model and the shapes of its arrays."""
-        return self.spec.parts
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy, with nothing left unsaid."""
-        return self.spec.strategy
-
-    @property
-    def world(self) -> World:
-        """The devices."""
-        return self.spec.world
-
-    @property
-    def options(self) -> StepOptions:
-        """What the step does besides the strategy."""
-        return self.spec.options
-
-    @property
-    def compiler_options(self) -> Mapping[str, OptionValue]:
-        """What its programs are compiled with."""
-        return self.spec.compiler_options
-
-    @property
-    def storage(self) -> Storage:
-        """How the state holds the parameters."""
-        return self.spec.storage

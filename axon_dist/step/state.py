@@ -64,15 +64,10 @@ def averaged(state: TrainState) -> TrainState:
             "build_train_step(..., ema=0.999)"
         )
 
-    def narrow(e, p):
-        return e if e.dtype == p.dtype else e.astype(p.dtype)
-
-    params = jax.tree.map(narrow, state.ema, state.params)
+    params = jax.tree.map(
+        lambda e, p: e if e.dtype == p.dtype else e.astype(p.dtype), state.ema, state.params
+    )
     return dataclasses.replace(state, params=params)
-
-
-def _named(value: Array) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def check_fits(state: TrainState, shapes: TrainState, places: TrainState) -> None:
@@ -131,7 +126,8 @@ def check_usable(state: TrainState) -> None:
         ConfigError: when an earlier step has used the state up.
     """
     if not isinstance(state, TrainState):
-        what = f"the class {state.__name__}" if inspect.isclass(state) else _named(state)
+        what = "None" if state is None else f"a {type(state).__name__}"
+        what = f"the class {state.__name__}" if inspect.isclass(state) else what
         raise ConfigError(
             f"got {what} for a state; give a TrainState, that of step.init() or of the step "
             "before: state, metrics = step(state, batch)"

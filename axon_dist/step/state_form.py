@@ -3,107 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Group
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, did_you_mean
 from ..core.tree import joined, leaves_with_paths, map_with_path
 from ..core.typing import Array, Path, PyTree
 from ..mesh import agree, checksums, digest
+from ..ops.int8 import NUMBERS
 from ..parallel import CPUOffload, Strategy
-from ..sharding import Explanation, explain, explain_optimizer, optimizer_shardings, shardings
-from .buffers import buffer_partition, mean_buffers, stack_buffers
-from .parts import Source
+from ..sharding import (
+    Explanation,
+    LargestDim,
+    explain,
+    explain_optimizer,
+    optimizer_shardings,
+    shardings,
+)
+from .batch import Placed
+from .objective import GradientResult
+from .parts import ModelParts, Source
 from .spec import StepSpec
 from .state import TrainState
-from .update import first_average
-from .weights import kept_weights, placed_weights, replaced, weight_targets
-
-
-def state_shardings(spec: StepSpec, state: TrainState) -> Any:
-    """Places a train state as a strategy says.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        state: of shapes.
-
-    Returns:
-        A `TrainState` of shardings.
-    """
-    mesh, offload, stored = spec.mesh, spec.strategy.offload, spec.storage.strategy
-    place = functools.partial(NamedSharding, mesh)
-    whole: Any = place(PartitionSpec())
-    return TrainState(
-        step=whole,
-        params=shardings(stored.params, state.params, mesh, offload.params),
-        opt_state=optimizer_shardings(
-            stored.opt_state, state.params, state.opt_state, mesh, offload.opt_state
-        ),
-        buffers=jax.tree.map(place, _buffers_at_rest(spec)),
-        scaler=jax.tree.map(lambda _: whole, state.scaler),
-        frozen=shardings(stored.params, state.frozen, mesh, offload.params),
-        # Made shard by shard where the moments are, which are never less divided than parameters.
-        ema=None
-        if state.ema is None
-        else shardings(stored.opt_state, state.ema, mesh, offload.opt_state),
-    )
-
-
-def whole_buffers(spec: StepSpec, buffers: PyTree) -> PyTree:
-    """The buffers as a step computes with them: what lies divided between steps is made whole.
-
-    Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        buffers: of a state.
-    """
-    whole = NamedSharding(spec.mesh, PartitionSpec())
-    at_rest = dict(leaves_with_paths(_buffers_at_rest(spec)))
-
-    def is_divided(path):
-        return path in spec.parts.others and at_rest[path] != PartitionSpec()
-
-    def gather(path, x):
-        return jax.lax.with_sharding_constraint(x, whole) if is_divided(path) else x
-
-    return map_with_path(gather, buffers)
-
-
-def _buffers_at_rest(spec: StepSpec) -> PyTree:
-    """Where buffers lie between steps: those that are no layer's statistics as parameters would."""
-    parts, reduction = spec.parts, spec.reduction
-    specs = buffer_partition(parts.buffers, reduction, spec.strategy.batch_axes)
-    if not reduction.sync_buffers:
-        return specs
-    # Rules about paths are about parameters; what divides any leaf divides these too.
-    policy = spec.strategy.params.flexible_part
-
-    def place(path, leaf, whole):
-        return policy(path, leaf.shape, spec.mesh) if path in parts.others else whole
-
-    return map_with_path(place, parts.buffers, specs)
-
-
-def on_device(offload: CPUOffload, places: Any, state: TrainState) -> TrainState:
-    """Copies what lives in host memory to the devices.
-
-    Args:
-        offload: what lives there.
-        places: a `TrainState` of shardings.
-        state: the state, within a trace.
-
-    Returns:
-        The state, all of it in device memory.
-    """
-    if offload is CPUOffload.NONE:
-        return state
-    return jax.device_put(state, jax.tree.map(lambda s: s.with_memory_kind("device"), places))
+from .update import one_step, unscaled_gradients, wide_copy
+from .view import buffer_partition, mean_buffers, stack_buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,40 +95,27 @@ class Claims:
         """
         for check in self.programs:
             check(compiled)
-
-        def placed(x, sharding):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        self.check(jax.tree.map(placed, state, compiled.output_shardings[0]))
+        self.check(jax.tree.map(_placed_shape, state, compiled.output_shardings[0]))
 
     def __rich__(self) -> Group:
         tables = [one.table() for one in (self.params, self.grads, self.opt_state)]
         return Group(*tables, *([] if self.frozen is None else [self.frozen.table()]))
 
 
-def claims_of(spec: StepSpec, state: TrainState, strategy: Strategy | None = None) -> Claims:
-    """The claims of a step's strategy about a state of given shapes.
+def _placed_shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def weight_shapes(parts: ModelParts) -> dict[Path, jax.ShapeDtypeStruct]:
+    """Every array of a model but those of random streams, by path.
 
     Args:
-        spec: model, loss, optimizer, strategy, devices and options of the step.
-        state: of shapes.
-        strategy: lays it out; None is that of the storage.
+        parts: the model's structure, and the shapes of its arrays.
     """
-    strategy, mesh = strategy or spec.storage.strategy, spec.mesh
-    return Claims(
-        explain(strategy.params, state.params, mesh, f"parameters under {strategy.name}"),
-        explain(strategy.opt_state, state.params, mesh, f"gradients under {strategy.name}"),
-        explain_optimizer(
-            strategy.opt_state,
-            state.params,
-            state.opt_state,
-            mesh,
-            f"optimizer state under {strategy.name}",
-        ),
-        explain(strategy.params, state.frozen, mesh, f"frozen parameters under {strategy.name}")
-        if jax.tree.leaves(state.frozen)
-        else None,
-    )
+    drawn, _ = nnx.split_state(nnx.state(parts.abstract), nnx.RngState, ...)
+    streams = {path for path, _ in leaves_with_paths(nnx.to_pure_dict(drawn))}
+    both = [*leaves_with_paths(parts.weights), *leaves_with_paths(parts.buffers)]
+    return {path: leaf for path, leaf in both if path not in streams}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -217,26 +134,70 @@ class StateForm:
     def shapes(self) -> TrainState:
         """A `TrainState` of shapes."""
         parts, store = self.spec.parts, self.spec.storage.store
+        return jax.eval_shape(
+            lambda weights, buffers: self.around(store(weights), buffers),
+            *(parts.weights, parts.buffers),
+        )
 
-        def first(weights, buffers):
-            return self._around(store(weights), buffers)
-
-        return jax.eval_shape(first, parts.weights, parts.buffers)
+    @property
+    def layout(self) -> Strategy:
+        """The strategy that lays trained parameters and their moments out."""
+        return self.spec.storage.strategy
 
     @cached_property
     def places(self) -> Any:
         """A `TrainState` of shardings."""
-        return state_shardings(self.spec, self.shapes)
+        spec, state, layout = self.spec, self.shapes, self.layout
+        mesh, offload, whole = spec.mesh, spec.strategy.offload, self.whole
+        moments = layout.opt_state, state.params, state.opt_state, mesh, offload.opt_state
+        return TrainState(
+            step=whole,  # type: ignore[arg-type]
+            params=shardings(layout.params, state.params, mesh, offload.params),
+            opt_state=optimizer_shardings(*moments),
+            buffers=jax.tree.map(lambda lies: NamedSharding(mesh, lies), self._buffer_specs),
+            scaler=jax.tree.map(lambda _: whole, state.scaler),
+            frozen=self._stored_places[1],
+            # Made shard by shard where the moments are, which are never less divided than
+            # parameters.
+            ema=None
+            if state.ema is None
+            else shardings(layout.opt_state, state.ema, mesh, offload.opt_state),
+        )
+
+    @cached_property
+    def _buffer_specs(self) -> PyTree:
+        """Where buffers lie between steps: what is no layer's statistics as parameters would."""
+        parts, reduction, mesh = self.spec.parts, self.spec.reduction, self.spec.mesh
+        specs = buffer_partition(parts.buffers, reduction, self.spec.strategy.batch_axes)
+        if not reduction.sync_buffers:
+            return specs
+        # Rules about paths are about parameters; what divides any leaf divides these too.
+        policy = self.spec.strategy.params.flexible_part
+        return map_with_path(
+            lambda path, x, lies: policy(path, x.shape, mesh) if path in parts.others else lies,
+            parts.buffers,
+            specs,
+        )
 
     @cached_property
     def claims(self) -> Claims:
         """Where the strategy says that arrays lie, and why."""
-        return claims_of(self.spec, self.shapes)
+        state, layout, mesh = self.shapes, self.layout, self.spec.mesh
+        under, frozen = f"under {layout.name}", self.spec.storage.strategy.params
+        moments = layout.opt_state, state.params, state.opt_state, mesh, f"optimizer state {under}"
+        return Claims(
+            explain(layout.params, state.params, mesh, f"parameters {under}"),
+            explain(layout.opt_state, state.params, mesh, f"gradients {under}"),
+            explain_optimizer(*moments),
+            explain(frozen, state.frozen, mesh, f"frozen parameters {under}")
+            if jax.tree.leaves(state.frozen)
+            else None,
+        )
 
     @property
     def owners(self) -> Any:
         """Where gradients lie in the end: with their moments."""
-        return self.spec.owners
+        return shardings(self.layout.opt_state, self.shapes.params, self.spec.mesh)
 
     @property
     def reported(self) -> NamedSharding:
@@ -260,45 +221,71 @@ class StateForm:
     @property
     def placed_shapes(self) -> TrainState:
         """A `TrainState` of shapes with shardings."""
-
-        def placed(x, place):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-        return jax.tree.map(placed, self.shapes, self.places)
+        return jax.tree.map(_placed_shape, self.shapes, self.places)
 
     def near(self, state: TrainState) -> TrainState:
         """The same state as a step computes with it: in device memory, its buffers whole."""
-        state = on_device(self.spec.strategy.offload, self.places, state)
-        return dataclasses.replace(state, buffers=whole_buffers(self.spec, state.buffers))
+        if self.spec.strategy.offload is not CPUOffload.NONE:
+            places = jax.tree.map(lambda place: place.with_memory_kind("device"), self.places)
+            state = jax.device_put(state, places)
+        lies, others = dict(leaves_with_paths(self._buffer_specs)), self.spec.parts.others
+
+        def whole(path: Path, x: Array) -> Array:
+            is_divided = path in others and lies[path] != PartitionSpec()
+            return jax.lax.with_sharding_constraint(x, self.whole) if is_divided else x
+
+        return dataclasses.replace(state, buffers=map_with_path(whole, state.buffers))
+
+    def gradients(self, state: TrainState, placed: Placed) -> GradientResult:
+        """The gradients of a state's parameters, whatever their losses are scaled by."""
+        return unscaled_gradients(self.spec, state, placed)
+
+    def step(
+        self, state: TrainState, placed: Placed, held: Array | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """From one state in device memory to the next."""
+        return one_step(self.spec, state, placed, held)
+
+    def model_of(self, state: TrainState) -> tuple[PyTree, PyTree]:
+        """The trained parameters as stored, and the buffers, of the model in a state."""
+        return state.params, mean_buffers(state.buffers, self.spec.reduction)
 
     def values(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """The model's own parameters, trained and frozen, and buffers, as a state holds them."""
-        weights = self.spec.storage.weights(state.params, state.frozen)
-        return weights, mean_buffers(state.buffers, self.spec.reduction)
+        params, buffers = self.model_of(state)
+        return self.spec.storage.weights(params, state.frozen), buffers
 
     def arguments(self, state: TrainState, shared: PyTree) -> tuple[PyTree, PyTree]:
         """What a forward pass takes beside the samples, as a state and a batch hold it."""
-        weights = self.spec.storage.forward(state.params, state.frozen)
-        buffers = mean_buffers(state.buffers, self.spec.reduction)
+        params, buffers = self.model_of(state)
+        weights = self.spec.storage.forward(params, state.frozen)
         return weights, self.spec.parts.with_given(buffers, state.step, shared)
 
     @cached_property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        """The model's arrays but those of random streams: shape, dtype and sharding by path."""
-        is_same = self.spec.storage.rows is None
-        return weight_targets(self.spec, joined(*self._stored_places) if is_same else {})
+        """The model's arrays but those of random streams: shape, dtype and sharding by path.
+
+        The sharding is the state's own, but for a pipeline, whose rows are put together from arrays
+        that are split over all axes of the mesh.
+        """
+        parts, mesh = self.spec.parts, self.spec.mesh
+        if self.spec.storage.rows is None:
+            places = joined(*self._stored_places)
+        else:
+            places = shardings(LargestDim(tuple(mesh.axis_names)), parts.weights, mesh)
+        where: dict[Path, Any] = dict(leaves_with_paths(places))
+        where |= {path: where[f"{path}/{NUMBERS}"] for path in parts.int8}
+        shapes = weight_shapes(parts)
+        return {path: _placed_shape(x, where.get(path, self.whole)) for path, x in shapes.items()}
 
     def weights(self, state: TrainState) -> dict[Path, Array]:
         """The arrays of `weight_targets` with the values of a state."""
-        targets = self.weight_targets
+        targets, values = self.weight_targets, self.values
         where = map_with_path(lambda path, _: targets[path].sharding, self.spec.parts.weights)
-        values = self.values
         if self.spec.storage.rows is not None:
-
-            def near(state):
-                return self.values(self.near(state))
-
-            values = jax.jit(near, out_shardings=(where, self.whole))
+            values = jax.jit(
+                lambda state: self.values(self.near(state)), out_shardings=(where, self.whole)
+            )
         found = {path: leaf for tree in values(state) for path, leaf in leaves_with_paths(tree)}
         return {path: found[path] for path in targets}
 
@@ -320,7 +307,7 @@ class StateForm:
         stored, buffers = self._placed() if is_placed else self._drawn(weights)
         # A given module keeps its arrays: on the device it lies on, placing makes no copy.
         donated = () if is_placed else (0,)
-        complete = jax.jit(self._around, out_shardings=self.places, donate_argnums=donated)
+        complete = jax.jit(self.around, out_shardings=self.places, donate_argnums=donated)
         state = complete(stored, buffers)
         first = state.params, state.frozen
         # Of the blocks of one row some may be trained and others frozen, at one place in each tree.
@@ -342,17 +329,25 @@ class StateForm:
             )
         return self._factory().lower({})
 
-    def _around(self, stored: tuple[PyTree, PyTree], buffers: PyTree) -> TrainState:
-        """The first state with given parameters, trained and frozen, as stored, and buffers."""
+    def around(
+        self, stored: tuple[PyTree, PyTree], buffers: PyTree, opt_state: PyTree = None
+    ) -> TrainState:
+        """The first state with given parameters, trained and frozen, as stored, and buffers.
+
+        Args:
+            stored: the parameters.
+            buffers: the model's.
+            opt_state: of the optimizer; None has it made.
+        """
         (params, frozen), spec, scaler = stored, self.spec, self.spec.options.scaler
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=spec.stored_optimizer.init(params),
+            opt_state=spec.stored_optimizer.init(params) if opt_state is None else opt_state,
             buffers=stack_buffers(buffers, spec.reduction, spec.num_ranks),
             scaler=None if scaler is None else scaler.init(),
             frozen=frozen,
-            ema=first_average(spec.options.ema, params),
+            ema=None if spec.options.ema is None else wide_copy(params),
         )
 
     def _factory(self) -> Any:
@@ -360,7 +355,9 @@ class StateForm:
         make: Any = self.source.make or (lambda: self.source.arrays)
 
         def drawn(replacing: dict[Path, Array]) -> tuple[Any, PyTree]:
-            weights, buffers = (replaced(tree, replacing) for tree in make())
+            weights, buffers = map_with_path(
+                lambda path, x: replacing.get(path.partition("/")[2], x), make()
+            )
             return self.spec.storage.store(weights), buffers
 
         # Rows of a pipeline and whole numbers are other arrays than what they are made from.
@@ -369,14 +366,31 @@ class StateForm:
         places = (self._stored_places, self.whole)
         return jax.jit(drawn, out_shardings=places, donate_argnums=donated)
 
-    @property
+    @cached_property
     def _stored_places(self) -> tuple[Any, Any]:
-        return self.places.params, self.places.frozen
+        """Where one replica's parameters lie, trained and frozen."""
+        spec, offload = self.spec, self.spec.strategy.offload.params
+        policy, both = spec.storage.strategy.params, (spec.stored_shapes, spec.stored_frozen)
+        params, frozen = (shardings(policy, shapes, spec.mesh, offload) for shapes in both)
+        return params, frozen
 
     def _drawn(self, weights: Mapping[Path, Array]) -> tuple[Any, PyTree]:
-        given = placed_weights(weights, self.weight_targets)
-        if self.source.make is None:
-            given |= kept_weights(self.source.arrays, given, self.weight_targets)
+        targets = self.weight_targets
+        for path, array in weights.items():
+            if path not in targets:
+                raise ConfigError(f"the model has no array {path!r}.{did_you_mean(path, targets)}")
+            got, wanted = (f"{x.dtype}{list(x.shape)}" for x in (array, targets[path]))
+            if got != wanted:
+                raise ConfigError(f"{path!r} is {wanted} in the model; got {got}; convert it first")
+        # What lies there already is not copied; what is a module's own stays usable.
+        given = {path: jax.device_put(x, targets[path].sharding) for path, x in weights.items()}
+        if self.source.arrays is not None:
+            own = (pair for tree in self.source.arrays for pair in leaves_with_paths(tree))
+            given |= {
+                path: jax.device_put(x, targets[path].sharding, may_alias=False)
+                for path, x in own
+                if path in targets and path not in given
+            }
         elif self.spec.world.num_processes > 1:
             # Processes that hold different shards have no parameters to compare.
             program = {"program": digest(self.lower_factory())}

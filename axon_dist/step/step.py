@@ -13,25 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..checkpoint import target_of
 from ..core.errors import AxonDistError, UnsupportedError
+from ..core.told import ArgumentKind
+from ..core.tree import joined, parted
 from ..core.typing import Array, Batch, Path, PyTree
 from ..core.weighted import Weighted
 from ..mesh import agree, digest, is_on_paper
+from ..sharding import LargestDim, shardings
 from .batch import BatchLayout, Placed
-from .evaluation import evaluation, means
+from .global_view import evaluation, means
 from .guards import InFlightLimit, jit_of
-from .replicas import separation_of, shared_metrics, steps_of
+from .replicas import separation_of, shared_metrics
 from .separable import Separation
-from .spec import MadeOfSpec, StepSpec
+from .spec import StepSpec
 from .state import TrainState, averaged, check_fits, check_usable
 from .state_form import Claims, StateForm
-from .weights import WEIGHTS
+
+WEIGHTS = ArgumentKind(
+    "arrays by path, as step.weight_targets names them, or nothing: first values, and their seed, "
+    "are those of the model",
+    lambda x: isinstance(x, Mapping) and all(hasattr(one, "shape") for one in x.values()),
+)
 
 STEPS_IN_FLIGHT = 16
 """The most un-waited steps on emulated devices."""
 
 
-class TrainStep(MadeOfSpec):
+class TrainStep:
     """A jitted training step, and what belongs to it; made by `build_train_step`.
 
     Args:
@@ -40,16 +49,26 @@ class TrainStep(MadeOfSpec):
 
     Attributes:
         spec: what it is made of.
+        parts: the structure of the model and the shapes of its arrays.
+        strategy: with nothing left unsaid.
+        world: the devices.
+        options: what the step does besides the strategy.
+        storage: how the state holds the parameters.
+        compiler_options: what its programs are compiled with.
         layout: how batches are cut.
         abstract_state: a `TrainState` of shapes.
         state_shardings: a `TrainState` of shardings.
         claims: where the strategy says that arrays lie, and why; `init` checks it.
         near: (state) -> the same state, all of it in device memory.
+        form: what its states look like, and how the first one is made.
     """
 
     def __init__(self, spec: StepSpec, form: StateForm):
-        super().__init__(spec)
-        self._form, self._agreed = form, set[str]()
+        self.spec = spec
+        self.parts, self.strategy = spec.parts, spec.strategy
+        self.world, self.options = spec.world, spec.options
+        self.storage, self.compiler_options = spec.storage, spec.compiler_options
+        self.form, self._agreed = form, set[str]()
         self._last: weakref.ref[TrainState] | None = None
         self.layout: BatchLayout = BatchLayout.of(spec)
         self.abstract_state: TrainState = form.shapes
@@ -58,24 +77,23 @@ class TrainStep(MadeOfSpec):
         self.near: Callable[[TrainState], TrainState] = form.near
         self._in_flight = InFlightLimit(STEPS_IN_FLIGHT if spec.world.is_cpu else 0)
         jit = functools.partial(jit_of(spec), compiler_options=spec.compiler_options)
-        (gradients, take), evaluated = steps_of(spec), evaluation(spec.together())
         near = form.near
 
         # Profilers show a compiled program by the name of its function.
         def train_step(
             state: TrainState, placed: Placed, held: Array | None = None
         ) -> tuple[TrainState, dict[str, Any]]:
-            return take(near(state), placed, held)
+            return form.step(near(state), placed, held)
 
         self._step = jit(train_step, donate_argnums=0, out_shardings=(form.places, form.reported))
         self._evaluate = jit(
-            lambda state, placed: evaluated(
-                *form.arguments(near(state), placed.shared), placed.arrays
+            lambda state, placed: evaluation(
+                spec.together(), *form.arguments(near(state), placed.shared), placed.arrays
             ),
             out_shardings=form.whole,
         )
         self._differentiate = jit(
-            lambda state, placed: gradients(near(state), placed)[:2],
+            lambda state, placed: form.gradients(near(state), placed)[:2],
             out_shardings=(form.owners, form.reported),
         )
         self._meetings = [
@@ -102,7 +120,9 @@ class TrainStep(MadeOfSpec):
         """
         weights = {} if weights is None else weights
         WEIGHTS.check("init", "weights", weights)
-        return self._form.born(weights)
+        state = self.form.born(weights)
+        self._last = weakref.ref(state)
+        return state
 
     def _check(self, state: TrainState) -> None:
         """Whether a state is one of this step; its own last one is not looked at again."""
@@ -114,7 +134,7 @@ class TrainStep(MadeOfSpec):
     @property
     def weight_targets(self) -> dict[Path, jax.ShapeDtypeStruct]:
         """The model's arrays but those of random streams: shape, dtype and sharding by path."""
-        return self._form.weight_targets
+        return self.form.weight_targets
 
     def weights(self, state: TrainState, *, ema: bool = False) -> dict[Path, Array]:
         """The model's arrays of `weight_targets` by path, in the form of the model.
@@ -127,7 +147,7 @@ class TrainStep(MadeOfSpec):
             The arrays; those of a pipeline are put together from its rows.
         """
         self._check(state)
-        return self._form.weights(averaged(state) if ema else state)
+        return self.form.weights(averaged(state) if ema else state)
 
     def lower_init(self) -> jax.stages.Lowered:
         """Lowers the making of a factory's parameters and buffers, without running it.
@@ -138,7 +158,7 @@ class TrainStep(MadeOfSpec):
         Raises:
             ConfigError: when the step was given a module, whose arrays exist already.
         """
-        return self._form.lower_factory()
+        return self.form.lower_factory()
 
     def __call__(
         self, state: TrainState, batch: Batch | Placed, held: Array | None = None
@@ -164,9 +184,13 @@ class TrainStep(MadeOfSpec):
         """
         self._check(state)
         placed = batch if isinstance(batch, Placed) else self.place(batch)
-        held = self._held(held)
-        self._agree_on_program(state, placed, held)
-        taken = self._taken(state) + 1
+        held = self._held(held) if self.options.holds else None
+        if self.world.num_processes > 1:
+            self._agree_on_program(state, placed, held)
+        # How many steps it has taken is asked of the devices where it is not this step's.
+        last, taken = self._counted
+        if self._meetings and last() is not state:
+            taken = int(state.step)
         try:
             state, metrics = self._step(state, placed, held)
         except AxonDistError as error:
@@ -175,36 +199,25 @@ class TrainStep(MadeOfSpec):
             raise
         if self._meetings:
             metrics = self._report(metrics)
-            for number in self._form.due(taken):
+            for number in self.form.due(taken + 1):
                 state = self._meetings[number](state)
-            self._counted = weakref.ref(state), taken
+            self._counted = weakref.ref(state), taken + 1
         self._last = weakref.ref(state)
         self._in_flight.add(metrics["loss"])
         return state, metrics
 
-    def _taken(self, state: TrainState) -> int:
-        """How many steps a state has taken; asked of the devices where it is not this step's."""
-        if not self._meetings:
-            return 0
-        last, count = self._counted
-        return count if last() is state else int(state.step)
-
     def _agree_on_program(self, *args: Any) -> None:
         """Before the first step on batches of a shape: whether all processes will run the same."""
-        if self.world.num_processes == 1:
-            return
         shapes = str(jax.tree.map(jnp.shape, args[1:]))
         if shapes not in self._agreed:
             agree(self.world, "step", {"program": digest(self._step.lower(*args))})
             self._agreed.add(shapes)
 
-    def _held(self, held: Array | None) -> Array | None:
+    def _held(self, held: Array | None) -> Array:
         """The flag of the step before; for the first step one that lies like all later ones."""
-        if not self.options.holds:
-            return None
         if held is not None:
             return held
-        return jax.make_array_from_callback((), self._form.whole, lambda _: np.zeros((), bool))
+        return jax.make_array_from_callback((), self.form.whole, lambda _: np.zeros((), bool))
 
     def place(self, batch: Batch) -> Placed:
         """Puts a batch on the devices, so that a later step does not wait for it."""
@@ -292,7 +305,7 @@ class TrainStep(MadeOfSpec):
         if self.storage.rows is not None:
             # Rows are cut out of stacks, which only device memory lets one do.
             state = self.near(state)
-        return self.parts.merge(*self._form.values(state))
+        return self.parts.merge(*self.form.values(state))
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step for a batch of shapes or arrays, without running or storing anything.
@@ -313,7 +326,7 @@ class TrainStep(MadeOfSpec):
         Returns:
             The lowered programs; none where the strategy has no replicas that train on their own.
         """
-        return tuple(run.lower(self._form.placed_shapes) for run in self._meetings)
+        return tuple(run.lower(self.form.placed_shapes) for run in self._meetings)
 
     def program(self, batch: Batch) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """Traces the step for a batch of shapes, without lowering it for any device.
@@ -335,7 +348,7 @@ class TrainStep(MadeOfSpec):
             As of `program`, for a state alone; none where the strategy has no replicas that train
             on their own.
         """
-        state = self._form.placed_shapes
+        state = self.form.placed_shapes
         return tuple((run.trace(state).jaxpr, jax.tree.leaves(state)) for run in self._meetings)
 
     def check(self, batch: Batch) -> None:
@@ -373,8 +386,93 @@ class TrainStep(MadeOfSpec):
     def _arguments(self, batch: Batch, num_processes: int) -> tuple[Any, Placed, Any]:
         """The arguments of the step as shapes."""
         held = (
-            jax.ShapeDtypeStruct((), bool, sharding=self._form.whole)
-            if self.options.holds
-            else None
+            jax.ShapeDtypeStruct((), bool, sharding=self.form.whole) if self.options.holds else None
         )
-        return self._form.placed_shapes, self.layout.abstract(batch, num_processes), held
+        return self.form.placed_shapes, self.layout.abstract(batch, num_processes), held
+
+
+class PortableForm:
+    """The model's own form of the states of a step, which a step of any strategy can take up.
+
+    Most strategies lay the model's own arrays out over the mesh: their states are portable as they
+    are. A pipeline keeps the blocks of its stages in rows, so that its parameters, and what the
+    optimizer keeps of them, are put back into the form of the model; split over all axes, so that
+    no device holds more than its share of them.
+
+    Args:
+        step: whose states are converted.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from flax import nnx
+        >>> from axon_dist.mesh import World
+        >>> from axon_dist.parallel import ddp
+        >>> from axon_dist.train import build_train_step
+        >>> loss_fn = lambda model, batch: jnp.mean(model(batch["x"]))
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> form = PortableForm(
+        ...     build_train_step(model, optax.sgd(0.1), loss_fn, ddp(), World.emulate(8))
+        ... )
+        >>> form.target.params["kernel"].shape
+        (2, 1)
+    """
+
+    def __init__(self, step: TrainStep):
+        self._step = step
+        self.target: TrainState = target_of(step.abstract_state, step.state_shardings)
+        self._is_same = step.storage.rows is None
+        if self._is_same:
+            return
+        storage, optimizer = step.storage, step.spec.stored_optimizer
+        paths = step.parts.frozen_paths
+
+        to_model = functools.partial(
+            _convert,
+            lambda params, frozen: parted(storage.weights(params, frozen), paths),
+            optimizer.state_to_model,
+        )
+        to_rows = functools.partial(
+            _convert,
+            lambda params, frozen: storage.store(joined(params, frozen)),
+            optimizer.state_from_model,
+        )
+        portable = jax.eval_shape(to_model, step.abstract_state)
+        mesh = step.world.mesh
+        where = shardings(LargestDim(tuple(mesh.axis_names)), portable, mesh)
+        self.target = target_of(portable, where)
+        near = step.near
+        self._to_model = jax.jit(lambda state: to_model(near(state)), out_shardings=where)
+        self._to_rows = jax.jit(to_rows, out_shardings=step.state_shardings)
+
+    def of(self, state: TrainState) -> TrainState:
+        """The portable form of a state, which stays usable."""
+        return state if self._is_same else self._to_model(state)
+
+    def with_weights(self, weights: PyTree, buffers: PyTree) -> TrainState:
+        """The first state of a step that trains nothing, with other parameters and statistics.
+
+        Args:
+            weights: in the form of the model, trained and frozen, where the step keeps them.
+            buffers: the model's, on every device.
+        """
+        step, opt_state = self._step, self.target.opt_state
+        trained, frozen = parted(weights, step.parts.frozen_paths)
+        state = step.form.around((trained, frozen), buffers, opt_state)
+        placed = jax.device_put(state.buffers, step.state_shardings.buffers)
+        return self.take_up(dataclasses.replace(state, buffers=placed))
+
+    def take_up(self, portable: TrainState) -> TrainState:
+        """The state of the step; the inverse of `of`, exactly."""
+        return portable if self._is_same else self._to_rows(portable)
+
+
+def _convert(
+    weights: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    opt_state: Callable[[PyTree], PyTree],
+    state: TrainState,
+) -> TrainState:
+    params, frozen = weights(state.params, state.frozen)
+    ema = None if state.ema is None else weights(state.ema, state.frozen)[0]
+    return dataclasses.replace(
+        state, params=params, frozen=frozen, ema=ema, opt_state=opt_state(state.opt_state)
+    )

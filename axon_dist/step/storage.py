@@ -1,48 +1,55 @@
-"""How a state holds the parameters: as the model does, or in rows for the stages of a pipeline."""
+"""How a state holds the parameters: as the model does, or in rows for the stages of a pipeline.
+
+A pipeline cuts the loss as a program; in what order it calls the blocks says which stage has which.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..core.errors import UnsupportedError
 from ..core.modules import stacks_of
-from ..core.tree import joined, leaves_with_paths, parted
-from ..core.typing import Batch, LossFn, Path, PyTree
-from ..jaxpr.linen import linen_blocks, linen_named
-from ..jaxpr.units import names_of
-from ..ops.int8 import narrowed, widened
+from ..core.tree import joined, parted, paths_of
+from ..core.typing import Array, Batch, LossFn, Path, PyTree
+from ..core.weighted import Weighted
+from ..jaxpr.linen import linen_blocks, linen_modules, linen_named, looped_inputs
+from ..jaxpr.rows import Stacked, by_rows, whole
+from ..jaxpr.units import mark_units, names_of
+from ..jaxpr.walk import opened
+from ..ops.int8 import Int8Form, narrowed, widened
 from ..parallel import PipelinePlan, Strategy
 from ..pipeline import (
     Calls,
     FlatStorage,
     Keys,
+    LossTrace,
     ModelStorage,
     OfBlocks,
     Stacks,
     Staged,
     Stages,
+    buffers_together,
+    has_apart,
     storage_for,
+    trace_loss,
 )
 from ..pipeline.layout import flatten
 from ..pipeline.switch import BATCH, stages_by_calls
 from ..schedule import partition, stage_ranges
-from ..sharding import InPlaceOf
+from ..sharding import InPlaceOf, Policy
+from .objective import Outcome, evaluate, weighed_metrics
 from .parts import ModelParts
-from .staged_loss import calls_in, loops_in
 
 CONTAINERS: tuple[type[Any], ...] = (nnx.List, nnx.Dict)
 """Modules that nobody calls: they only hold others."""
-
-
-def _unchanged(params: PyTree) -> PyTree:
-    return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +58,18 @@ class Storage:
 
     Args:
         strategy: policies about stored leaves.
-        from_model: the model's nested dict -> the stored tree; of what is trained, where there are
-            rows.
-        to_model: the inverse, exactly.
         rows: the rows of a pipeline; None without one.
         stacks: the modules of the model that a pipeline takes apart first.
         frozen: the paths of the stored leaves that the optimizer leaves alone, where there are no
             rows.
+        int8: how those are kept that the state keeps in eight bits, by path.
     """
 
     strategy: Strategy
-    from_model: Callable[[PyTree], PyTree] = _unchanged
-    to_model: Callable[[PyTree], PyTree] = _unchanged
     rows: ModelStorage | None = None
     stacks: Stacks = Stacks()
     frozen: frozenset[Path] = frozenset()
+    int8: Mapping[Path, Int8Form] = MappingProxyType({})
 
     @property
     def axis(self) -> str:
@@ -77,6 +81,18 @@ class Storage:
     def is_by_vectors(self) -> bool:
         """Whether stages differ, so that ranks hold vectors of whatever leaves are theirs."""
         return isinstance(self.rows, FlatStorage)
+
+    def from_model(self, params: PyTree) -> PyTree:
+        """The stored form of the model's nested dict; of what is trained, where there are rows."""
+        if self.rows is not None:
+            return self.rows.trained.from_model(self.stacks.apart(params))
+        return narrowed(params, self.int8)
+
+    def to_model(self, stored: PyTree) -> PyTree:
+        """The inverse of `from_model`, exactly."""
+        if self.rows is not None:
+            return self.stacks.together(self.rows.trained.to_model(stored))
+        return widened(stored, self.int8)
 
     def store(self, weights: PyTree) -> tuple[PyTree, PyTree]:
         """The stored form of a model's trained and frozen parameters.
@@ -144,13 +160,7 @@ def storage_of(
     paths = {keys: "/".join(map(str, stacks.in_model(keys))) for keys in flatten(shapes)}
     frozen = frozenset(keys for keys, path in paths.items() if path in parts.frozen_paths)
     rows = storage_for(stages, shapes, frozen)
-    return Storage(
-        _staged(strategy, rows, stacks),
-        lambda params: rows.trained.from_model(stacks.apart(params)),
-        lambda stored: stacks.together(rows.trained.to_model(stored)),
-        rows,
-        stacks,
-    )
+    return Storage(_staged(strategy, rows, stacks), rows, stacks)
 
 
 def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
@@ -158,12 +168,8 @@ def _of_model(parts: ModelParts, strategy: Strategy) -> Storage:
     if not parts.int8:
         return Storage(strategy, frozen=parts.frozen_paths)
     shapes = {path: form.shape for path, form in parts.int8.items()}
-    return Storage(
-        dataclasses.replace(strategy, params=InPlaceOf(strategy.params, shapes)),
-        lambda weights: narrowed(weights, parts.int8),
-        lambda stored: widened(stored, parts.int8),
-        frozen=frozenset(path for path, _ in leaves_with_paths(parts.kept)),
-    )
+    strategy = dataclasses.replace(strategy, params=InPlaceOf(strategy.params, shapes))
+    return Storage(strategy, frozen=paths_of(parts.kept), int8=parts.int8)
 
 
 def _stages(
@@ -177,25 +183,18 @@ def _stages(
     calls = None
     if loss_fn is not None and batch is not None and blocks:
         calls = calls_in(parts, loss_fn, blocks, stacks, batch)
-    if calls is None or _fits(calls, blocks, plan) or _hides(calls, parts, stacks, blocks):
+    leaves = flatten(stacks.apart(parts.weights))
+    # A block with parameters of its own that has no call the stages will refuse.
+    owners = {_owner(keys, blocks) for keys in leaves} - {None}
+    if calls is None or _fits(calls, blocks, plan) or not calls.called.issuperset(owners):
         _check_enough(model, plan, blocks)
         boundaries = partition(len(blocks), count, plan.costs, plan.boundaries)
         stages = Stages.of(plan.schedule, blocks, boundaries)
     else:
         stages = stages_by_calls(plan.schedule, blocks, calls, _depths(calls, plan))
-    shared = (*stages.shared, *_tied(parts, stacks, blocks))
+    held = {stacks.in_model(keys) for keys in leaves}
+    shared = (*stages.shared, *_tied(parts.abstract, held, blocks))
     return dataclasses.replace(stages, shared=shared), stacks
-
-
-def _hides(calls: Calls, parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]) -> bool:
-    """Whether a block with parameters of its own has no call, which the stages will refuse."""
-    leaves = _leaves(parts, stacks)
-    own = {_owner(keys, blocks) for keys in leaves} - {None}
-    return not calls.called.issuperset(own)
-
-
-def _leaves(parts: ModelParts, stacks: Stacks) -> dict[Keys, Any]:
-    return flatten(stacks.apart(parts.weights))
 
 
 def _fits(calls: Calls, blocks: Sequence[Keys], plan: PipelinePlan) -> bool:
@@ -233,16 +232,14 @@ def _check_enough(model: nnx.Module, plan: PipelinePlan, blocks: Sequence[Keys])
     )
 
 
-def _tied(parts: ModelParts, stacks: Stacks, blocks: Sequence[Keys]) -> list[Keys]:
+def _tied(model: nnx.Module, leaves: Collection[Keys], blocks: Sequence[Keys]) -> list[Keys]:
     """The keys of what several blocks have in common, or a block with what is in none."""
-    held = {stacks.in_model(keys) for keys in _leaves(parts, stacks)}
     found = []
-    for paths in nnx.find_duplicates(parts.abstract):
-        own = [_owner(tuple(path), blocks) for path in paths]
-        keys = next((tuple(p) for p in paths if any(_is_in(k, [tuple(p)]) for k in held)), None)
-        # A block that is held twice is one block, called twice.
-        is_block = keys in blocks
-        if keys is not None and not is_block and (len(set(own)) > 1):
+    for paths in nnx.find_duplicates(model):
+        owners = {_owner(tuple(path), blocks) for path in paths}
+        keys = next((tuple(p) for p in paths if any(_is_in(k, [tuple(p)]) for k in leaves)), None)
+        # A block that stands in two places is one block, called twice.
+        if keys is not None and keys not in blocks and len(owners) > 1:
             found.append(keys)
     return found
 
@@ -275,33 +272,28 @@ def block_keys(
         >>> block_keys(model)
         [('layers', 0)]
     """
-    found: dict[Keys, None] = {}
+    found: list[Keys] = []
     stacks = {**_stacked(model), **loops}
     for keys, module in sorted(nnx.iter_modules(model), key=lambda item: len(item[0])):
         # A list in a list only holds blocks; what a block holds in lists is found after the block.
         listed = bool(keys) and isinstance(keys[-1], int) and not isinstance(module, CONTAINERS)
-        listed = (listed and _has_params(module)) or keys in stacks
+        listed = (listed and jax.tree.leaves(nnx.state(module, nnx.Param))) or keys in stacks
         chosen = type(module).__name__ in classes if classes else listed
         if chosen and not _is_in(keys, found):
-            found[keys] = None
-    in_linen = loops if loops and not classes else _in_linen(model, classes)
-    found |= dict.fromkeys(k for k in in_linen if not _is_in(k, found))
-
-    def layers(keys):
-        return [(*keys, row) for row in range(stacks[keys])]
-
-    blocks = [b for keys in found for b in (layers(keys) if keys in stacks else [keys])]
-    return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
-
-
-def _in_linen(model: nnx.Module, classes: tuple[str, ...]) -> list[Keys]:
-    """The blocks within the bridged Linen modules of a model, the outermost of those named."""
-    found: dict[Keys, None] = {}
-    named = linen_named(model, classes) if classes else linen_blocks(model)
-    for keys in sorted(named, key=len):
+            found.append(keys)
+    if loops and not classes:
+        in_linen: Iterable[Keys] = loops
+    else:
+        in_linen = linen_named(model, classes) if classes else linen_blocks(model)
+    # Of those within each other the outermost.
+    for keys in sorted(in_linen, key=len):
         if not _is_in(keys, found):
-            found[keys] = None
-    return list(found)
+            found.append(keys)
+    blocks = []
+    for keys in found:
+        layers = [(*keys, row) for row in range(stacks.get(keys, 0))]
+        blocks += layers if keys in stacks else [keys]
+    return sorted(blocks, key=lambda keys: [_counted(key) for key in keys])
 
 
 def _is_in(keys: Keys, outer: Collection[Keys]) -> bool:
@@ -324,23 +316,154 @@ def _counted(key: str | int) -> tuple[bool, list[str | int]]:
     return isinstance(key, str), [int(part) if part.isdigit() else part for part in parts]
 
 
-def _has_params(module: nnx.Module) -> bool:
-    return bool(jax.tree.leaves(nnx.state(module, nnx.Param)))
-
-
 def _staged(strategy: Strategy, rows: ModelStorage, stacks: Stacks) -> Strategy:
     plan: Any = strategy.pipeline
     held = {*rows.row_keys, *rows.trained.row_keys, *rows.untrained.row_keys}
     of_rows = frozenset("/".join(map(str, keys)) for keys in held)
 
-    def of_blocks(policy):
-        return OfBlocks(policy, stacks) if stacks.depths else policy
+    def wrap(policy: Policy) -> Staged:
+        inner = OfBlocks(policy, stacks) if stacks.depths else policy
+        return Staged(inner, plan.axis, of_rows)
 
-    def wrap(policy):
-        return Staged(of_blocks(policy), plan.axis, of_rows)
+    params, opt_state = wrap(strategy.params), wrap(strategy.opt_state)
+    return dataclasses.replace(strategy, params=params, opt_state=opt_state)
 
-    return dataclasses.replace(
-        strategy,
-        params=wrap(strategy.params),
-        opt_state=wrap(strategy.opt_state),
-    )
+
+def traced(
+    run: Callable[[PyTree, PyTree, Batch], Outcome],
+    spelled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    stacks: Stacks,
+    params: PyTree,
+    buffers: PyTree,
+    batch: Batch,
+) -> LossTrace:
+    """The loss of a batch as a program, of a model whose stacked blocks are taken apart.
+
+    Args:
+        run: (params of the model, buffers, batch) -> outcome, its blocks marked as units.
+        spelled: changes the function that is traced.
+        stacks: the modules of the model that hold many blocks.
+        params: shapes, the blocks of stacks by themselves.
+        buffers: arrays or shapes, as the model has them or with those of blocks by themselves.
+        batch: likewise.
+
+    Returns:
+        The program.
+    """
+
+    def forward(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+        outcome = run(params, buffers, batch)
+        loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), outcome.loss)
+        return loss.total, loss.weight, _flat(weighed_metrics(outcome)), outcome.buffers
+
+    spelling = spelled(forward)
+    if stacks.depths:
+        # A loop over stacked blocks, as the model has it, hides which of them a call reads.
+        layers = by_rows(spelling)
+
+        def of_rows(params: PyTree, apart: PyTree, batch: Batch) -> Any:
+            given = stacks.together(params, Stacked), buffers_together(apart, Stacked)
+            *results, after = layers(*given, batch)
+            # As they came: where each block has its own, by themselves.
+            own = stacks.buffers_apart(after) if has_apart(apart) else after
+            return jax.tree.map(whole, (*results, own))
+
+        spelling = of_rows
+    return trace_loss(spelling, params, buffers, batch)
+
+
+def _flat(metrics: dict[str, Array | Weighted]) -> dict[tuple[str, str], Array]:
+    """Metrics by name and part: those with a weight of their own have two."""
+    found: dict[tuple[str, str], Array] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Weighted):
+            found[name, "total"] = jnp.asarray(value.total)
+            found[name, "weight"] = jnp.asarray(value.weight)
+        else:
+            found[name, ""] = value
+    return found
+
+
+def nested_metrics(found: dict[tuple[str, str], Array]) -> dict[str, Array | Weighted]:
+    """The inverse of `_flat`."""
+    alone = {name: value for (name, part), value in found.items() if not part}
+    own = {name for name, part in found if part}
+    return {**alone, **{n: Weighted(found[n, "total"], found[n, "weight"]) for n in own}}
+
+
+def unit_paths(blocks: Iterable[Keys], stacks: Stacks) -> tuple[frozenset[Path], frozenset[Path]]:
+    """The paths of the modules of a model whose calls are those of blocks; of which stack them."""
+    modules = {stacks.in_model(keys): "/".join(map(str, stacks.in_model(keys))) for keys in blocks}
+    looped = frozenset(path for keys, path in modules.items() if stacks.depth_of(keys))
+    return frozenset(modules.values()), looped
+
+
+def loops_in(parts: ModelParts, loss_fn: LossFn, batch: Batch) -> dict[Keys, int]:
+    """The Linen modules whose parameters stack those of the layers that a loop of the loss calls.
+
+    `nn.scan` gives no other sign of them: a kernel of three dims may be one layer's.
+
+    Args:
+        parts: the model's structure, and the shapes of its parameters and buffers.
+        loss_fn: the user's loss.
+        batch: arrays or shapes, with what samples have in common unwrapped.
+
+    Returns:
+        The outermost, by keys, and how many layers each has.
+    """
+    modules = [keys for keys, _ in linen_modules(parts.abstract)]
+    if not modules:
+        return {}
+    weights, buffers = dataclasses.replace(parts, shared={}).arguments
+
+    def run(params: PyTree, buffers: PyTree, batch: Batch) -> Any:
+        loss = evaluate(parts, loss_fn, params, buffers, batch, lambda _: None).loss
+        return loss.total, loss.weight
+
+    given = weights, buffers, batch
+    program = opened(jax.make_jaxpr(run)(*given), jax.tree.leaves(given)).jaxpr
+    names = list(flatten(weights))
+    lengths = {names[at]: n for at, n in looped_inputs(program).items() if at < len(names)}
+    found: dict[Keys, int] = {}
+    for keys in sorted(modules, key=len):
+        below = {lengths.get(leaf) for leaf in names if leaf[: len(keys)] == keys}
+        length = below.pop() if len(below) == 1 else None
+        if length is not None and not any(keys[:end] in found for end in range(len(keys))):
+            found[keys] = length
+    return found
+
+
+def calls_in(
+    parts: ModelParts, loss_fn: LossFn, blocks: Sequence[Keys], stacks: Stacks, batch: Batch
+) -> Calls:
+    """The calls of blocks in the loss of a batch, on one device and without any array.
+
+    Args:
+        parts: the model's structure, and the shapes of its parameters and buffers.
+        loss_fn: the user's loss.
+        blocks: the keys of the blocks.
+        stacks: the modules of the model that hold many blocks.
+        batch: arrays or shapes, with what samples have in common unwrapped.
+
+    Returns:
+        The calls.
+    """
+    modules, looped = unit_paths(blocks, stacks)
+
+    def mark(model: nnx.Module) -> None:
+        mark_units(model, lambda path, _: path in modules, looped=looped)
+
+    def run(params: PyTree, buffers: PyTree, batch: Batch) -> Outcome:
+        return evaluate(parts, loss_fn, params, buffers, batch, mark)
+
+    # What samples have in common stands in the batch itself here, as the loss sees it.
+    weights, buffers = dataclasses.replace(parts, shared={}).arguments
+
+    trace = traced(run, lambda forward: forward, stacks, stacks.apart(weights), buffers, batch)
+    block_of = {
+        variable: number
+        for keys, variable in trace.params.items()
+        for number, block in enumerate(blocks)
+        if keys[: len(block)] == block
+    }
+    return Calls.of(trace.jaxpr, trace.calls, block_of)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..core.typing import Array, Batch, PyTree
+from ..core.typing import Array, PyTree
 from ..ops.precision import GradScaler, all_finite, clip_by_global_norm, keep_if
 from ..optim.watch import metrics_of
 from .batch import Placed
 from .global_view import global_gradients
 from .local_view import local_gradients
-from .objective import GradientFn, GradientResult
+from .objective import GradientArguments, GradientResult
 from .options import LOSS_SCALE, StepOptions
 from .parts import SHARED, own_and_given
 from .pipeline_view import pipeline_gradients
@@ -52,13 +51,13 @@ def are_finite(grads: PyTree, measured: dict[str, Array]) -> Array:
     return all_finite(grads) if norm is None else jnp.isfinite(norm)
 
 
-def average(decay: float | None, ema: PyTree, params: PyTree) -> PyTree:
+def average(decay: float, ema: PyTree, params: PyTree) -> PyTree:
     """The moving average of the parameters after an update.
 
         ema = decay * ema + (1 - decay) * params
 
     Args:
-        decay: how much of it stays; None where there is no average.
+        decay: how much of it stays.
         ema: before, in float32 or wider.
         params: after the update, in their own dtypes.
 
@@ -69,22 +68,16 @@ def average(decay: float | None, ema: PyTree, params: PyTree) -> PyTree:
         >>> float(average(0.75, {"w": jnp.ones(())}, {"w": jnp.zeros(())})["w"])
         0.75
     """
-    if decay is None:
-        return ema
     return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, params)
 
 
-def first_average(decay: float | None, params: PyTree) -> PyTree:
-    """The average that a run starts with: the first parameters, in float32 or wider."""
-    if decay is None:
-        return None
-
+def wide_copy(params: PyTree) -> PyTree:
+    """Parameters in float32 or wider, in arrays of their own."""
     # Half precision would round away the small steps that an average is made of. A copy, since a
     # state gives the memory of all its arrays to the next.
-    def wide(p):
-        return jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True)
-
-    return jax.tree.map(wide, params)
+    return jax.tree.map(
+        lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True), params
+    )
 
 
 def skip_overflow(
@@ -142,11 +135,8 @@ def undo_nonfinite(
 def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     """The new state, without its update where that does not apply; random counts advance."""
 
-    def is_float(x):
-        return jnp.issubdtype(x.dtype, jnp.inexact)
-
     def kept(n, o):
-        return jnp.where(applies, n, o) if is_float(n) else n
+        return jnp.where(applies, n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else n
 
     return dataclasses.replace(
         new,
@@ -157,111 +147,89 @@ def _update_if(applies: Array, new: TrainState, old: TrainState) -> TrainState:
     )
 
 
-def gradient_function(spec: StepSpec) -> GradientFn:
-    """Builds the function that computes mean gradients, in the view that the strategy needs.
+def mean_gradients(spec: StepSpec, given: GradientArguments) -> GradientResult:
+    """Computes mean gradients in the view that the strategy needs.
 
     A loss that couples samples cannot be computed rank by rank, which only the program for a batch
     shows: the view is then another one.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
+        given: parameters, buffers, batch and scale.
 
     Returns:
-        The function; gradients leave it in stored form, where their moments lie.
+        Gradients in stored form, where their moments lie; metrics; and the new buffers.
     """
-    usual = _in_view(spec, spec.is_local)
-
-    def gradients(
-        params: PyTree, frozen: PyTree, buffers: PyTree, batch: Batch, scale: Array | None
-    ) -> GradientResult:
-        here = spec.with_shared(buffers.get(SHARED, {}))
-        found = here.separator.of(batch)
-        by_rank = found.is_per_rank and spec.is_local
-        if here is spec and found.loss_fn is spec.loss_fn and by_rank == spec.is_local:
-            return usual(params, frozen, buffers, batch, scale)
-        other = _in_view(here.with_loss(found.loss_fn), by_rank)
-        result = other(params, frozen, buffers, batch, scale)
-        return result if found.complete is None else found.complete(result)
-
-    return gradients
-
-
-def _in_view(spec: StepSpec, is_local: bool) -> GradientFn:
+    here = spec.with_shared(given.buffers.get(SHARED, {}))
+    found = here.separator.of(given.batch)
     if spec.strategy.pipeline is not None:
-        return pipeline_gradients(spec)
-    return local_gradients(spec) if is_local else global_gradients(spec)
+        view = pipeline_gradients
+    else:
+        view = local_gradients if found.is_per_rank and spec.is_local else global_gradients
+    result = view(here.with_loss(found.loss_fn), given)
+    return result if found.complete is None else found.complete(result)
 
 
-Gradients: TypeAlias = Callable[[TrainState, Placed], GradientResult]
-"""(state, batch) -> mean gradients in the dtype of the parameters, metrics and new buffers."""
-
-Take: TypeAlias = Callable[[TrainState, Placed, Array | None], tuple[TrainState, dict[str, Any]]]
-"""(state, batch, flag of the step before) -> the next state, and metrics."""
-
-
-def unscaled_gradients(spec: StepSpec) -> Gradients:
+def unscaled_gradients(spec: StepSpec, state: TrainState, placed: Placed) -> GradientResult:
     """The gradients of a state's parameters, whatever their losses are scaled by.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
+        state: in device memory.
+        placed: the batch.
 
     Returns:
-        A pure function, to be traced.
+        Mean gradients in the dtypes of the parameters, metrics, and new buffers.
     """
-    scaler, gradient_fn = spec.options.scaler, gradient_function(spec)
-
-    def gradients(state: TrainState, placed: Placed) -> GradientResult:
-        scale = None if scaler is None else state.scaler.scale
-        buffers = spec.parts.with_given(state.buffers, state.step, placed.shared)
-        found = gradient_fn(state.params, state.frozen, buffers, placed.arrays, scale)
-        grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
-        return found._replace(
-            grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
-            buffers=own_and_given(found.buffers)[0],
-        )
-
-    return gradients
+    scaler = spec.options.scaler
+    scale = None if scaler is None else state.scaler.scale
+    buffers = spec.parts.with_given(state.buffers, state.step, placed.shared)
+    given = GradientArguments(state.params, state.frozen, buffers, placed.arrays, scale)
+    found = mean_gradients(spec, given)
+    grads = found.grads if scaler is None else scaler.unscale(found.grads, state.scaler)
+    return found._replace(
+        grads=jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params),
+        buffers=own_and_given(found.buffers)[0],
+    )
 
 
-def one_step(spec: StepSpec, gradients: Gradients) -> Take:
+def one_step(
+    spec: StepSpec, state: TrainState, placed: Placed, held: Array | None = None
+) -> tuple[TrainState, dict[str, Any]]:
     """From one state to the next.
 
     Args:
         spec: model, loss, optimizer, strategy, devices and options of the step.
-        gradients: from `unscaled_gradients`.
+        state: in device memory.
+        placed: the batch.
+        held: the flag of the step before.
 
     Returns:
-        A pure function of a state in device memory, to be traced.
+        The next state, and metrics.
     """
     options = spec.options
-
-    def take(
-        state: TrainState, placed: Placed, held: Array | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
-        grads, metrics, buffers = gradients(state, placed)
-        clipped, measured = clip(grads, options)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = spec.distributed(
-                clipped, state.opt_state, state.params, value=metrics["loss"]
-            )
-            params = optax.apply_updates(state.params, updates)
-        measured |= metrics_of(opt_state)
-        if "param_norm" in options.metrics:
-            measured["param_norm"] = optax.tree.norm(params)
-        new = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            buffers=buffers,
-            ema=average(options.ema, state.ema, params),
+    grads, metrics, buffers = unscaled_gradients(spec, state, placed)
+    clipped, measured = clip(grads, options)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = spec.distributed(
+            clipped, state.opt_state, state.params, value=metrics["loss"]
         )
-        if options.scaler is not None:
-            new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
-            measured[LOSS_SCALE] = new.scaler.scale
-        if options.nonfinite is not None:
-            loss, finite = metrics["loss"], are_finite(grads, measured)
-            new, measured[FLAG] = undo_nonfinite(options, loss, finite, new, state, held)
-        return new, {**metrics, **measured}
-
-    return take
+        params = optax.apply_updates(state.params, updates)
+    measured |= metrics_of(opt_state)
+    if "param_norm" in options.metrics:
+        measured["param_norm"] = optax.tree.norm(params)
+    new = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        buffers=buffers,
+        ema=None if options.ema is None else average(options.ema, state.ema, params),
+    )
+    if options.scaler is not None:
+        new = skip_overflow(options.scaler, are_finite(grads, measured), new, state)
+        measured[LOSS_SCALE] = new.scaler.scale
+    if options.nonfinite is not None:
+        loss, finite = metrics["loss"], are_finite(grads, measured)
+        new, measured[FLAG] = undo_nonfinite(options, loss, finite, new, state, held)
+    return new, {**metrics, **measured}

@@ -1,38 +1,44 @@
-"""How a step sees the model: the dtypes it computes in, its units, and how weights are gathered."""
+"""How a step sees the model: dtypes, units, how weights are gathered, statistics over ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from ..core.errors import StrategyConflictError
-from ..core.tree import leaves_with_paths
+from ..core.tree import is_key, paths_of
 from ..core.typing import Array, Path, PyTree
 from ..jaxpr.layer_scan import scan_over_layers
 from ..jaxpr.linen import bridges_of
 from ..jaxpr.rewrite import ByRank, whole_slices
 from ..jaxpr.units import GATHER, RematPolicy, check_some, is_in_any, is_inside, mark_units
-from ..nn import ActivationCheckpointing, Layout
+from ..nn import Layout
 from ..ops.fp8 import Fp8Dot, Fp8Layers, fp8_layers
-from ..ops.int8 import Int8, Int8Form
-from ..ops.precision import MixedPrecision, autocast, cast_floating
+from ..ops.int8 import Int8
+from ..ops.precision import autocast, cast_floating
 from ..parallel import (
     LossOverMesh,
+    Reduction,
     Strategy,
     TransformerAutoWrapPolicy,
     map_experts,
     map_kernels,
     ring_products,
     sends_pieces,
+    sum_over_ranks,
+    sums_samples,
 )
-from ..parallel.gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
+from .gather import GlobalGather, Int8Gather, regather_in_backward, remake_in_backward
 from .objective import Forward, Prepare
-from .parts import ModelParts
+from .parts import ModelParts, own_and_given
 
 MakeGather: TypeAlias = Callable[[Path], Any]
 """The path of a parameter -> the function that gathers it; None where it is whole."""
@@ -46,47 +52,51 @@ class View:
     """The changes that a strategy makes to a merged model before it runs.
 
     Args:
-        precision: the dtypes; None leaves the model's own.
+        strategy: its precision, activation checkpointing, layers and policies.
+        parts: the model's structure, and the shapes of its parameters and buffers.
         units: the paths of the modules that are gathered, freed and recomputed as one.
-        remat: activation checkpointing, or None.
-        frees_weights: whether gathered or widened weights are freed after use.
-        moves_activations: whether units send activations between ranks, as tensor and context
-            parallelism do.
-        weights: the paths of the parameters, trained and frozen.
-        int8: how those are kept that come in eight bits, by path.
-        fp8: the layers that compute in fp8; None where there are none.
-        sends_pieces: whether the activations that move are pieces that go round a ring, of which
-            the compiler fetches none before its time.
         unroll: up to how many units that call each other are written out; None leaves it to the
             scan where they keep what their backward pass reads, and is else 1.
         looped: the paths of units that stack the parameters of the layers that a loop calls.
     """
 
-    precision: MixedPrecision | None
+    strategy: Strategy
+    parts: ModelParts
     units: frozenset[Path]
-    remat: ActivationCheckpointing | None
-    frees_weights: bool
-    moves_activations: bool
-    weights: frozenset[Path]
-    int8: Mapping[Path, Int8Form] = dataclasses.field(default_factory=dict)
-    fp8: Fp8Layers | None = None
-    sends_pieces: bool = False
     unroll: int | None = None
     looped: frozenset[Path] = frozenset()
 
+    @cached_property
+    def fp8(self) -> Fp8Layers | None:
+        """The layers that compute in fp8; None where there are none.
+
+        Raises:
+            UnsupportedError: when the precision asks for them, and the model has no such layer.
+        """
+        precision = self.strategy.precision
+        if precision is None or precision.products is None:
+            return None
+        paths = fp8_layers(self.parts.abstract, precision.skip)
+        dot = Fp8Dot(self.strategy.batch_axes)
+        return Fp8Layers(dot, paths, gathers=precision.gather is not None)
+
     def cast(self, params: PyTree) -> PyTree:
         """The parameters in the compute dtype."""
-        return params if self.precision is None else cast_floating(params, self.precision.compute)
+        return (
+            params
+            if self.strategy.precision is None
+            else cast_floating(params, self.strategy.precision.compute)
+        )
 
     @property
     def dtype(self) -> Any:
         """The dtype of floating-point parameters in use; None is their own."""
-        return None if self.precision is None else self.precision.compute
+        return None if self.strategy.precision is None else self.strategy.precision.compute
 
     def read(self, path: Path, value: Any) -> Array:
         """The value of a parameter in the compute dtype."""
         if isinstance(value, Int8):
-            return self.int8[path].widen(value.numbers, value.scale, self.dtype)
+            return self.parts.int8[path].widen(value.numbers, value.scale, self.dtype)
         return self.cast(value)
 
     def prepare(
@@ -115,17 +125,21 @@ class View:
         def adapt(model: nnx.Module) -> None:
             if also is not None:
                 also(model)
-            params = _variables(model, self.weights)
-            units = mark_units(model, lambda path, _: path in self.units, remat, self.looped)
-            found = {*units}
-            linen = [_path(keys) for keys, _ in bridges_of(model)]
+            weights = paths_of(self.parts.weights)
+            variables = {
+                "/".join(map(str, keys)): variable
+                for keys, variable in nnx.iter_graph(model)
+                if isinstance(variable, nnx.Variable)
+            }
+            found = {*mark_units(model, lambda path, _: path in self.units, remat, self.looped)}
+            linen = ["/".join(map(str, keys)) for keys, _ in bridges_of(model)]
             layers = () if self.fp8 is None else self.fp8.layers(model)
             by_products: dict[int, Any] = {id(layer.kernel): None for layer in layers}
-            for path, variable in params.items():
+            for path, variable in ((p, v) for p, v in variables.items() if p in weights):
                 gather: Any = None if make_gather is None else make_gather(path)
                 is_linen = any(is_inside(path, bridge) for bridge in linen)
                 if isinstance(variable.get_value(), Int8) and not is_linen:
-                    gather = Int8Gather(gather, self.int8[path], self.dtype)
+                    gather = Int8Gather(gather, self.parts.int8[path], self.dtype)
                 else:
                     variable.set_value(bundle(path, self.read(path, variable.get_value())))
                 if gather is None:
@@ -139,10 +153,11 @@ class View:
                     variable.set_metadata(**{GATHER: gather})
                 else:
                     variable.set_value(gather(variable.get_value()))
-            if self.precision is not None and self.precision.buffer is not None:
-                _widen_statistics(model, self.weights)
-            if self.precision is not None and self.precision.is_mixed:
-                autocast(model, self.precision)
+            precision = self.strategy.precision
+            if precision is not None and precision.buffer is not None:
+                _widen_statistics(v for path, v in variables.items() if path not in weights)
+            if precision is not None and precision.is_mixed:
+                autocast(model, precision)
             if self.fp8 is not None:
                 self.fp8(model, lambda kernel: by_products.get(id(kernel)))
 
@@ -160,19 +175,22 @@ class View:
     @property
     def _cheap(self) -> RematPolicy | None:
         """What units keep that are not to be recomputed."""
-        if not self.moves_activations:
+        if not self.strategy.layers:
             return remake_in_backward
         # What a sum over tensor ranks is added to must be kept behind the sum, not before it.
-        return regather_in_backward if self.frees_weights else None
+        gathers = self.strategy.params.split_axes and not self.strategy.gathers_once
+        return regather_in_backward if gathers or self.parts.int8 else None
 
     def with_layer_scan(self, forward: Forward) -> Forward:
         """The forward pass with chains of units as scans, where there are units."""
         if not self.units:
             return forward
-        remat = self.remat.remat if self.remat else self._cheap
-        group = self.remat.group_size if self.remat else 1
-        prefetch = self.sends_pieces or not self.moves_activations
-        unroll = self.unroll or (1 if self.remat else None)
+        remat, group, unroll = self._cheap, 1, self.unroll
+        if self.strategy.remat is not None:
+            remat, group = self.strategy.remat.remat, self.strategy.remat.group_size
+            unroll = unroll or 1
+        # Of pieces that go round a ring the compiler fetches none before its time.
+        prefetch = all(map(sends_pieces, self.strategy.layers))
         return scan_over_layers(forward, group, remat, prefetch=prefetch, unroll=unroll)
 
 
@@ -240,34 +258,9 @@ def view_of(strategy: Strategy, parts: ModelParts, unroll: int | None = None) ->
     units: frozenset[Path] = frozenset()
     if splits or strategy.remat is not None or parts.int8:
         units = _units(strategy, parts)
-    return View(
-        precision=strategy.precision,
-        units=units,
-        remat=strategy.remat,
-        frees_weights=bool(
-            (strategy.params.split_axes and not strategy.gathers_once) or parts.int8
-        ),
-        moves_activations=bool(strategy.layers),
-        weights=paths_of(parts.weights),
-        int8=parts.int8,
-        fp8=fp8_of(strategy, parts),
-        sends_pieces=all(map(sends_pieces, strategy.layers)),
-        unroll=unroll,
-    )
-
-
-def fp8_of(strategy: Strategy, parts: ModelParts) -> Fp8Layers | None:
-    """The layers that compute in fp8 under a strategy, where its precision asks for it.
-
-    Raises:
-        UnsupportedError: when the model has no such layer.
-    """
-    precision = strategy.precision
-    if precision is None or precision.products is None:
-        return None
-    dot = Fp8Dot(strategy.batch_axes)
-    paths = fp8_layers(parts.abstract, precision.skip)
-    return Fp8Layers(dot, paths, gathers=precision.gather is not None)
+    view = View(strategy, parts, units, unroll)
+    _ = view.fp8
+    return view
 
 
 def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
@@ -288,27 +281,121 @@ def _units(strategy: Strategy, parts: ModelParts) -> frozenset[Path]:
     return units
 
 
-def paths_of(weights: PyTree) -> frozenset[Path]:
-    """The paths of the leaves of a nested dict."""
-    return frozenset(path for path, _ in leaves_with_paths(weights))
-
-
-def _widen_statistics(model: nnx.Module, weights: frozenset[Path]) -> None:
+def _widen_statistics(variables: Iterable[nnx.Variable]) -> None:
     """Statistics are stored in a dtype of their own, and updated in float32 or wider."""
-    for keys, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Variable) and _path(keys) not in weights:
-            value = variable.get_value()
-            if jnp.issubdtype(value.dtype, jnp.floating):
-                variable.set_value(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
+    for variable in variables:
+        value = variable.get_value()
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            variable.set_value(value.astype(jnp.promote_types(value.dtype, jnp.float32)))
 
 
-def _variables(model: nnx.Module, paths: frozenset[Path]) -> dict[Path, nnx.Variable]:
-    return {
-        _path(keys): variable
-        for keys, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Variable) and _path(keys) in paths
-    }
+def buffer_partition(buffers: PyTree, reduction: Reduction, axes: tuple[str, ...]) -> PyTree:
+    """The specs of the buffers: whole, or one copy of the statistics per rank in dim 0."""
+    if reduction.sync_buffers:
+        return jax.tree.map(lambda _: PartitionSpec(), buffers)
+    return _of_ranks(lambda _: PartitionSpec(axes), buffers, lambda _: PartitionSpec())
 
 
-def _path(keys: Iterable[Any]) -> Path:
-    return "/".join(map(str, keys))
+def stack_buffers(buffers: PyTree, reduction: Reduction, num_ranks: int) -> PyTree:
+    """Gives every rank its own copy of the statistics where they are not synchronised."""
+    if reduction.sync_buffers:
+        return buffers
+    return _of_ranks(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), buffers)
+
+
+def mean_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
+    """The statistics to evaluate with: the average over the ranks' own."""
+    if reduction.sync_buffers:
+        return buffers
+    return _of_ranks(lambda x: x.mean(0), buffers)
+
+
+def _of_ranks(
+    function: Callable[[Any], Any],
+    buffers: PyTree,
+    otherwise: Callable[[Any], Any] = lambda leaf: leaf,
+) -> PyTree:
+    """Maps over the statistics of the model, of which ranks may have their own."""
+    own, given = own_and_given(buffers)
+
+    def one(leaf: Any) -> Any:
+        is_statistic = not is_key(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return (function if is_statistic else otherwise)(leaf)
+
+    return jax.tree.map(one, own) | jax.tree.map(otherwise, given)
+
+
+def own_buffers(buffers: PyTree, reduction: Reduction) -> PyTree:
+    """The statistics of this rank, inside `shard_map`."""
+    if reduction.sync_buffers:
+        return buffers
+    return _of_ranks(lambda x: x[0], buffers)
+
+
+def synchronise_statistics(model: nnx.Module, axes: tuple[str, ...]) -> None:
+    """Makes what a model finds out about its samples that of the samples of all ranks, in place.
+
+    Equals BatchNorm on the whole batch on one device, which PyTorch calls SyncBatchNorm, and a
+    mixture of experts that counts the tokens of the whole batch.
+
+    Args:
+        model: a model merged inside `shard_map`.
+        axes: the mesh axes that split the batch.
+
+    """
+    for module in _batch_norms(model):
+        module.axis_name = axes  # type: ignore[assignment]
+    sum_over_ranks(model, axes)
+
+
+def has_statistics(model: nnx.Module) -> bool:
+    """Whether a model has what `synchronise_statistics` changes; of arrays or shapes."""
+    counts = any(sums_samples(module) for _, module in nnx.iter_modules(model))
+    return counts or next(_batch_norms(model), None) is not None
+
+
+def warn_of_statistics(model: nnx.Module, num_microbatches: int) -> None:
+    """Warns of modules that see one microbatch where one device would see the whole batch.
+
+    Args:
+        model: a model, of arrays or shapes.
+        num_microbatches: into how many a batch is cut.
+    """
+    named = {id(module): keys for keys, module in nnx.iter_modules(model)}
+    found = [named[id(m)] for m in _batch_norms(model) if not m.use_running_average]
+    if found:
+        warn_of_parts("/".join(map(str, found[0])) or type(model).__name__, num_microbatches)
+
+
+def warn_of_parts(path: Path, num_microbatches: int) -> None:
+    """Warns of statistics, by their path, of one microbatch and not of the whole batch."""
+    warnings.warn(
+        f"BatchNorm at {path!r} takes its statistics of each of {num_microbatches} "
+        "microbatches, and one device would take them of the whole batch: losses and weights "
+        "differ from one device's. Use one microbatch, a normalisation of each sample such as "
+        "nnx.LayerNorm, or freeze the statistics with use_running_average=True",
+        stacklevel=4,
+    )
+
+
+def own_statistics(model: nnx.Module) -> list[Path]:
+    """The paths of the batch statistics that a model keeps in modules of its own.
+
+    Args:
+        model: a model, of arrays or shapes.
+    """
+    owned = {id(variable) for norm in _batch_norms(model) for variable in (norm.mean, norm.var)}
+    # What SpectralNorm keeps is about its weights alone.
+    spectral = (m for _, m in nnx.iter_modules(model) if isinstance(m, nnx.SpectralNorm))
+    owned |= {id(variable) for module in spectral for _, variable in nnx.iter_graph(module)}
+    return [
+        "/".join(map(str, path))
+        for path, variable in nnx.iter_graph(model)
+        if isinstance(variable, nnx.BatchStat) and id(variable) not in owned
+    ]
+
+
+def _batch_norms(model: nnx.Module) -> Iterator[nnx.BatchNorm]:
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            yield module

@@ -525,9 +525,7 @@ def test_without_jinja_the_extra_and_the_named_templates_are_told(tmp_path, monk
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     path = lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
     source = JsonlSource((path,), messages="messages", tokenizer=snapshot(tmp_path, JINJA))
-    with pytest.raises(
-        ConfigError, match=r"\[tokenizers\]', or set .* plain, chatml"
-    ):
+    with pytest.raises(ConfigError, match=r"\[tokenizers\]', or set .* plain, chatml"):
         source.open(100)
 
 

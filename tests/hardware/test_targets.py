@@ -124,13 +124,9 @@ def test_gathers_are_fused_only_where_that_is_right():
 
 def test_a_missing_compiler_names_its_extra(monkeypatch):
     monkeypatch.setattr(environment, "_is_installed", lambda module: False)
-    with pytest.raises(
-        UnsupportedError, match=r"jax_plugins.xla_cuda13.*pip install .*\[cuda\]'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"jax_plugins.xla_cuda13.*pip install .*\[cuda\]'"):
         prepare_environment("h100:8")
-    with pytest.raises(
-        UnsupportedError, match=r"'libtpu', which is not.*install .*\[aot\]'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"'libtpu', which is not.*install .*\[aot\]'"):
         target_mesh("v5p:2x2x2", "fsdp=8")
     assert missing_compiler("cpu:8") is None
 

@@ -33,7 +33,7 @@ ONLY = {
     "checkpoint": {"core", "mesh", "sharding"},
 }
 # Old names of a room that a room above it defines now, found there when they are asked for.
-FACES = {("config/__init__.py", "app")}
+FACES = {("config/__init__.py", "app"), ("parallel/__init__.py", "step")}
 MAX_FILE = 500
 MAX_FUNCTION = 60
 

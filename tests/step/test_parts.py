@@ -8,7 +8,8 @@ from flax import linen, nnx
 
 from axon_dist.core.errors import ConfigError, UnsupportedError
 from axon_dist.ops.precision import MixedPrecision
-from axon_dist.step.parts import buffers_like, is_key, stored_as, take_apart
+from axon_dist.step.objective import buffers_like
+from axon_dist.step.parts import is_key, stored_as, take_apart
 
 
 class Net(nnx.Module):

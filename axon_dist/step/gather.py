@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,15 @@ from jax.typing import DTypeLike
 
 from ..collectives import plan_buckets, reduce_buckets
 from ..core.reduction import all_sum, on_wire, sum_scatter
-from ..core.typing import Array, PyTree, Shape
+from ..core.typing import Array, Path, PyTree, Shape
 from ..jaxpr.factors import COMPARES, EACH, MOVES
 from ..ops.fp8 import WEIGHT
 from ..ops.int8 import WIDEN, Int8, Int8Form
-from ..sharding import axes_of, spec_axes, spread
-from .strategy import Reduction
+from ..parallel import Reduction
+from ..sharding import Policy, axes_of, spec_axes, spread
+
+if TYPE_CHECKING:
+    from .spec import StepSpec
 
 GATHERED = (
     *("sharding_constraint", "all_gather", "all_gather_invariant"),
@@ -205,6 +210,85 @@ class ReduceHeld:
         return weight(held.weight, held.sums, held.slot)
 
 
+def global_gather(
+    spec: StepSpec, path: Path, is_whole: bool = False, looped: frozenset[Path] = frozenset()
+) -> GlobalGather:
+    """How a weight is gathered in global view: whole over the data axes, its gradient to owners.
+
+    Args:
+        spec: model, loss, optimizer, strategy, devices and options of the step.
+        path: of the parameter.
+        is_whole: whether trained weights are whole already, and only gradients move.
+        looped: the weights that a loop reads in every turn.
+    """
+    strategy, mesh, shape = spec.strategy, spec.mesh, spec.parts.shape_of(path)
+    gathered_over = {*strategy.data_axes} - {*strategy.resident}
+    own = strategy.params(path, shape, mesh)
+    full = only_axes(own, tuple(axis for axis in mesh.axis_names if axis not in gathered_over))
+    if path in spec.parts.frozen_paths:
+        return GlobalGather(mesh, own, None, full, len(shape), path in looped)
+    owner, lies = strategy.opt_state(path, shape, mesh), full if is_whole else own
+    return GlobalGather(mesh, lies, owner, full, len(shape), path in looped)
+
+
+def local_gather(spec: StepSpec, path: Path) -> LocalGather:
+    """How a weight is gathered where each rank of the batch axes differentiates its samples."""
+    own, axes = _over_batch(spec, spec.strategy.params, path), spec.strategy.batch_axes
+    has_grad, ndim = path not in spec.parts.frozen_paths, len(spec.parts.shape_of(path))
+    return LocalGather(own, axes, spec.reduction.dtype, ndim, has_grad)
+
+
+def reduce_held(spec: StepSpec, path: Path) -> ReduceHeld | None:
+    """How the gradients that ranks hold back are reduced; None for a weight without one."""
+    if path in spec.parts.frozen_paths:
+        return None
+    owner, ndim = _over_batch(spec, spec.strategy.opt_state, path), len(spec.parts.shape_of(path))
+    return ReduceHeld(owner, spec.strategy.batch_axes, spec.reduction.dtype, ndim)
+
+
+def _over_batch(spec: StepSpec, policy: Policy, path: Path) -> PartitionSpec:
+    lies = policy(path, spec.parts.shape_of(path), spec.mesh)
+    return only_axes(lies, spec.strategy.batch_axes)
+
+
+def gathers_by_units(spec: StepSpec) -> bool:
+    """Whether, where ranks work on their own, units gather weights and reduce their gradients.
+
+    Else weights are whole for the whole step.
+    """
+    strategy = spec.strategy
+    once = spec.reduction.per == "step" or strategy.gathers_once
+    return bool(strategy.params.split_axes) and not once
+
+
+def no_fp8_gather(spec: StepSpec) -> str:
+    """Why no unit gathers a weight in fp8, as was asked for; "" where one does, or none was."""
+    strategy, fp8 = spec.strategy, spec.view.fp8
+    if fp8 is None or not fp8.gathers:
+        return ""
+    if strategy.pipeline is not None:
+        return f"a pipeline over {strategy.pipeline.axis!r} gathers its stages once a step"
+    if strategy.gathers_once:
+        return "the parameters are gathered once a step, all of them in the dtype of the compute"
+    if not _gathers_any(spec, [f"{layer}/kernel" for layer in fp8.paths]):
+        return "no kernel of a layer in fp8 lies split over ranks that have other samples"
+    if spec.is_local:
+        per, dtype = spec.reduction.per, spec.reduction.dtype
+        return f"ranks gather by hand, to reduce gradients per {per} in {dtype}"
+    return ""
+
+
+def _gathers_any(spec: StepSpec, paths: Iterable[Path]) -> bool:
+    """Whether units gather a weight, or would on more devices."""
+    strategy, mesh = spec.strategy, spec.mesh
+    axes = {*strategy.data_axes} - {*strategy.resident}
+    splits = axes.intersection(strategy.params.split_axes)
+    if splits and all(mesh.shape[axis] == 1 for axis in splits):
+        return True
+    places = (strategy.params(path, spec.parts.shape_of(path), mesh) for path in paths)
+    return any(not axes.isdisjoint(spec_axes(place)) for place in places)
+
+
 def all_gather_by(shard: Array, spec: PartitionSpec) -> Array:
     """Makes one rank's shard whole, inside `shard_map`."""
     for dim in range(len(spec)):
@@ -287,9 +371,6 @@ def reduce_tree(
     # Buckets hold one dtype each, so what is sent is cast before it is packed.
     wire = jax.tree.map(lambda g: on_wire(g, reduction.dtype), grads)
     buckets = plan_buckets(wire, reduction.bucket_capacity)
-
-    def total(x):
-        return all_sum(x, axes)
-
+    total = functools.partial(all_sum, axes=axes)
     reduced = reduce_buckets(wire, buckets, total, strategy=reduction.sync)
     return jax.tree.map(lambda r, g: r.astype(g.dtype), reduced, grads)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from axon_dist import build_train_step, fsdp
 from axon_dist.inspect import collectives, memory
 from axon_dist.parallel import Reduction
-from axon_dist.parallel.gather import (
+from axon_dist.step.gather import (
     GlobalGather,
     LocalGather,
     all_gather_by,
@@ -21,7 +21,7 @@ from axon_dist.parallel.gather import (
     remake_in_backward,
 )
 
-from . import tower
+from ..parallel import tower
 
 
 @pytest.mark.parametrize(
