@@ -21,12 +21,12 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import lift
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from ..core.compat import eval_equation, eval_jaxpr
-from ..core.typing import Array, Path, PyTree, Shape
+from ..core.typing import Array, Path, PyTree
 from .walk import Function, Known, inners, same_program, variables
 
 Keys: TypeAlias = tuple[Any, ...]
@@ -124,15 +124,12 @@ def split_number(name: str) -> tuple[str, int | None]:
 
 def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, PyTree]:
     """The shapes of a bridged module's parameters, by name in nested dicts."""
-    tree: dict[str, PyTree] = {}
-    for keys, variable in nnx.iter_graph(bridge):
-        if isinstance(variable, nnx.Param):
-            *above, last = map(str, keys)
-            at = tree
-            for key in above:
-                at = at.setdefault(key, {})
-            at[last] = tuple(variable.get_value().shape)
-    return tree
+    shapes = {
+        tuple(map(str, keys)): tuple(variable.get_value().shape)
+        for keys, variable in nnx.iter_graph(bridge)
+        if isinstance(variable, nnx.Param)
+    }
+    return unflatten_dict(shapes)
 
 
 def _named(
@@ -176,19 +173,11 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
 
 def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
     """Whether each of some modules has most of its leaves like those of the one before."""
-    leaves = [dict(_leaves(tree)) for tree in trees]
+    leaves = list(map(flatten_dict, trees))
     return all(
         len(one.items() & other.items()) >= SAME_SHARE * max(len(one), len(other))
         for one, other in itertools.pairwise(leaves)
     )
-
-
-def _leaves(tree: Mapping[str, PyTree], above: Keys = ()) -> Iterator[tuple[Keys, Shape]]:
-    for key, child in tree.items():
-        if isinstance(child, dict):
-            yield from _leaves(child, (*above, key))
-        else:
-            yield (*above, key), child
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

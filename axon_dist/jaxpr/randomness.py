@@ -198,20 +198,17 @@ DRAWS = frozenset({"random_bits", "random_split"})
 
 
 def _drawn_by(equation: JaxprEqn) -> Drawn:
-    shape = tuple(equation.params["shape"])
-    return shape if equation.primitive.name == "random_bits" else ("split", *shape)
+    kind = equation.primitive.name.removeprefix("random_")
+    shape = shape_of(equation.outvars[0]) if kind == "gamma" else equation.params["shape"]
+    return tuple(shape) if kind == "bits" else (kind, *shape)
 
 
-def _drawn(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
+def _drawn(program: ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
     """What is drawn, and the keys that it is drawn from: their shape and generator."""
-    for equation in equations(getattr(jaxpr, "jaxpr", jaxpr)):
-        if equation.primitive.name in DRAWS:
+    for equation in equations(program.jaxpr):
+        if equation.primitive.name in DRAWS | {"random_gamma"}:
             keys = equation.invars[0]
             yield _drawn_by(equation), (shape_of(keys), str(dtype_of(keys)))
-        elif equation.primitive.name == "random_gamma":
-            keys = equation.invars[0]
-            drawn = ("gamma", *shape_of(equation.outvars[0]))
-            yield drawn, (shape_of(keys), str(dtype_of(keys)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -323,14 +323,12 @@ class Walk:
         bodies = loop.program, other.program
         if loop.times != other.times:
             return self._scan_samples(pair, bodies, consts, carry, stacked, at)
-        each, has_rows = [], any(v.kind is Kind.CARRY for v in stacked)
+        has_rows = any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
             # What the rows of a sum become could then be put at the places of others.
             return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
-        for value in stacked:
-            if value.dim is not None:
-                value = value.at(value.dim - 1, value.outer)
-            each.append(value if not value.numbers else coupled(Why.LOOPED, at))
+        each = [v if v.dim is None else v.at(v.dim - 1, v.outer) for v in stacked]
+        each = [coupled(Why.LOOPED, at) if v.numbers else v for v in each]
 
         def run(carry):
             return self._body(bodies, [*consts, *carry, *each])
@@ -428,14 +426,13 @@ class Walk:
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A sum over all ranks, which they all know then: of a total, as if by their samples."""
-        axes = pair[0].params["axes"]
-        results = []
-        for value in operands:
-            if axes == (RANKS,) and value.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(Value(Kind.CONSTANT, value.scale))
-            else:
-                results.append(coupled(value.why or "is summed over ranks", value.where or at))
-        return results
+        is_over_all = pair[0].params["axes"] == (RANKS,)
+        return [
+            Value(Kind.CONSTANT, value.scale)
+            if is_over_all and value.kind in (Kind.CONSTANT, Kind.TOTAL)
+            else coupled(value.why or "is summed over ranks", value.where or at)
+            for value in operands
+        ]
 
 
 _ANY = 0.37
