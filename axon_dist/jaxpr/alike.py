@@ -181,9 +181,7 @@ def _sum_of_zeros(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
 _RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
     **dict.fromkeys(_MOVES, lambda _, given: given[0]),
     **dict.fromkeys(_PRODUCTS, _product),
-    **dict.fromkeys(
-        _SUMS, lambda _, given: ZERO if all(v.is_zero for v in given) else _unknown(given)
-    ),
+    **dict.fromkeys(_SUMS, _sum_of_zeros),
     "concatenate": lambda _, given: _join(given),
     **dict.fromkeys(("pad", "dynamic_update_slice"), lambda _, given: _join(given[:2])),
     **dict.fromkeys(("and", "or"), _logical),

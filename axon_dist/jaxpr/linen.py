@@ -286,17 +286,15 @@ class LinenUnits:
         self, call: Function, bridge: nnx.bridge.ToNNX, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
         """Runs the bridge with the calls of its blocks intercepted."""
-        params = {
+        found = {
             "/".join(map(str, keys)): variable
             for keys, variable in nnx.iter_graph(bridge)
-            if isinstance(variable, nnx.Variable) and self.metadata in variable.get_metadata()
+            if isinstance(variable, nnx.Variable)
         }
+        params = {path: v for path, v in found.items() if self.metadata in v.get_metadata()}
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
-        shapes = {
-            "/".join(map(str, keys)): variable.get_value().shape
-            for keys, variable in nnx.iter_graph(bridge)
-            if self.stacked and isinstance(variable, nnx.Param)
-        }
+        own = found.items() if self.stacked else ()
+        shapes = {path: v.get_value().shape for path, v in own if isinstance(v, nnx.Param)}
         # Linen takes a variable with metadata of ours for a boxed value.
         for variable in params.values():
             variable.del_metadata(self.metadata)
