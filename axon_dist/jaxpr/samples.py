@@ -322,7 +322,7 @@ class Walk:
         consts, carry, stacked = loop.parts(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
-            return self._scan_samples(pair, bodies, consts, carry, stacked, at)
+            return self._scan_samples((loop, other), operands, at)
         has_rows = any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
             # What the rows of a sum become could then be put at the places of others.
@@ -346,16 +346,12 @@ class Walk:
         return self.program(bodies, fresh, "")
 
     def _scan_samples(
-        self,
-        pair: Pair,
-        bodies: tuple[ClosedJaxpr, ClosedJaxpr],
-        consts: list[Value],
-        carry: list[Value],
-        stacked: list[Value],
-        at: str,
+        self, loops: tuple[Inner, Inner], operands: list[Value], at: str
     ) -> list[Value]:
         """A loop over the samples may add them up, or hand values through."""
-        count, bad, own = len(pair[0].outvars), coupled(Why.LOOPED, at), len(consts)
+        consts, carry, stacked = loops[0].parts(operands)
+        bodies = loops[0].program, loops[1].program
+        count, bad, own = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]
@@ -367,7 +363,7 @@ class Walk:
             for i in range(len(carry))
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
-        lengths: Any = tuple(inners(equation)[0].times for equation in pair)
+        lengths: Any = loops[0].times, loops[1].times
         counters = [
             first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)
