@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation
 from .factors import EACH
@@ -71,10 +71,8 @@ def alike(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Alike]) -> list[A
         [True, False, False]
     """
 
-    def literal(atom: Literal) -> Alike:
-        return _of_array(atom.val)
-
-    return interpret(jaxpr, [_of_array(value) for value in consts], given, _run, literal)
+    known = [_of_array(value) for value in consts]
+    return interpret(jaxpr, known, given, _run, lambda atom: _of_array(atom.val))
 
 
 def _of_array(value: Any) -> Alike:

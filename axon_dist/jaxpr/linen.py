@@ -306,6 +306,7 @@ class LinenUnits:
                 variable.set_metadata(**{self.metadata: gathers[path]})
 
 
+@dataclasses.dataclass(eq=False)
 class Intercepted:
     """Makes the outermost calls of blocks equations, while one call of a bridge runs.
 
@@ -313,18 +314,13 @@ class Intercepted:
         units: which blocks, and how.
         gathers: how parameters are gathered, by path below the bridge.
         shapes: of the parameters as the bridge holds them, likewise; {} where nothing is stacked.
+        is_inside: whether a block is being called.
     """
 
-    def __init__(
-        self,
-        units: LinenUnits,
-        gathers: Mapping[Path, Callable[[Array], Array]],
-        shapes: Mapping[Path, tuple[int, ...]],
-    ):
-        self.units: LinenUnits = units
-        self.gathers: Mapping[Path, Callable[[Array], Array]] = gathers
-        self.shapes: Mapping[Path, tuple[int, ...]] = shapes
-        self.is_inside = False
+    units: LinenUnits
+    gathers: Mapping[Path, Callable[[Array], Array]]
+    shapes: Mapping[Path, tuple[int, ...]]
+    is_inside: bool = False
 
     def __call__(
         self,
