@@ -121,16 +121,31 @@ class Ending:
     consts: Mapping[Var, Array]
 
     @classmethod
-    def of(cls, program: ClosedJaxpr, results: Sequence[Atom]) -> Ending:
-        """The last operations that lead to results of a program; see `scalars_written_out`."""
-        jaxpr = program.jaxpr
+    def of(
+        cls, program: ClosedJaxpr, values: Sequence[Array], ends: Sequence[int]
+    ) -> tuple[Ending, list[Array], list[Array]]:
+        """Runs a program apart from its last operations.
+
+        Args:
+            program: a closed jaxpr.
+            values: its inputs.
+            ends: the positions of the results, numbers, whose last operations are asked for.
+
+        Returns:
+            The last operations, all results, and the sums that these operations begin with.
+        """
+        program = _scalars_written_out(program, values)
+        jaxpr, results = program.jaxpr, [program.jaxpr.outvars[number] for number in ends]
         consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
         piece = cut(jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results)
         read = [*(v for equation in piece.equations for v in equation.invars), *results]
         free = piece.needs - consts.keys()
         sums = dict.fromkeys(v for v in read if isinstance(v, Var) and v in free)
-        kept = {v: x for v, x in consts.items() if v in piece.needs}
-        return cls(piece, tuple(sums), kept)
+        ending = cls(piece, tuple(sums), {v: x for v, x in consts.items() if v in piece.needs})
+        known = consts | dict(zip(jaxpr.invars, values, strict=True))
+        found = cut(jaxpr, [*jaxpr.outvars, *sums]).run(known)
+        count = len(jaxpr.outvars)
+        return ending, found[:count], found[count:]
 
     def __call__(self, sums: Sequence[Array]) -> list[Array]:
         """Runs them.
@@ -143,7 +158,7 @@ class Ending:
         return [jnp.asarray(x) for x in self.piece.run({**self.consts, **given})]
 
 
-def scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
+def _scalars_written_out(program: ClosedJaxpr, values: Sequence[Array]) -> ClosedJaxpr:
     """The same program, with calls that give scalars of arrays written out.
 
     Args:

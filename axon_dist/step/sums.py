@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 
 from ..core.typing import Array, Batch, LossFn, PyTree
 from ..core.weighted import Weighted
-from ..jaxpr.pieces import Ending, cut, scalars_written_out
+from ..jaxpr.pieces import Ending
 from ..jaxpr.sample_values import SampleUse, Use
 from ..jaxpr.walk import moves_with, sources_of
 from .objective import Forward, GradientResult, Outcome, PartLoss, mean_loss
@@ -74,15 +74,12 @@ class OfSums(PartLoss):
 
         given = jax.tree.leaves((params, buffers, batch))
         program, shapes = jax.make_jaxpr(run, return_shape=True)(params, buffers, batch)
-        program, structure = scalars_written_out(program, given), jax.tree.structure(shapes)
-        atoms, _ = jax.tree.unflatten(structure, program.jaxpr.outvars)
-        pairs = [atoms[name] for name in sorted(self.names)]
-        ending = Ending.of(program, [x for pair in pairs for x in (pair.total, pair.weight)])
-        piece = cut(program.jaxpr, [*program.jaxpr.outvars, *ending.sums])
-        known = zip(program.jaxpr.constvars, program.consts, strict=True)
-        results = piece.run(dict([*known, *zip(program.jaxpr.invars, given, strict=True)]))
-        numbers, changed = jax.tree.unflatten(structure, results[: structure.num_leaves])
-        values = [jnp.asarray(x, jnp.float32) for x in results[structure.num_leaves :]]
+        structure = jax.tree.structure(shapes)
+        at, _ = jax.tree.unflatten(structure, range(structure.num_leaves))
+        ends = [i for name in sorted(self.names) for i in (at[name].total, at[name].weight)]
+        ending, results, sums = Ending.of(program, given, ends)
+        numbers, changed = jax.tree.unflatten(structure, results)
+        values = [jnp.asarray(x, jnp.float32) for x in sums]
         factors = self.factors or (1.0,) * len(values)
         kept = {n: x for n, x in numbers.items() if n not in self.names}
         kept |= {n: Weighted(x.total, 1.0) for n, x in kept.items() if n in ones}
