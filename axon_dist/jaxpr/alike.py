@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation
 from .factors import EACH
@@ -71,10 +71,8 @@ def alike(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Alike]) -> list[A
         [True, False, False]
     """
 
-    def literal(atom: Literal) -> Alike:
-        return _of_array(atom.val)
-
-    return interpret(jaxpr, [_of_array(value) for value in consts], given, _run, literal)
+    known = [_of_array(value) for value in consts]
+    return interpret(jaxpr, known, given, _run, lambda atom: _of_array(atom.val))
 
 
 def _of_array(value: Any) -> Alike:
@@ -103,7 +101,7 @@ def _run(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
     if found and name not in LOOPS:
         each = [alike(i.program.jaxpr, i.program.consts, i.inputs(given)) for i in found]
         if len(each[0]) == len(equation.outvars):
-            return [_join(list(values)) for values in zip(*each, strict=True)]
+            return [_join(values) for values in zip(*each, strict=True)]
     result = _of_operation(name, equation, given)
     return [result] * len(equation.outvars)
 
@@ -121,18 +119,15 @@ def _scan(equation: JaxprEqn, given: Sequence[Alike]) -> list[Alike]:
     return [*settled[0], *settled[1]]
 
 
-def _join(values: list[Alike]) -> Alike:
+def _join(values: Sequence[Alike]) -> Alike:
     if all(value == values[0] for value in values):
         return values[0]
     return Alike(None, all(value.is_finite for value in values))
 
 
 def _of_operation(name: str, equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    if name in _RULES:
-        return _RULES[name](equation, given)
-    if name in EACH and all(value.value is not None for value in given):
-        return _computed(equation, given)
-    return _unknown(given)
+    rule = _RULES.get(name, _computed if name in EACH else None)
+    return _unknown(given) if rule is None else rule(equation, given)
 
 
 def _unknown(given: Sequence[Alike]) -> Alike:
@@ -147,7 +142,7 @@ def _select(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
 def _product(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
     if any(value.is_zero for value in given):
         return ZERO if _unknown(given).is_finite else INFINITE
-    is_each = equation.primitive.name == "mul" and None not in {value.value for value in given}
+    is_each = equation.primitive.name == "mul"
     return _computed(equation, given) if is_each else _unknown(given)
 
 
@@ -155,8 +150,7 @@ def _logical(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
     absorbing = float(equation.primitive.name == "or")
     if dtype_of(equation.invars[0]) == jnp.bool_ and absorbing in {v.value for v in given}:
         return Alike(absorbing)
-    known = all(value.value is not None for value in given)
-    return _computed(equation, given) if known else _unknown(given)
+    return _computed(equation, given)
 
 
 def _quotient(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
@@ -167,8 +161,7 @@ def _quotient(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
         return ZERO if is_total else INFINITE
     if above.is_zero:
         return ZERO if _unknown(given).is_finite else INFINITE
-    known = above.value is not None and below.value is not None
-    return _computed(equation, given) if known else _unknown(given)
+    return _computed(equation, given)
 
 
 def _sum(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
@@ -183,35 +176,25 @@ def _sum_of_zeros(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
     return ZERO if all(value.is_zero for value in given) else _unknown(given)
 
 
-def _either(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    count = len(given) if equation.primitive.name == "concatenate" else 2
-    return _join(list(given[:count]))
-
-
-def _added_to(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    return given[0] if given[2].is_zero else _unknown(given)
-
-
-def _moved(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
-    return given[0]
-
-
 _RULES: dict[str, Callable[[JaxprEqn, Sequence[Alike]], Alike]] = {
-    **dict.fromkeys(_MOVES, _moved),
+    **dict.fromkeys(_MOVES, lambda _, given: given[0]),
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_SUMS, _sum_of_zeros),
-    **dict.fromkeys(("concatenate", "pad", "dynamic_update_slice"), _either),
+    "concatenate": lambda _, given: _join(given),
+    **dict.fromkeys(("pad", "dynamic_update_slice"), lambda _, given: _join(given[:2])),
     **dict.fromkeys(("and", "or"), _logical),
     "mul": _product,
     "div": _quotient,
     "select_n": _select,
     "reduce_sum": _sum,
-    "scatter-add": _added_to,
+    "scatter-add": lambda _, given: given[0] if given[2].is_zero else _unknown(given),
 }
 
 
 def _computed(equation: JaxprEqn, given: Sequence[Alike]) -> Alike:
     """An operation on each element, done once."""
+    if any(value.value is None for value in given):
+        return _unknown(given)
     values = [
         np.asarray(value.value).astype(dtype_of(atom))
         for value, atom in zip(given, equation.invars, strict=True)

@@ -283,13 +283,12 @@ class _Step:
         for number, operand in enumerate(self.operands):
             if operand.origin is None:
                 continue
-            kinds: dict[str, list[int]] = {"summed": [], "free": [], "shared": []}
+            kinds: tuple[Dims, Dims, Dims] = [], [], []
             for factor, role in enumerate(self.factors.roles):
                 places = self.factors.dims(factor, self.factors.operands)
                 nodes = [operand.dims[dim] for which, dim in places if which == number]
-                is_shared = "shared" if len(places) > 1 else "free"
-                kinds["summed" if role is Role.SUMMED else is_shared] += nodes
-            summed, free, shared = map(tuple, kinds.values())
+                kinds[0 if role is Role.SUMMED else 1 + (len(places) > 1)].extend(nodes)
+            summed, free, shared = map(tuple, kinds)
             product = Product(operand.origin, summed, free, self.flow.order, shared)
             self.flow.products.append(product)
 
@@ -352,13 +351,13 @@ class _Step:
             (self.factors.results, outs, ins),
         ):
             numbers = next((n for array in side for n in array if factor in n and len(n) > 1), ())
-            at = numbers.index(factor) if numbers else 0
             if not numbers:
                 continue
+            at = numbers.index(factor)
             # Of three and more factors the last ones cannot be split, and need no cut of their own.
             if at < _CUT:
-                parts = 1 if at == 0 else self._size(numbers[0])
-                repeats = at == 0 and self._is_repeated(numbers[1])
+                parts = 1 if at == 0 else self.flow.sizes[self._piece(numbers[0])]
+                repeats = at == 0 and self._piece(numbers[1]) in self.flow.repeated
                 self.flow.cuts.append(Cut(wholes[0], pieces[0], parts, True, repeats))
             return True
         return False
@@ -373,12 +372,6 @@ class _Step:
             for dim, numbers in enumerate(array)
             if numbers == (factor,)
         )
-
-    def _size(self, factor: int) -> int:
-        return self.flow.sizes[self._piece(factor)]
-
-    def _is_repeated(self, factor: int) -> bool:
-        return self._piece(factor) in self.flow.repeated
 
     def _take_part(self, source: int, outs: Dims) -> None:
         sizes = self.flow.sizes

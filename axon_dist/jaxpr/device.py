@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..core.typing import Array
 from .liveness import postponed
@@ -118,7 +118,9 @@ class _Reader:
         self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Sharded]
     ) -> list[Sharded]:
         given = [self.input(v, whole(len(shape_of(v)))) for v in jaxpr.constvars]
-        return interpret(jaxpr, given, values, self.equation, _literal)
+        return interpret(
+            jaxpr, given, values, self.equation, lambda a: Sharded(-1, whole(len(shape_of(a))))
+        )
 
     def equation(self, equation: JaxprEqn, operands: Sequence[Sharded]) -> list[Sharded]:
         name = equation.primitive.name
@@ -477,10 +479,6 @@ class _Reader:
         node = Node(name, "loop", reads, writes, 0.0, (), tuple(bodies), trips, *counts)
         self.nodes.append(node)
         return results
-
-
-def _literal(atom: Literal) -> Sharded:
-    return Sharded(-1, whole(len(shape_of(atom))))
 
 
 _SPECIAL: MappingProxyType[str, Callable[[_Reader, JaxprEqn, Sequence[Sharded]], list[Sharded]]] = (

@@ -182,10 +182,8 @@ class _Draft:
                 if not self.results[number][dim] and size != 1:
                     self.add(Role.NEW, (), [(number, dim)])
 
-        def freeze(side):
-            return tuple(map(tuple, side))
-
-        return Factors(tuple(self.roles), freeze(self.operands), freeze(self.results))
+        operands, results = (tuple(map(tuple, side)) for side in (self.operands, self.results))
+        return Factors(tuple(self.roles), operands, results)
 
 
 def factors(equation: JaxprEqn) -> Factors | None:
@@ -215,8 +213,9 @@ def factors_of(
 
 def guessed(equation: JaxprEqn) -> Factors:
     """Factors by shapes alone: dims of one size, at one place in arrays of one rank, are one."""
-    inputs, outputs = map(shape_of, equation.invars), map(shape_of, equation.outvars)
-    draft = _Draft(equation.primitive.name, equation.params, [*inputs], [*outputs])
+    sides = equation.invars, equation.outvars
+    shapes = ([*map(shape_of, side)] for side in sides)
+    draft = _Draft(equation.primitive.name, equation.params, *shapes)
     _each(draft)
     return draft.finished()
 
@@ -351,11 +350,6 @@ def _windows(draft: _Draft) -> None:
     windows = zip(*(draft.params[name] for name in names), strict=True)
     is_wide = [(size, stride, tuple(pads)) != (1, 1, (0, 0)) for size, stride, pads in windows]
     _stay(draft, Role.WINDOW, is_wide, len(draft.inputs))
-
-
-def _matrixwise(draft: _Draft) -> None:
-    lead = draft.params["lead"]
-    _stay(draft, Role.ALONG, [dim >= lead for dim in range(len(draft.inputs[0]))])
 
 
 def _dot(draft: _Draft) -> None:
@@ -494,7 +488,9 @@ RULES: MappingProxyType[str, Callable[[_Draft], None]] = MappingProxyType(
             ("random_bits", "random_split", "random_wrap", "random_unwrap"), _Draft.keep
         ),
         **dict.fromkeys(("iota", "random_seed"), lambda _: None),
-        "matrixwise": _matrixwise,
+        "matrixwise": lambda d: _stay(
+            d, Role.ALONG, [dim >= d.params["lead"] for dim in range(len(d.inputs[0]))]
+        ),
     }
 )
 """The rules, by the name of the primitive."""

@@ -204,11 +204,6 @@ def _link(jaxpr: Jaxpr, last: int, call: int, tainted: set[Var]) -> tuple[str | 
     return tuple(roles) if any(isinstance(role, int) for role in roles) else None
 
 
-def _tainted(jaxpr: Jaxpr, calls: Sequence[int], stop: int) -> set[Var]:
-    """The variables before equation `stop` that depend on results of the calls."""
-    return depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in calls), stop)
-
-
 def _kind(aval: Aval) -> Hashable:
     """What a carried value has to keep."""
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
@@ -241,8 +236,9 @@ def _evaluate(closed: ClosedJaxpr, values: Sequence[Array], how: LayerScan | Non
             # A loop stands where its first call stood. What its later calls need, and no call of
             # it leads to, is therefore computed before, out of the order of the program.
             chain = chains[index]
-            tainted = _tainted(jaxpr, chain.calls, chain.calls[-1])
-            for other in range(index, chain.calls[-1]):
+            last = chain.calls[-1]
+            tainted = depends_on(jaxpr, made_by(jaxpr.eqns[call] for call in chain.calls), last)
+            for other in range(index, last):
                 if other not in inside | done and not tainted & set(jaxpr.eqns[other].outvars):
                     run(other)
             env.update(_scan(jaxpr, chain, env, how))
@@ -313,7 +309,7 @@ def _remat_of_model(
     return jax.checkpoint(run, policy=policy, prevent_cse=barrier)(*operands)
 
 
-def has_units(equation: JaxprEqn, is_unit: Callable[[JaxprEqn], bool] = is_unit) -> bool:
+def has_units(equation: JaxprEqn) -> bool:
     """Whether units are called in the programs that an equation runs."""
     return any(is_unit(e) for inner in inner_programs(equation) for e in equations(inner))
 

@@ -21,12 +21,12 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import lift
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from ..core.compat import eval_equation, eval_jaxpr
-from ..core.typing import Array, Path, PyTree, Shape
+from ..core.typing import Array, Path, PyTree
 from .walk import Function, Known, inners, same_program, variables
 
 Keys: TypeAlias = tuple[Any, ...]
@@ -124,15 +124,12 @@ def split_number(name: str) -> tuple[str, int | None]:
 
 def _tree_of(bridge: nnx.bridge.ToNNX) -> dict[str, PyTree]:
     """The shapes of a bridged module's parameters, by name in nested dicts."""
-    tree: dict[str, PyTree] = {}
-    for keys, variable in nnx.iter_graph(bridge):
-        if isinstance(variable, nnx.Param):
-            *above, last = map(str, keys)
-            at = tree
-            for key in above:
-                at = at.setdefault(key, {})
-            at[last] = tuple(variable.get_value().shape)
-    return tree
+    shapes = {
+        tuple(map(str, keys)): tuple(variable.get_value().shape)
+        for keys, variable in nnx.iter_graph(bridge)
+        if isinstance(variable, nnx.Param)
+    }
+    return unflatten_dict(shapes)
 
 
 def _named(
@@ -176,19 +173,11 @@ def _blocks(tree: Mapping[str, PyTree], composite: bool) -> list[Keys]:
 
 def _are_alike(trees: Sequence[Mapping[str, PyTree]]) -> bool:
     """Whether each of some modules has most of its leaves like those of the one before."""
-    leaves = [dict(_leaves(tree)) for tree in trees]
+    leaves = list(map(flatten_dict, trees))
     return all(
         len(one.items() & other.items()) >= SAME_SHARE * max(len(one), len(other))
         for one, other in itertools.pairwise(leaves)
     )
-
-
-def _leaves(tree: Mapping[str, PyTree], above: Keys = ()) -> Iterator[tuple[Keys, Shape]]:
-    for key, child in tree.items():
-        if isinstance(child, dict):
-            yield from _leaves(child, (*above, key))
-        else:
-            yield (*above, key), child
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -297,17 +286,15 @@ class LinenUnits:
         self, call: Function, bridge: nnx.bridge.ToNNX, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
         """Runs the bridge with the calls of its blocks intercepted."""
-        params = {
+        found = {
             "/".join(map(str, keys)): variable
             for keys, variable in nnx.iter_graph(bridge)
-            if isinstance(variable, nnx.Variable) and self.metadata in variable.get_metadata()
+            if isinstance(variable, nnx.Variable)
         }
+        params = {path: v for path, v in found.items() if self.metadata in v.get_metadata()}
         gathers = {path: v.get_metadata()[self.metadata] for path, v in params.items()}
-        shapes = {
-            "/".join(map(str, keys)): variable.get_value().shape
-            for keys, variable in nnx.iter_graph(bridge)
-            if self.stacked and isinstance(variable, nnx.Param)
-        }
+        own = found.items() if self.stacked else ()
+        shapes = {path: v.get_value().shape for path, v in own if isinstance(v, nnx.Param)}
         # Linen takes a variable with metadata of ours for a boxed value.
         for variable in params.values():
             variable.del_metadata(self.metadata)
@@ -319,6 +306,7 @@ class LinenUnits:
                 variable.set_metadata(**{self.metadata: gathers[path]})
 
 
+@dataclasses.dataclass(eq=False)
 class Intercepted:
     """Makes the outermost calls of blocks equations, while one call of a bridge runs.
 
@@ -326,18 +314,13 @@ class Intercepted:
         units: which blocks, and how.
         gathers: how parameters are gathered, by path below the bridge.
         shapes: of the parameters as the bridge holds them, likewise; {} where nothing is stacked.
+        is_inside: whether a block is being called.
     """
 
-    def __init__(
-        self,
-        units: LinenUnits,
-        gathers: Mapping[Path, Callable[[Array], Array]],
-        shapes: Mapping[Path, tuple[int, ...]],
-    ):
-        self.units: LinenUnits = units
-        self.gathers: Mapping[Path, Callable[[Array], Array]] = gathers
-        self.shapes: Mapping[Path, tuple[int, ...]] = shapes
-        self.is_inside = False
+    units: LinenUnits
+    gathers: Mapping[Path, Callable[[Array], Array]]
+    shapes: Mapping[Path, tuple[int, ...]]
+    is_inside: bool = False
 
     def __call__(
         self,

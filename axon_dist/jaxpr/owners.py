@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ..core.compat import eval_equation
 from ..core.errors import UnsupportedError
@@ -241,7 +241,9 @@ class _Flat:
     def follow(self, jaxpr: Jaxpr, consts: Sequence[Array], values: Sequence[Atom]) -> list[Atom]:
         pairs = zip(consts, jaxpr.constvars, strict=True)
         given: list[Atom] = [ConstantOperand(x, v.aval) for x, v in pairs]
-        return interpret(jaxpr, given, values, self._equation, _literal)
+        return interpret(
+            jaxpr, given, values, self._equation, lambda atom: ConstantOperand(atom.val, atom.aval)
+        )
 
     def _equation(self, equation: JaxprEqn, operands: Sequence[Atom]) -> Sequence[Atom]:
         inner = called(equation) if equation.primitive.name in OPENED else None
@@ -384,10 +386,6 @@ class _Flat:
 
 def _has_effects(op: OwnedOperation) -> bool:
     return isinstance(op.equation, JaxprEqn) and bool(op.equation.effects)
-
-
-def _literal(atom: Literal) -> Atom:
-    return ConstantOperand(atom.val, atom.aval)
 
 
 def _values(atoms: Iterable[Atom]) -> list[int]:

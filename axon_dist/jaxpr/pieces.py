@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -22,7 +21,6 @@ from .layer_scan import has_units, is_unit
 from .walk import (
     LOOPS,
     Atom,
-    Inner,
     Known,
     called,
     dtype_of,
@@ -124,31 +122,30 @@ class Ending:
 
     @classmethod
     def of(
-        cls, program: ClosedJaxpr, given: Sequence[Array], replaced: Iterable[int]
+        cls, program: ClosedJaxpr, values: Sequence[Array], ends: Sequence[int]
     ) -> tuple[Ending, list[Array], list[Array]]:
-        """The last operations that lead to some results of a program; and runs the program.
+        """Runs a program apart from its last operations.
 
         Args:
             program: a closed jaxpr.
-            given: the values of its inputs.
-            replaced: the numbers of those results.
+            values: its inputs.
+            ends: the positions of the results, numbers, whose last operations are asked for.
 
         Returns:
-            The ending, the values of all results, and those of the sums.
+            The last operations, all results, and the sums that these operations begin with.
         """
-        program = _scalars_written_out(program, given)
-        jaxpr = program.jaxpr
+        program = _scalars_written_out(program, values)
+        jaxpr, results = program.jaxpr, [program.jaxpr.outvars[number] for number in ends]
         consts = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        results = [jaxpr.outvars[number] for number in replaced]
         piece = cut(jaxpr.replace(eqns=[e for e in jaxpr.eqns if _is_ending(e)]), results)
         read = [*(v for equation in piece.equations for v in equation.invars), *results]
         free = piece.needs - consts.keys()
-        sums = tuple(dict.fromkeys(v for v in read if isinstance(v, Var) and v in free))
-        ending = cls(piece, sums, {v: x for v, x in consts.items() if v in piece.needs})
-        inputs = dict(zip(jaxpr.invars, given, strict=True))
-        values = cut(jaxpr, [*jaxpr.outvars, *sums]).run(consts | inputs)
+        sums = dict.fromkeys(v for v in read if isinstance(v, Var) and v in free)
+        ending = cls(piece, tuple(sums), {v: x for v, x in consts.items() if v in piece.needs})
+        known = consts | dict(zip(jaxpr.invars, values, strict=True))
+        found = cut(jaxpr, [*jaxpr.outvars, *sums]).run(known)
         count = len(jaxpr.outvars)
-        return ending, values[:count], values[count:]
+        return ending, found[:count], found[count:]
 
     def __call__(self, sums: Sequence[Array]) -> list[Array]:
         """Runs them.
@@ -353,58 +350,49 @@ def _is_by_rows(equation: JaxprEqn) -> bool:
     )
 
 
-def read_outside_units(
-    jaxpr: Jaxpr, names: Sequence[str], is_unit: Callable[[JaxprEqn], bool] = is_unit
-) -> Iterator[str]:
+Names: TypeAlias = Sequence[str | None]
+"""The names of inputs, or of what an equation reads where it is one of them."""
+
+
+def _readers(
+    jaxpr: Jaxpr, names: Names, passed: Collection[str] = CASTS
+) -> Iterator[tuple[JaxprEqn | None, Names]]:
+    """What reads inputs with names, None for the program's own outputs; some pass a name on."""
+    known = {v: name for v, name in zip(jaxpr.invars, names, strict=False) if name}
+
+    def read(atoms: Iterable[Atom]) -> Names:
+        return [None if isinstance(v, Literal) else known.get(v) for v in atoms]
+
+    for equation in jaxpr.eqns:
+        given = read(equation.invars)
+        if any(given) and equation.primitive.name in passed:
+            known[equation.outvars[0]] = given[0] or ""
+        elif any(given):
+            yield equation, given
+    yield None, read(jaxpr.outvars)
+
+
+def read_outside_units(jaxpr: Jaxpr, names: Names) -> Iterator[str]:
     """The inputs that are computed with elsewhere than in the units they are handed to.
 
     Args:
         jaxpr: whose first inputs have names; units in it are marked.
         names: of these inputs.
-        is_unit: whether an equation is the call of a unit.
 
     Returns:
         The names, each as often as it is read; a change of dtype reads nothing.
     """
-    return _read(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), is_unit)
-
-
-def _read(
-    jaxpr: Jaxpr, names: dict[Var, str], is_unit: Callable[[JaxprEqn], bool]
-) -> Iterator[str]:
     for equation, given in _readers(jaxpr, names):
-        if is_unit(equation):
+        if equation is None or is_unit(equation):
             continue
-        if has_units(equation, is_unit) and (programs := inners(equation)):
-            for inner in programs:
-                yield from _read(inner.program.jaxpr, _given(inner, given), is_unit)
-        else:
+        programs = inners(equation) if has_units(equation) else []
+        for inner in programs:
+            yield from read_outside_units(inner.program.jaxpr, inner.inputs(given))
+        if not programs:
             yield from {v: n for v, n in zip(equation.invars, given, strict=True) if n}.values()
 
 
-Names: TypeAlias = list[str | None]
-"""The input that each operand of an equation is, if it is one."""
-
-
-def _readers(
-    jaxpr: Jaxpr, names: dict[Var, str], passed: Collection[str] = CASTS
-) -> Iterator[tuple[JaxprEqn, Names]]:
-    """The equations that read inputs with names; some operations pass a name on."""
-    for equation in jaxpr.eqns:
-        given = [None if isinstance(v, Literal) else names.get(v) for v in equation.invars]
-        if any(given) and equation.primitive.name in passed:
-            names[equation.outvars[0]] = given[0] or ""
-        elif any(given):
-            yield equation, given
-
-
-def _given(inner: Inner, given: Names, count: int | None = None) -> dict[Var, str]:
-    """The names of the first inputs of a program, as the equation's operands have them."""
-    pairs = zip(inner.program.jaxpr.invars, inner.inputs(given), strict=True)
-    return {v: name for v, name in itertools.islice(pairs, count) if name}
-
-
-def read_once(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
+def read_once(jaxpr: Jaxpr, names: Names) -> frozenset[str]:
     """The inputs that are handed to one call of one unit, and to nothing else.
 
     What stands in a loop over its rows is handed to one call each. What a loop hands to every
@@ -417,31 +405,31 @@ def read_once(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
     Returns:
         The names.
     """
-    counts: Counter[str] = Counter()
-    _count(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), counts)
-    return frozenset(name for name, count in counts.items() if count == 1)
+    return frozenset(name for name, count in _counts(jaxpr, names).items() if count == 1)
 
 
 _MANY = 2
 
 
-def _count(jaxpr: Jaxpr, names: dict[Var, str], counts: Counter[str]) -> None:
-    returned = [names.get(v) for v in jaxpr.outvars if not isinstance(v, Literal)]
-    counts.update({name: _MANY for name in returned if name})
+def _counts(jaxpr: Jaxpr, names: Names) -> Counter[str]:
+    counts: Counter[str] = Counter()
     for equation, given in _readers(jaxpr, names):
-        kind = equation.primitive.name
-        if is_unit(equation):
+        kind = "" if equation is None else equation.primitive.name
+        if equation is None:
+            counts.update({name: _MANY for name in given if name})
+        elif is_unit(equation):
             counts.update(filter(None, given))
         elif kind == "scan" and has_units(equation):
             (loop,) = inners(equation)
             shared, carry, rows = loop.parts(given)
             counts.update({name: _MANY for name in (*shared, *carry) if name})
             blank = [None] * len((*shared, *carry))
-            _count(loop.program.jaxpr, _given(loop, [*blank, *rows]), counts)
+            counts.update(_counts(loop.program.jaxpr, [*blank, *rows]))
         elif kind in CALLS | REMATS and (programs := inners(equation)):
-            _count(programs[0].program.jaxpr, _given(programs[0], given), counts)
+            counts.update(_counts(programs[0].program.jaxpr, programs[0].inputs(given)))
         else:
             counts.update({name: _MANY for name in given if name})
+    return counts
 
 
 PASSED = frozenset(
@@ -453,7 +441,7 @@ SLICES = frozenset({"dynamic_slice", "gather"})
 """Operations with which a loop takes a row of what all turns are handed."""
 
 
-def read_in_loops(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
+def read_in_loops(jaxpr: Jaxpr, names: Names, in_loop: bool = False) -> frozenset[str]:
     """The inputs that a loop reads in every turn, as a recurrent layer reads its weights.
 
     What is handed to units that are called in a loop, and what a loop takes rows of, is not among
@@ -462,24 +450,21 @@ def read_in_loops(jaxpr: Jaxpr, names: Sequence[str]) -> frozenset[str]:
     Args:
         jaxpr: whose first inputs have names; units in it may be marked.
         names: of these inputs.
+        in_loop: whether it runs in every turn of a loop itself.
 
     Returns:
         The names.
     """
     found: set[str] = set()
-    _in_loops(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), False, found)
-    return frozenset(found)
-
-
-def _in_loops(jaxpr: Jaxpr, names: dict[Var, str], is_loop: bool, found: set[str]) -> None:
     for equation, given in _readers(jaxpr, names, PASSED):
-        kind = equation.primitive.name
-        if is_unit(equation) and is_loop:
+        if equation is None or (is_unit(equation) and in_loop):
             continue
+        kind = equation.primitive.name
         if is_unit(equation) or kind in CALLS | REMATS | LOOPS | {"cond"}:
             for inner in inners(equation):
                 # What turns change is no input any more.
-                own = _given(inner, given, inner.num_shared)
-                _in_loops(inner.program.jaxpr, own, is_loop or kind in LOOPS, found)
-        elif is_loop and kind not in SLICES:
+                shared = inner.inputs(given)[: inner.num_shared]
+                found |= read_in_loops(inner.program.jaxpr, shared, in_loop or kind in LOOPS)
+        elif in_loop and kind not in SLICES:
             found.update(filter(None, given))
+    return frozenset(found)

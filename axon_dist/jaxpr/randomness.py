@@ -19,11 +19,10 @@ import jax.extend
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ..core.compat import inner_programs
 from ..core.errors import UnsupportedError
 from ..core.tree import is_key
 from ..core.typing import Array, PyTree, Shape
-from .walk import dtype_of, equations, interpret, needed_for, same, same_program, shape_of
+from .walk import dtype_of, equations, inners, interpret, needed_for, same, same_program, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,11 @@ Drawn: TypeAlias = tuple[Any, ...]
 
 MAKERS = frozenset({"random_seed", "random_wrap"})
 """What makes a key of numbers."""
+
+FIRST_KEY = (
+    "draws with keys of the samples' own by the generator rbg, which under vmap takes the first "
+    "key for all; make the keys with impl='threefry2x32'"
+)
 
 TAG = "rows"
 """How keys that draw rows are told from others."""
@@ -84,10 +88,7 @@ def find_rows(
     for (mine, key), (full, other) in zip(ours, whole, strict=True):
         found = None if key != other else _compare(mine, full)
         if key != other and "rbg" in key[1] and mine[:1] != ("split",):
-            raise UnsupportedError(
-                "the model draws with keys of the samples' own by the generator rbg, which under "
-                "vmap takes the first key for all; make the keys with impl='threefry2x32'"
-            )
+            raise UnsupportedError(f"the model {FIRST_KEY}")
         if found is not None and mine[:1] == ("gamma",):
             raise UnsupportedError(
                 f"the model draws gamma noise of shape {mine[1:]} for all samples from one key, of "
@@ -130,10 +131,8 @@ def _check_keys(jaxpr: Jaxpr, made: Sequence[bool], rows: Mapping[Drawn, SampleR
                 "nnx.Rngs(0) does"
             )
         flags = [name in MAKERS or any(given)] * len(equation.outvars)
-        for inner in inner_programs(equation):
-            count = len(inner.invars)
-            own = given[-count:] if 0 < count <= len(given) else [any(given)] * count
-            results = _check_keys(inner, own, rows)
+        for inner in inners(equation):
+            results = _check_keys(inner.program.jaxpr, inner.inputs(given), rows)
             flags = results if len(results) == len(flags) else [any(results)] * len(flags)
         # What is drawn from such a key is no key any more.
         return [flag and is_key(v.aval) for v, flag in zip(equation.outvars, flags, strict=True)]
@@ -198,20 +197,17 @@ DRAWS = frozenset({"random_bits", "random_split"})
 
 
 def _drawn_by(equation: JaxprEqn) -> Drawn:
-    shape = tuple(equation.params["shape"])
-    return shape if equation.primitive.name == "random_bits" else ("split", *shape)
+    kind = equation.primitive.name.removeprefix("random_")
+    shape = shape_of(equation.outvars[0]) if kind == "gamma" else equation.params["shape"]
+    return tuple(shape) if kind == "bits" else (kind, *shape)
 
 
-def _drawn(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
+def _drawn(program: ClosedJaxpr) -> Iterator[tuple[Drawn, tuple[Shape, str]]]:
     """What is drawn, and the keys that it is drawn from: their shape and generator."""
-    for equation in equations(getattr(jaxpr, "jaxpr", jaxpr)):
-        if equation.primitive.name in DRAWS:
+    for equation in equations(program.jaxpr):
+        if equation.primitive.name in DRAWS | {"random_gamma"}:
             keys = equation.invars[0]
             yield _drawn_by(equation), (shape_of(keys), str(dtype_of(keys)))
-        elif equation.primitive.name == "random_gamma":
-            keys = equation.invars[0]
-            drawn = ("gamma", *shape_of(equation.outvars[0]))
-            yield drawn, (shape_of(keys), str(dtype_of(keys)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -29,6 +28,7 @@ from .factors import ELEMENTWISE, Role, factors
 from .layer_scan import has_units, is_unit
 from .walk import (
     Function,
+    Known,
     Params,
     called,
     equations,
@@ -37,6 +37,7 @@ from .walk import (
     opened,
     shape_of,
     struct_of,
+    variables,
 )
 
 
@@ -45,16 +46,17 @@ class Stacked:
 
     Args:
         rows: arrays of the same shape and dtype.
-        whole: makes the array, where there is a shorter way than to stack the rows.
+        array: all of them, where there is a shorter way than to stack the rows.
     """
 
-    def __init__(self, rows: Sequence[Array]):
+    def __init__(self, rows: Sequence[Array], array: Array | None = None):
         self.rows: tuple[Array, ...] = tuple(rows)
+        self._array = array
 
     @property
     def whole(self) -> Array:
         """The array."""
-        return jnp.stack([jnp.asarray(row) for row in self.rows])
+        return jnp.stack(list(map(jnp.asarray, self.rows))) if self._array is None else self._array
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
@@ -65,21 +67,6 @@ class Stacked:
 
 RowValue: TypeAlias = Array | Stacked
 """A value of a program, known as a whole or as its rows."""
-
-
-class _Repeated(Stacked):
-    """An array of which all rows are the same."""
-
-    def __init__(self, array: Array, row: Callable[[], Array]):
-        self._array, self._row = array, row
-
-    @property
-    def whole(self) -> Array:
-        return self._array
-
-    @cached_property
-    def rows(self) -> tuple[Array, ...]:  # type: ignore[override]
-        return (self._row(),) * self._array.shape[0]
 
 
 def by_rows(function: Function) -> Function:
@@ -130,7 +117,14 @@ def _run(equation: JaxprEqn, operands: Sequence[RowValue]) -> Sequence[RowValue]
         if found is not None:
             return found
     results = eval_equation(equation, [whole(x) for x in operands])
-    return [_repeated(equation, operands[0], results[0])] if _repeats(equation) else results
+    if equation.primitive.name != "broadcast_in_dim" or len(equation.invars) > 1:
+        return results
+    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    if not shape or 0 in dims or shape[0] == 1:
+        return results
+    # All rows are the same, and made of something smaller.
+    row = jax.lax.broadcast_in_dim(whole(operands[0]), shape[1:], [dim - 1 for dim in dims])
+    return [Stacked([row] * shape[0], results[0])]
 
 
 def _scan(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
@@ -151,20 +145,6 @@ def _rows_of(value: RowValue, length: int) -> Sequence[Array]:
     if isinstance(value, Stacked):
         return value.rows
     return [jax.lax.index_in_dim(value, i, keepdims=False) for i in range(length)]
-
-
-def _repeats(equation: JaxprEqn) -> bool:
-    """Whether all rows of what is made are the same, and made of something smaller."""
-    if equation.primitive.name != "broadcast_in_dim" or len(equation.invars) > 1:
-        return False
-    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
-    return len(shape) > 0 and 0 not in dims and shape[0] > 1
-
-
-def _repeated(equation: JaxprEqn, operand: RowValue, made: Array) -> Stacked:
-    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
-    within = [dim - 1 for dim in dims]
-    return _Repeated(made, lambda: jax.lax.broadcast_in_dim(whole(operand), shape[1:], within))
 
 
 def _elementwise(equation: JaxprEqn, operands: Sequence[RowValue]) -> list[RowValue]:
@@ -362,28 +342,24 @@ def run_with_calls(closed: ClosedJaxpr, values: Sequence[Array], run: RunCalls) 
     program = opened(closed, values)
     jaxpr = program.jaxpr
     origins = _origins(jaxpr)
-    known: dict[Var, Array] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    known.update(zip(jaxpr.invars, values, strict=True))
-
-    def read(atoms):
-        return [a.val if isinstance(a, Literal) else known[a] for a in atoms]
-
+    known: Known[Array] = Known(zip(jaxpr.constvars, program.consts, strict=True))
+    known.write(jaxpr.invars, values)
     waiting = list(jaxpr.eqns)
     while waiting:
         ready, later = [], []
         for equation in waiting:
-            if not all(isinstance(a, Literal) or a in known for a in equation.invars):
+            if not variables(equation.invars) <= known.keys():
                 later.append(equation)
             elif is_matrixwise(equation):
                 ready.append(equation)
             else:
-                results = eval_equation(equation, read(equation.invars))
-                known.update(zip(equation.outvars, results, strict=True))
-        calls = [_call(equation, origins, read(equation.invars)) for equation in ready]
+                results = eval_equation(equation, known.read(equation.invars))
+                known.write(equation.outvars, results)
+        calls = [_call(equation, origins, known.read(equation.invars)) for equation in ready]
         for equation, result in zip(ready, run(calls) if calls else (), strict=True):
-            known[equation.outvars[0]] = result
+            known.write(equation.outvars, [result])
         waiting = later
-    return read(jaxpr.outvars)
+    return known.read(jaxpr.outvars)
 
 
 def input_shapes(program: ClosedJaxpr) -> list[jax.ShapeDtypeStruct]:
@@ -409,20 +385,19 @@ def _origins(jaxpr: Jaxpr) -> dict[Var, Origin]:
     A wrong guess would cost an exchange between devices, and change no number.
     """
     found: dict[Var, Origin] = {
-        v: (number, tuple(range(len(struct_of(v).shape)))) for number, v in enumerate(jaxpr.invars)
+        v: (number, tuple(range(len(shape_of(v))))) for number, v in enumerate(jaxpr.invars)
     }
     for equation in jaxpr.eqns:
         sources = [a for a in equation.invars if not isinstance(a, Literal) and a in found]
         for made in equation.outvars:
             if equation.primitive.name == "transpose" and sources:
                 number, dims = found[sources[0]]
-                order = equation.params["permutation"]
-                found[made] = number, tuple(dims[dim] for dim in order)
+                found[made] = number, tuple(dims[dim] for dim in equation.params["permutation"])
                 continue
-            shape = struct_of(made).shape
-            alike = [a for a in sources if struct_of(a).shape == shape and shape]
-            if alike:
-                found[made] = found[alike[0]]
+            shape = shape_of(made)
+            alike = next((a for a in sources if shape_of(a) == shape and shape), None)
+            if alike is not None:
+                found[made] = found[alike]
     return found
 
 

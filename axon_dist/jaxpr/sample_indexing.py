@@ -194,10 +194,9 @@ def _dynamic_update(op: Operation, values: list[Value]) -> Value:
 def _slice(op: Operation, values: list[Value]) -> Value:
     found = []
     for params in (op.params, op.others):
-        strides = params["strides"] or (1,) * len(params["start_indices"])
-        found.append(
-            list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
-        )
+        starts, ends = params["start_indices"], params["limit_indices"]
+        strides = params["strides"] or (1,) * len(starts)
+        found.append([*zip(starts, ends, strides, strict=True)])
     return _sliced(values[0], op.inputs[0], op.outputs[0], found)
 
 

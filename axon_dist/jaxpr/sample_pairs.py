@@ -382,15 +382,13 @@ def promised(pair: Pair, operands: list[Value]) -> list[Value]:
     found = next((v for v in operands if v.kind is Kind.COUPLED), None)
     if any(v.kind is Kind.CARRY for v in operands):
         found = coupled(Why.LOOPED, "")
-    results = []
-    for shapes in operation(pair).outputs:
-        if found is not None:
-            results.append(found)
-        elif grown(shapes) == [0]:
-            results.append(rows(0))
-        else:
-            results.append(CONSTANT if not grown(shapes) else coupled("has no samples first", ""))
-    return results
+
+    def of(dims: list[int]) -> Value:
+        if dims in ([], [0]):
+            return rows(0) if dims else CONSTANT
+        return coupled("has no samples first", "")
+
+    return [found or of(grown(shapes)) for shapes in operation(pair).outputs]
 
 
 def _number(value: np.ndarray) -> Any:

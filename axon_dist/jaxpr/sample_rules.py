@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from ..ops.linear_loss import LINEAR_CROSS_ENTROPY
 from .factors import ALONG_ONE, ELEMENTWISE, REDUCTIONS, TRAILING, WINDOWS, Role
+from .randomness import FIRST_KEY
 from .sample_indexing import INDEXING
 from .sample_pairs import (
     Operation,
@@ -275,10 +276,6 @@ def _draw(op: Operation, values: list[Value]) -> Value:
     return rows(dims[0])
 
 
-FIRST_KEY = (
-    "draws with keys of the samples' own by the generator rbg, which under vmap takes the first "
-    "key for all; make the keys with impl='threefry2x32'"
-)
 MADE = (
     "is drawn with a row for every sample from a key that is made on the way, such as "
     "jax.random.key(0) within the model or the loss, so that every rank would draw the same; keep "

@@ -186,24 +186,20 @@ def loosely(op: Operation, values: list[Value], ratio: float) -> Value | None:
         is_own = value.is_rows and not value.numbers and shapes[0] is not None
         is_all = ends == {1} and math.prod(op.inputs[0][0]) * ratio == math.prod(op.inputs[0][1])
         return total(value.scale * ratio) if is_own and is_all else None
-    whole, fits = op.outputs[0][1], op.name in ELEMENTWISE or op.name in _PASSED
+    whole, fits = op.outputs[0][1], op.name in ELEMENTWISE
     if not fits or len(op.outputs) != 1:
         return None
     inputs: list[Shapes] = []
     for shape, (small, large) in zip(shapes, op.inputs, strict=True):
-        same = small == op.outputs[0][0] and large == whole
-        if shape is None or not (same or not small):
+        if shape is None or (small and (small, large) != op.outputs[0]):
             return None
         inputs.append((shape, large))
-    own = [shape for shape, large in inputs if large == whole and len(shape) == len(whole)]
-    if not own or len(set(own)) != 1:
+    own = {shape for shape, large in inputs if large == whole and len(shape) == len(whole)}
+    if len(own) != 1:
         return None
-    plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((own[0], whole),))
+    plain = dataclasses.replace(op, inputs=tuple(inputs), outputs=((own.pop(), whole),))
     found = RULES[op.name](plain, values)
     return found if isinstance(found, Value) else found[0]
-
-
-_PASSED = frozenset({"add", "sub", "mul", "div", "neg", "copy", "convert_element_type"})
 
 
 def _gathered(op: Operation, values: list[Value]) -> Value | None:

@@ -322,15 +322,13 @@ class Walk:
         consts, carry, stacked = loop.parts(operands)
         bodies = loop.program, other.program
         if loop.times != other.times:
-            return self._scan_samples(pair, bodies, consts, carry, stacked, at)
-        each, has_rows = [], any(v.kind is Kind.CARRY for v in stacked)
+            return self._scan_samples((loop, other), operands, at)
+        has_rows = any(v.kind is Kind.CARRY for v in stacked)
         if has_rows and any(v.kind is Kind.CARRY for v in (*consts, *carry)):
             # What the rows of a sum become could then be put at the places of others.
             return [coupled(Why.LOOPED, at)] * len(pair[0].outvars)
-        for value in stacked:
-            if value.dim is not None:
-                value = value.at(value.dim - 1, value.outer)
-            each.append(value if not value.numbers else coupled(Why.LOOPED, at))
+        each = [v if v.dim is None else v.at(v.dim - 1, v.outer) for v in stacked]
+        each = [coupled(Why.LOOPED, at) if v.numbers else v for v in each]
 
         def run(carry):
             return self._body(bodies, [*consts, *carry, *each])
@@ -348,16 +346,12 @@ class Walk:
         return self.program(bodies, fresh, "")
 
     def _scan_samples(
-        self,
-        pair: Pair,
-        bodies: tuple[ClosedJaxpr, ClosedJaxpr],
-        consts: list[Value],
-        carry: list[Value],
-        stacked: list[Value],
-        at: str,
+        self, loops: tuple[Inner, Inner], operands: list[Value], at: str
     ) -> list[Value]:
         """A loop over the samples may add them up, or hand values through."""
-        count, bad, own = len(pair[0].outvars), coupled(Why.LOOPED, at), len(consts)
+        consts, carry, stacked = loops[0].parts(operands)
+        bodies = loops[0].program, loops[1].program
+        count, bad, own = len(bodies[0].jaxpr.outvars), coupled(Why.LOOPED, at), len(consts)
         if not all(value.is_constant or (value.dim, value.outer) == (0, 1) for value in stacked):
             return [bad] * count
         each = [v.at(None) if v.is_rows else rows(None, 1, v.scale) for v in stacked]
@@ -369,7 +363,7 @@ class Walk:
             for i in range(len(carry))
         ]
         start = [v if kept else s for v, s, kept in zip(carry, start, through, strict=True)]
-        lengths: Any = tuple(inners(equation)[0].times for equation in pair)
+        lengths: Any = loops[0].times, loops[1].times
         counters = [
             first.is_zero and all(counts(body.jaxpr, own + i, i) for body in bodies)
             for i, first in enumerate(carry)
@@ -428,14 +422,13 @@ class Walk:
 
     def average(self, pair: Pair, operands: list[Value], at: str) -> list[Value]:
         """A sum over all ranks, which they all know then: of a total, as if by their samples."""
-        axes = pair[0].params["axes"]
-        results = []
-        for value in operands:
-            if axes == (RANKS,) and value.kind in (Kind.CONSTANT, Kind.TOTAL):
-                results.append(Value(Kind.CONSTANT, value.scale))
-            else:
-                results.append(coupled(value.why or "is summed over ranks", value.where or at))
-        return results
+        is_over_all = pair[0].params["axes"] == (RANKS,)
+        return [
+            Value(Kind.CONSTANT, value.scale)
+            if is_over_all and value.kind in (Kind.CONSTANT, Kind.TOTAL)
+            else coupled(value.why or "is summed over ranks", value.where or at)
+            for value in operands
+        ]
 
 
 _ANY = 0.37
