@@ -29,8 +29,6 @@ from .pipelining import Pipeline as Pipeline
 from .pipelining import PipelineStage as PipelineStage
 from .pipelining import StageChain as StageChain
 from .pipelining import pipelined as pipelined
-from .placing import STRATEGY_RULES as STRATEGY_RULES
-from .placing import PlacedStrategy as PlacedStrategy
 from .plan import PRESETS as PRESETS
 from .plan import ByPlan as ByPlan
 from .plan import Plan as Plan
@@ -43,6 +41,8 @@ from .plans import SizeBasedAutoWrapPolicy as SizeBasedAutoWrapPolicy
 from .plans import SlowPlan as SlowPlan
 from .plans import TransformerAutoWrapPolicy as TransformerAutoWrapPolicy
 from .registry import STRATEGIES as STRATEGIES
+from .registry import STRATEGY_RULES as STRATEGY_RULES
+from .registry import PlacedStrategy as PlacedStrategy
 from .registry import data_axes as data_axes
 from .strategy import AdaptLayers as AdaptLayers
 from .strategy import HasStrategy as HasStrategy

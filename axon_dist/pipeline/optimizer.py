@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -19,11 +20,18 @@ from ..core.typing import Array, Path, PyTree
 from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, owned
 from ..jaxpr.rows import Stacked, by_rows, whole
 from .layout import Keys, ParamLike, Stacks, Stages
-from .rows import RowProgram, Slot, as_array, value_of
-from .storage import Cell, FlatStorage, ModelStorage
-from .stored_form import LeafPlace, StoredForm
+from .rows import RowProgram, as_array, value_of
+from .storage import FlatStorage, ModelStorage
+from .stored_form import (
+    Ends,
+    LeafPlace,
+    ProgramDraft,
+    Slot,
+    StoredForm,
+    VectorLayout,
+    on_whole_vectors,
+)
 from .tables import Packing
-from .vectors import Ends, VectorLayout, on_whole_vectors
 
 
 class _Form(ParamLike):
@@ -190,13 +198,13 @@ class StagedOptimizer:
         forms = list(arguments.values()), list(targets.values())
 
         def program(owner_of: Callable[[LeafPlace], Any], **options: Any) -> OwnedProgram:
-            owners, homes = ([owner_of(place) for _, place in side] for side in (sources, ends))
+            owners, homes = (list(map(owner_of, side)) for side in (sources, ends))
             return owned(closed, owners, names, homes, named, **options)
 
         run = self._on_whole_vectors(program, sources, ends, forms)
         if run is None:
             by_cell = program(lambda place: place.cell)
-            if all(place.slot is not None for _, place in (*sources, *ends)):
+            if all(place.slot is not None for place in (*sources, *ends)):
                 run = self._on_rows(by_cell, sources, ends)
             else:
                 branches = RankBranches(by_cell, sources, ends, *forms, self._storage.stages)
@@ -243,9 +251,13 @@ def _run(
     return [form.of_slots(found) for form, found in zip(targets, results, strict=True)]
 
 
-def _places(forms: dict[str, StoredForm]) -> tuple[list[tuple[int, LeafPlace]], list[Path]]:
-    """The places of all leaves of several trees, with the number of the tree; and their paths."""
-    places = [(number, p) for number, form in enumerate(forms.values()) for p in form.places]
+def _places(forms: dict[str, StoredForm]) -> tuple[list[LeafPlace], list[Path]]:
+    """The places of all leaves of several trees, and their paths."""
+    places = [
+        dataclasses.replace(place, tree=tree)
+        for tree, form in enumerate(forms.values())
+        for place in form.places
+    ]
     names = [
         f"{name}/{path}" if path else name
         for name, form in forms.items()
@@ -259,8 +271,8 @@ class RankBranches:
 
     Args:
         program: of the model's leaves; owners are cells.
-        sources: for each input, which argument it is a leaf of, and its place.
-        targets: for each output, which result it is a leaf of, and its place.
+        sources: for each input, its place among the leaves of the arguments.
+        targets: for each output, its place among those of the results.
         arguments: the stored forms of the arguments.
         results: the stored forms of the results.
         stages: which blocks are on which rank.
@@ -281,39 +293,29 @@ class RankBranches:
         self._targets = list(zip(program.outputs, targets, strict=True))
         self._ranks = range(stages.num_devices)
         # What one rank hands to others is everybody's, a level later.
-        self._owners: list[Cell | None] = [None for _ in program.owners]
-        self._avals, self._levels = list(program.avals), list(program.levels)
+        self._draft = ProgramDraft(program, [None] * len(program.owners))
 
     def rewritten(self) -> tuple[OwnedProgram, Ends, Ends]:
         """The program, whose cells are a rank and row 0, its sources and its targets."""
-        sources = [source for source in self._sources if source[1][1].cell is None]
+        sources = [source for source in self._sources if source[1].cell is None]
         vectors = []
         for rank in self._ranks:
             forms = _vectors_of(self._arguments).values()
             vectors.append([self._new(form, rank, 0) for form in forms])
             sources += zip(vectors[rank], self._places(self._arguments, rank), strict=True)
-        targets = [target for target in self._targets if target[1][1].cell is None]
+        targets = [target for target in self._targets if target[1].cell is None]
         operations: list[OwnedOperation] = []
         for level in range(self._program.num_levels):
             operations += [op for op in self._program.of(None) if op.level == level]
             if any(self._handed[level]) or level == self._last:
                 operations += self._at(level, vectors, targets)
-        program = OwnedProgram(
-            tuple(operations),
-            tuple(value for value, _ in sources),
-            tuple(atom for atom, _ in targets),
-            tuple(place.cell for _, (_, place) in targets),
-            tuple(self._owners),
-            tuple(self._avals),
-            tuple(self._levels),
-        )
-        return program, [source for _, source in sources], [target for _, target in targets]
+        return self._draft.finish(operations, sources, targets)
 
     def _at(
         self,
         level: int,
         vectors: Sequence[Sequence[int]],
-        targets: list[tuple[Atom, tuple[int, LeafPlace]]],
+        targets: list[tuple[Atom, LeafPlace]],
     ) -> list[OwnedOperation]:
         """The operations of ranks at a level, and those by which all learn the results."""
         reads = sorted({v for rank in self._ranks for v in self._part(rank, level)[1]})
@@ -335,14 +337,11 @@ class RankBranches:
         return of_ranks + of_all
 
     def _new(self, form: jax.ShapeDtypeStruct, rank: int, level: int) -> int:
-        self._avals.append(ShapedArray(form.shape, form.dtype))
-        self._owners.append((rank, 0))
-        self._levels.append(level)
-        return len(self._avals) - 1
+        return self._draft.new(ShapedArray(form.shape, form.dtype), (rank, 0), level)
 
-    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[tuple[int, LeafPlace]]:
+    def _places(self, forms: Sequence[StoredForm], rank: int) -> Iterator[LeafPlace]:
         for tree, part, keys in _vectors_of(forms):
-            yield tree, LeafPlace("", (rank, 0), part, keys or (), keys)
+            yield LeafPlace("", (rank, 0), part, keys or (), keys, tree)
 
     def _run(self, level: int, reads: list[int], rank: Array, *operands: Array) -> list[Array]:
         branches = [functools.partial(self._branch, level, reads, r) for r in self._ranks]
@@ -355,9 +354,9 @@ class RankBranches:
         slots = list(_vectors_of(self._arguments))
         leaves = self._unpacked(rank, dict(zip(slots, operands, strict=False)))
         values: dict[Atom, Array] = dict(zip(reads, operands[len(slots) :], strict=True))
-        for value, (tree, place) in self._sources:
+        for value, place in self._sources:
             if place.cell is not None and place.cell[0] == rank:
-                values[value] = leaves[tree, place.part, place.keys]
+                values[value] = leaves[place.tree, place.part, place.keys]
         for op in self._part(rank, level)[0]:
             results = op.run([value_of(a, values) for a in op.inputs])
             values.update(zip(op.outputs, results, strict=True))
@@ -381,10 +380,10 @@ class RankBranches:
     def _packed(self, rank: int, values: Mapping[Atom, Array]) -> list[Array]:
         """The vectors of a rank, of all results."""
         flat: dict[tuple[int, int], dict[Keys, Array]] = {}
-        for atom, (tree, place) in self._targets:
+        for atom, place in self._targets:
             if place.cell is not None and place.cell[0] == rank:
                 leaf = as_array(value_of(atom, values), self._program.aval_of(atom))
-                flat.setdefault((tree, place.part), {})[place.keys] = leaf
+                flat.setdefault((place.tree, place.part), {})[place.keys] = leaf
         vectors: list[Array] = []
         for tree, part, storage in _storages(self._results):
             for chunk in range(len(storage.row_names)):
@@ -408,7 +407,7 @@ class RankBranches:
         """
         needed = {v for v in self._handed[level][rank]}
         if level == self._last:
-            ends = [atom for atom, (_, p) in self._targets if p.cell and p.cell[0] == rank]
+            ends = [atom for atom, p in self._targets if p.cell and p.cell[0] == rank]
             needed |= {atom for atom in ends if isinstance(atom, int)}
         operations = []
         for op in reversed(self._program.operations):

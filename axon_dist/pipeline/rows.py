@@ -21,12 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.typing import Array
 from ..jaxpr.owners import Atom, ConstantOperand, OwnedOperation, OwnedProgram, sums_of
-from .layout import Keys
 from .storage import Cell
-from .stored_form import LeafPlace
-
-Slot: TypeAlias = tuple[int, int, Keys | None]
-"""A stored leaf: which tree of the arguments or results, which part of it, and its keys."""
+from .stored_form import LeafPlace, Slot
 
 Name: TypeAlias = Hashable
 """What a value of a block is called, alike for all blocks of a row that have the same part."""
@@ -111,8 +107,8 @@ class RowProgram:
 
     Args:
         program: of the model's leaves; owners are cells.
-        sources: for each input, which argument it is a leaf of, and where.
-        targets: for each output, which result it is a leaf of, and where.
+        sources: for each input, its place among the leaves of the arguments.
+        targets: for each output, its place among those of the results.
         mesh: names and sizes of its axes, over all devices.
         num_ranks: along the pipeline: dim 0 of every row.
         axis: the axis of the pipeline, where ranks take different branches of an operation.
@@ -121,8 +117,8 @@ class RowProgram:
     def __init__(
         self,
         program: OwnedProgram,
-        sources: Sequence[tuple[int, LeafPlace]],
-        targets: Sequence[tuple[int, LeafPlace]],
+        sources: Sequence[LeafPlace],
+        targets: Sequence[LeafPlace],
         mesh: Mesh,
         num_ranks: int,
         axis: str | None = None,
@@ -131,10 +127,8 @@ class RowProgram:
         self._program, self._targets, self._num_ranks = program, targets, num_ranks
         self._ranks = range(num_ranks)
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._slots: dict[int, Slot] = {
-            value: (tree, place.part, place.slot)
-            for value, (tree, place) in zip(program.inputs, sources, strict=True)
-        }
+        pairs = zip(program.inputs, sources, strict=True)
+        self._slots: dict[int, Slot] = {value: place.stored for value, place in pairs}
         owners = [*program.owners, *program.homes]
         cells = sorted({cell for owner in owners if (cell := as_cell(owner)) is not None})
         self._variants = self._sort_out(cells)
@@ -144,11 +138,13 @@ class RowProgram:
             for rank in variant.members
         }
         used = {*program.inputs, *(v for op in program.operations for v in op.outputs)}
-        self._homes = {
-            value: self._home(value)
-            for value, owner in enumerate(program.owners)
-            if owner is not None and value in used
-        }
+        # The variant that makes a value of a block, and what it calls it.
+        self._homes: dict[Atom, Home] = {}
+        for value, owner in enumerate(program.owners):
+            if (cell := as_cell(owner)) is not None and value in used:
+                number = self._variant_of[cell]
+                members = self._variants[number][1].members
+                self._homes[value] = number, members[cell[0]].names[value]
         sums, self._partial_sums = sums_of(program)
         self._sums = {value: self._sum_of(terms) for value, terms in sums.items()}
         self._handed = self._to_hand_over()
@@ -180,7 +176,12 @@ class RowProgram:
     def _sort_out(self, cells: list[Cell]) -> list[tuple[int, RowVariant]]:
         found: list[tuple[int, dict[int, Share]]] = []
         for rank, row in cells:
-            share = self._share_of((rank, row))
+            operations = self._program.of((rank, row))
+            owners, slots = self._program.owners, self._slots.items()
+            names: dict[Atom, Name] = {v: slot for v, slot in slots if owners[v] == (rank, row)}
+            for number, op in enumerate(operations):
+                names.update({value: (number, i) for i, value in enumerate(op.outputs)})
+            share = Share(operations, names)
             for other, members in found:
                 first = next(iter(members.values()))
                 if other == row and first.is_like(share, self._program):
@@ -189,17 +190,6 @@ class RowProgram:
             else:
                 found.append((row, {rank: share}))
         return [(row, RowVariant(members)) for row, members in found]
-
-    def _share_of(self, cell: Cell) -> Share:
-        operations = self._program.of(cell)
-        names: dict[Atom, Name] = {
-            value: slot
-            for value, slot in self._slots.items()
-            if self._program.owners[value] == cell
-        }
-        for number, op in enumerate(operations):
-            names.update({value: (number, i) for i, value in enumerate(op.outputs)})
-        return Share(operations, names)
 
     def _run_part(
         self, variant: RowVariant, level: int, made: Named, known: Mapping[Atom, Array]
@@ -296,13 +286,6 @@ class RowProgram:
         values = [as_array(value_of(atoms.get(rank, first), known), aval) for rank in self._ranks]
         return jnp.stack(values)
 
-    def _home(self, value: int) -> Home:
-        """The variant that makes a value of a block, and what it calls it."""
-        cell = as_cell(self._program.owners[value])
-        assert cell is not None
-        number = self._variant_of[cell]
-        return number, self._variants[number][1].members[cell[0]].names[value]
-
     def _sum_of(self, terms: Sequence[Atom]) -> _Sum:
         """A sum over all, of rows where all blocks of a variant have a term in it."""
         at: dict[Home, list[Atom]] = {}
@@ -320,16 +303,14 @@ class RowProgram:
 
     def _to_hand_over(self) -> tuple[int, ...]:
         """The values that somebody else reads as they are, not in a sum."""
-        program = self._program
-        reads = [(a, op.owner) for op in program.operations for a in self._read_by(op)]
+        program, reads = self._program, []
+        for op in program.operations:
+            total = self._sums.get(op.outputs[0])
+            read = op.inputs if total is None else total.single
+            reads += [] if op.outputs[0] in self._partial_sums else [(a, op.owner) for a in read]
         reads += zip(program.outputs, program.homes, strict=True)
         handed = [a for a, by in reads if program.owner_of(a) not in (None, by)]
         return tuple(dict.fromkeys(handed))  # type: ignore[arg-type]
-
-    def _read_by(self, op: OwnedOperation) -> Sequence[Atom]:
-        if op.outputs[0] in self._sums:
-            return self._sums[op.outputs[0]].single
-        return () if op.outputs[0] in self._partial_sums else op.inputs
 
     def _run_for_all(
         self, op: OwnedOperation, made: list[Named], known: Mapping[Atom, Array]
@@ -375,8 +356,8 @@ class RowProgram:
     def _collect(self, made: list[Named], known: Mapping[Atom, Array]) -> dict[Slot, Array]:
         found: dict[Slot, Array] = {}
         rows: dict[tuple[Slot, int], dict[int, Atom]] = {}
-        for atom, (tree, place) in zip(self._program.outputs, self._targets, strict=True):
-            slot: Slot = (tree, place.part, place.slot)
+        for atom, place in zip(self._program.outputs, self._targets, strict=True):
+            slot = place.stored
             if place.cell is None:
                 found[slot] = as_array(value_of(atom, known), self._program.aval_of(atom))
             else:

@@ -15,9 +15,6 @@ from .candidates import SlowReplicas as SlowReplicas
 from .candidates import arrange as arrange
 from .candidates import candidates as candidates
 from .candidates import more_microbatches as more_microbatches
-from .quantity import parse_bytes as parse_bytes
-from .quantity import parse_count as parse_count
-from .quantity import parse_memory as parse_memory
 from .reading import Reading as Reading
 from .reading import StepCost as StepCost
 from .reading import idle_share as idle_share
@@ -27,6 +24,9 @@ from .reading import recompute_least as recompute_least
 from .scaling import Direction as Direction
 from .scaling import decide as decide
 from .scaling import effective_batch as effective_batch
+from .scaling import parse_bytes as parse_bytes
+from .scaling import parse_count as parse_count
+from .scaling import parse_memory as parse_memory
 from .scaling import scale_lr as scale_lr
 from .scaling import scaling_efficiency as scaling_efficiency
 from .workload import Workload as Workload

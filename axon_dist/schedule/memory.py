@@ -124,11 +124,7 @@ class PipelineMemoryStats:
             >>> stats.worst, stats.total
             (4, 10)
         """
-
-        def limit(stage):
-            return num_stages - stage
-
-        return cls._closed_form(num_stages, num_microbatches, limit)
+        return cls._closed_form(num_stages, num_microbatches, lambda stage: num_stages - stage)
 
     @classmethod
     def _closed_form(
@@ -238,8 +234,12 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]
         return
     stage, now = action.stage, _moment(user)
     # What enters the first stage it makes itself.
-    sources = dependencies(action, schedule.num_stages, where)[-1:] if _is_sent(action) else []
-    made = _received(sources, user, where)
+    made = now
+    if action.phase is not Phase.F or stage > 0:
+        # What another stage has made; the batch is read by the action itself.
+        source = where[dependencies(action, schedule.num_stages, where)[-1]]
+        is_here = source.device == user.device
+        made = _moment(source) if is_here else (source.tick, _ARRIVAL)
     is_last = stage + 1 == schedule.num_stages
     home = schedule.stages_of(user.device)[0] if is_last else stage
     part = where.get(Action(home, Phase.V, action.microbatch))
@@ -271,23 +271,8 @@ def _lives(schedule: Schedule, user: PlacedAction) -> Iterator[tuple[str, _Life]
         yield "held", life(now, _moment(where[action._replace(phase=Phase.W)]))
 
 
-def _is_sent(action: Action) -> bool:
-    """Whether what it reads comes from another stage."""
-    return action.phase is not Phase.F or action.stage > 0
-
-
 def _moment(placed: PlacedAction) -> Moment:
     return placed.tick, placed.position
-
-
-def _received(
-    source: list[Action], user: PlacedAction, where: Mapping[Action, PlacedAction]
-) -> Moment:
-    """When the result of another stage is there; the batch is read by the action itself."""
-    if not source:
-        return _moment(user)
-    made = where[source[0]]
-    return _moment(made) if made.device == user.device else (made.tick, _ARRIVAL)
 
 
 def _colour(lives: list[_Life], num_devices: int) -> Slots:

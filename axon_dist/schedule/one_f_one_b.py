@@ -118,22 +118,30 @@ def paired_order(num_devices: int, num_microbatches: int, chunks: int) -> list[l
     Returns:
         The cells of each device, in the order of execution.
     """
-    return [_device_order(d, num_devices, num_microbatches, chunks) for d in range(num_devices)]
+    order = []
+    for device in range(num_devices):
+        forwards, backwards = _walks(device, num_devices, num_microbatches, chunks)
+        ahead = 2 * (num_devices - 1 - device) + (chunks - 1) * num_devices
+        warmup = min(ahead, len(forwards))
+        order.append(
+            [
+                *((forward,) for forward in forwards[:warmup]),
+                *zip(forwards[warmup:], backwards, strict=False),
+                *((backward,) for backward in backwards[len(forwards) - warmup :]),
+            ]
+        )
+    return order
 
 
-def _device_order(device: int, num_devices: int, num_microbatches: int, chunks: int) -> list[Cell]:
+def _walks(
+    device: int, num_devices: int, num_microbatches: int, chunks: int
+) -> tuple[list[Action], list[Action]]:
+    """The forwards and the backwards of a device, each in their order."""
     visits = units(num_devices, num_microbatches, chunks)
     forwards = [Action(device + c * num_devices, Phase.F, m) for c, m in visits]
     # Backwards visit the chunks from the last to the first.
     backwards = [Action(device + (chunks - 1 - c) * num_devices, Phase.B, m) for c, m in visits]
-    ahead = 2 * (num_devices - 1 - device) + (chunks - 1) * num_devices
-    warmup = min(ahead, len(visits))
-    paired = len(visits) - warmup
-    return [
-        *((forward,) for forward in forwards[:warmup]),
-        *zip(forwards[warmup:], backwards, strict=False),
-        *((backward,) for backward in backwards[paired:]),
-    ]
+    return forwards, backwards
 
 
 def units(num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
@@ -208,18 +216,15 @@ def turns(
     Returns:
         The actions, in the order of execution.
     """
-    visits = units(num_devices, num_microbatches, chunks)
-    forwards = [Action(device + c * num_devices, Phase.F, m) for c, m in visits]
-    # Backwards visit the chunks from the last to the first.
-    backwards = [(device + (chunks - 1 - c) * num_devices, m) for c, m in visits]
-    warmup = min(ahead, len(visits))
+    forwards, backwards = _walks(device, num_devices, num_microbatches, chunks)
+    warmup = min(ahead, len(forwards))
     order, waiting = forwards[:warmup], deque[Action]()
-    for number, (stage, m) in enumerate(backwards):
-        order.append(Action(stage, Phase.B if delay is None else Phase.I, m))
+    for number, backward in enumerate(backwards):
+        order.append(backward if delay is None else backward._replace(phase=Phase.I))
         if delay is not None:
-            waiting.append(Action(stage, Phase.W, m))
+            waiting.append(backward._replace(phase=Phase.W))
             # With few microbatches there is no tail to fill: W must then not wait for one.
-            if number >= min(delay, len(visits) - warmup):
+            if number >= min(delay, len(forwards) - warmup):
                 order.append(waiting.popleft())
         order += forwards[warmup + number : warmup + number + 1]
     return [*order, *waiting]
@@ -316,11 +321,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
     """
-
-    def ahead(stage):
-        return num_stages - stage
-
-    return _table("zero_bubble_h1", num_stages, num_microbatches, ahead)
+    return _table("zero_bubble_h1", num_stages, num_microbatches, lambda stage: num_stages - stage)
 
 
 def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
@@ -340,11 +341,9 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 
     Source: the same paper.
     """
-
-    def ahead(stage):
-        return 2 * (num_stages - stage) - 1
-
-    return _table("zero_bubble_h2", num_stages, num_microbatches, ahead)
+    return _table(
+        "zero_bubble_h2", num_stages, num_microbatches, lambda stage: 2 * (num_stages - stage) - 1
+    )
 
 
 def _table(
