@@ -9,7 +9,7 @@ import hypothesis
 import jax
 import pytest
 
-from axon_dist.launch import emulation
+from axon_dist.launch import distributed
 from axon_dist.mesh import World
 
 # Tests compile much and run little: code that is made a third faster and runs slower is worth it.
@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("unhurried")
 # Worlds of CPU devices leave the cache of jaxlib 0.12 alone. Programs as small as these have not
 # mixed two collectives up in whole runs from a warm cache, and without it the suite takes longer;
 # processes that tests start have no cache, nor have the large programs of tests marked `uncached`.
-emulation.runs_cached_collectives_in_order = lambda: True
+distributed.runs_cached_collectives_in_order = lambda: True
 
 DEVICES = 8
 WORLD = World.emulate(DEVICES)
