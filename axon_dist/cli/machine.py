@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -70,7 +69,7 @@ def _meshes(found: Mapping[str, object]) -> dict[str, str]:
 
 
 def _extras() -> dict[str, str]:
-    rows = {extra.name: _state(extra.name, extra.missing) for extra in extras()}
+    rows = {name: _state(name, missing) for name, missing in extras().items()}
     return rows or {"none": "unknown, for axon_dist is not installed: pip install ."}
 
 
@@ -92,19 +91,6 @@ _DISTRIBUTION = "axon_dist"
 _CORE = ("axon_dist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*(\[(?P<extras>[^]]*)\])?")
 _EXTRA = re.compile(r"""extra\s*==\s*["']([^"']+)["']""")
-
-
-@dataclasses.dataclass(frozen=True)
-class Extra:
-    """An extra of the package.
-
-    Args:
-        name: as in `pip install 'axon_dist[name]'`.
-        missing: the distributions of it that are not installed.
-    """
-
-    name: str
-    missing: tuple[str, ...]
 
 
 def versions() -> dict[str, str]:
@@ -151,12 +137,12 @@ def mesh_suggestions(num_devices: int) -> tuple[str, ...]:
     return tuple(meshes)
 
 
-def extras() -> tuple[Extra, ...]:
+def extras() -> dict[str, tuple[str, ...]]:
     """The extras that this package declares, with what each lacks here; none if not installed."""
     if _version(_DISTRIBUTION) is None:
-        return ()
+        return {}
     names = importlib.metadata.metadata(_DISTRIBUTION).get_all("Provides-Extra") or []
-    return tuple(Extra(name, _missing(_DISTRIBUTION, name)) for name in sorted(names))
+    return {name: _missing(_DISTRIBUTION, name) for name in sorted(names)}
 
 
 def _missing(distribution: str, extra: str) -> tuple[str, ...]:

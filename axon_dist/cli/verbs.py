@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -67,42 +68,38 @@ class Verb:
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(arguments)
 
 
-def _argument(*names: str, **options: object) -> Argument:
-    return Argument(names, options)
+def _verb(
+    name: str, help: str, function: str, *arguments: Argument, examples: tuple[str, ...]
+) -> Verb:
+    return Verb(name, help, function, arguments, examples)
 
 
-def _int(*names: str, **options: object) -> Argument:
-    return Argument(names, {"type": as_int, **options})
+def _argument(names: str, help: str, **options: object) -> Argument:
+    return Argument(tuple(names.split()), {"help": help, **options})
 
 
-def _number(*names: str, **options: object) -> Argument:
-    return Argument(names, {"type": as_number, **options})
+_int = functools.partial(_argument, type=as_int)
+_number = functools.partial(_argument, type=as_number)
+_flag = functools.partial(_argument, action="store_true")
+_overrides = functools.partial(
+    _argument, "overrides", nargs="*", default=[], metavar="key.path=value"
+)
 
 
 def _file(name: str, help: str) -> Argument:
-    options = {"type": as_file, "metavar": "FILE", "help": help}
-    return Argument((name,), options, is_output=True)
-
-
-def _flag(name: str, help: str) -> Argument:
-    return Argument((name,), {"action": "store_true", "help": help})
-
-
-def _overrides(help: str) -> Argument:
-    options = {"nargs": "*", "default": [], "metavar": "key.path=value", "help": help}
-    return Argument(("overrides",), options)
+    return Argument((name,), {"help": help, "type": as_file, "metavar": "FILE"}, is_output=True)
 
 
 _CONFIG = (
-    _argument("config", metavar="CONFIG", help="a YAML file, see configs/"),
+    _argument("config", "a YAML file, see configs/", metavar="CONFIG"),
     _overrides("replaces a value of the config, as in train.steps=100; read as YAML"),
 )
-_FOLDER = _argument("run", metavar="RUN", help="the folder of a run")
+_FOLDER = _argument("run", "the folder of a run", metavar="RUN")
 _STEP = _argument(
     "--step",
+    "the checkpoint of that step, or of the lowest validation loss; the newest by default",
     type=lambda text: text if text == "best" else as_int(text),
     metavar="N|best",
-    help="the checkpoint of that step, or of the lowest validation loss; the newest by default",
 )
 _TRUST = _flag("--trust", "import and call the functions that its config.yaml names")
 _RUN = (
@@ -114,366 +111,315 @@ _RUN = (
 )
 
 VERBS: tuple[Verb, ...] = (
-    Verb(
+    _verb(
         "train",
         "Train the model that a config describes.",
         "runs:train_config",
-        (
-            *_CONFIG,
-            _argument(
-                "--resume",
-                metavar="auto|PATH",
-                help="continues: auto from the newest good checkpoint of this run, if it has one; "
-                "PATH from a checkpoint, or from the newest good one of another run",
-            ),
-            _flag(
-                "--dry-run", "compiles, prints what would be trained and written, and does neither"
-            ),
+        *_CONFIG,
+        _argument(
+            "--resume",
+            "continues: auto from the newest good checkpoint of this run, if it has one; PATH from "
+            "a checkpoint, or from the newest good one of another run",
+            metavar="auto|PATH",
         ),
-        (
+        _flag("--dry-run", "compiles, prints what would be trained and written, and does neither"),
+        examples=(
             "axon train configs/quickstart.yaml",
             "axon train configs/quickstart.yaml train.steps=500 parallel=full_shard",
             "axon train configs/quickstart.yaml --resume auto",
             "axon train configs/quickstart.yaml --dry-run",
         ),
     ),
-    Verb(
+    _verb(
         "eval",
         "Measure the model of a run on its validation data.",
         "runs:evaluate_run",
-        (
-            *_RUN,
-            _argument(
-                "--data",
-                dest="files",
-                action="append",
-                default=[],
-                metavar="FILES",
-                help="a path or glob to measure on in place of the run's validation data; may be "
-                "repeated",
-            ),
-            _int(
-                "--batches",
-                dest="num_batches",
-                metavar="N",
-                help="N batches only; all of the data by default",
-            ),
-            _file("--json", "write the numbers to this file too"),
+        *_RUN,
+        _argument(
+            "--data",
+            "a path or glob to measure on in place of the run's validation data; may be repeated",
+            dest="files",
+            action="append",
+            default=[],
+            metavar="FILES",
         ),
-        (
+        _int(
+            "--batches",
+            "N batches only; all of the data by default",
+            dest="num_batches",
+            metavar="N",
+        ),
+        _file("--json", "write the numbers to this file too"),
+        examples=(
             "axon eval runs/quickstart-20260101-120000",
             "axon eval runs/a --step best --batches 16 --json found.json",
             "axon eval runs/a mesh=tp=4 parallel=tensor",
         ),
     ),
-    Verb(
+    _verb(
         "generate",
         "Continue a text with the model of a run.",
         "runs:generate_texts",
-        (
-            *_RUN,
-            _argument(
-                "--prompt",
-                dest="prompts",
-                action="append",
-                required=True,
-                metavar="TEXT",
-                help="the text to continue; may be repeated",
-            ),
-            _int(
-                "--tokens",
-                dest="num_tokens",
-                default=100,
-                metavar="N",
-                help="the most tokens to add (100)",
-            ),
-            _number(
-                "--temperature",
-                default=1.0,
-                metavar="T",
-                help="0 takes the likeliest token, 1 samples from the model's distribution (1)",
-            ),
-            _int("--top-k", metavar="K", help="sample among the K likeliest tokens"),
-            _number(
-                "--top-p", metavar="P", help="sample among the likeliest tokens that add up to P"
-            ),
-            _int("--seed", default=0, help="of the sampling (0)"),
-            _argument(
-                "--past-end",
-                dest="stops",
-                action="store_false",
-                help="continue where the model ends the document",
-            ),
-            _file("--json", "write the texts to this file too"),
+        *_RUN,
+        _argument(
+            "--prompt",
+            "the text to continue; may be repeated",
+            dest="prompts",
+            action="append",
+            required=True,
+            metavar="TEXT",
         ),
-        (
+        _int(
+            "--tokens", "the most tokens to add (100)", dest="num_tokens", default=100, metavar="N"
+        ),
+        _number(
+            "--temperature",
+            "0 takes the likeliest token, 1 samples from the model's distribution (1)",
+            default=1.0,
+            metavar="T",
+        ),
+        _int("--top-k", "sample among the K likeliest tokens", metavar="K"),
+        _number("--top-p", "sample among the likeliest tokens that add up to P", metavar="P"),
+        _int("--seed", "of the sampling (0)", default=0),
+        _argument(
+            "--past-end",
+            "continue where the model ends the document",
+            dest="stops",
+            action="store_false",
+        ),
+        _file("--json", "write the texts to this file too"),
+        examples=(
             'axon generate runs/a --prompt "def main("',
             'axon generate runs/a --prompt "To be" --tokens 50 --temperature 0 --one-device',
         ),
     ),
-    Verb(
+    _verb(
         "export",
         "Write the weights of a run as safetensors.",
         "runs:export",
-        (
-            _FOLDER,
-            _argument(
-                "path", metavar="OUT", help="a file that ends in .safetensors, or a folder for it"
-            ),
-            _argument(
-                "--format",
-                default="native",
-                help="names of the tensors: native, as the model has them, or those of a hub such "
-                "as hf-llama, with a config.json beside them; an unknown one lists all of them",
-            ),
-            _STEP,
-            _TRUST,
-            _argument("--dtype", help="of floats, such as bfloat16; as they were saved by default"),
-            _argument(
-                "--max-file", metavar="SIZE", help="split into several files above this, as 5GB"
-            ),
+        _FOLDER,
+        _argument("path", "a file that ends in .safetensors, or a folder for it", metavar="OUT"),
+        _argument(
+            "--format",
+            "names of the tensors: native, as the model has them, or those of a hub such as "
+            "hf-llama, with a config.json beside them; an unknown one lists all of them",
+            default="native",
         ),
-        (
+        _STEP,
+        _TRUST,
+        _argument("--dtype", "of floats, such as bfloat16; as they were saved by default"),
+        _argument("--max-file", "split into several files above this, as 5GB", metavar="SIZE"),
+        examples=(
             "axon export runs/a model.safetensors",
             "axon export runs/a out --format hf-llama --dtype bfloat16",
         ),
     ),
-    Verb(
+    _verb(
         "report",
         "Draw a run as one HTML page.",
         "runs:report",
-        (
-            _argument("run", metavar="RUN", help="the folder of a run, ended or not"),
-            _argument(
-                "--compare",
-                action="append",
-                default=[],
-                metavar="RUN2",
-                help="shows this run beside it: figures, differences of config, curves; may be "
-                "repeated",
-            ),
-            _file("--out", "the page; report.html in the run by default"),
+        _argument("run", "the folder of a run, ended or not", metavar="RUN"),
+        _argument(
+            "--compare",
+            "shows this run beside it: figures, differences of config, curves; may be repeated",
+            action="append",
+            default=[],
+            metavar="RUN2",
         ),
-        ("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),
+        _file("--out", "the page; report.html in the run by default"),
+        examples=("axon report runs/a", "axon report runs/a --compare runs/b --out both.html"),
     ),
-    Verb(
+    _verb(
         "config",
         "List the keys of a config: type, default and meaning.",
         "runs:list_keys",
-        (
-            _argument(
-                "section",
-                nargs="?",
-                metavar="SECTION",
-                help="a section or key, such as train, optimizer.schedule or parallel.ddp; the top "
-                "keys by default",
-            ),
-            _flag("--full", "with all the sections within it"),
-            _flag("--markdown", "as tables of Markdown"),
+        _argument(
+            "section",
+            "a section or key, such as train, optimizer.schedule or parallel.ddp; the top keys by "
+            "default",
+            nargs="?",
+            metavar="SECTION",
         ),
-        ("axon config", "axon config train", "axon config --full optimizer"),
+        _flag("--full", "with all the sections within it"),
+        _flag("--markdown", "as tables of Markdown"),
+        examples=("axon config", "axon config train", "axon config --full optimizer"),
     ),
-    Verb(
+    _verb(
         "data",
         "Show a config's data, and whether they load fast enough.",
         "runs:check_samples",
-        (
-            _argument("action", choices=["check"], help="check: load some samples, and time them"),
-            *_CONFIG,
-            _int("--samples", default=3, help="how many to show (3)"),
-            _number("--seconds", default=2.0, help="for how long to load (2)"),
-            _flag("--no-step", "do not compile and time the step"),
-        ),
-        (
+        _argument("action", "check: load some samples, and time them", choices=["check"]),
+        *_CONFIG,
+        _int("--samples", "how many to show (3)", default=3),
+        _number("--seconds", "for how long to load (2)", default=2.0),
+        _flag("--no-step", "do not compile and time the step"),
+        examples=(
             "axon data check configs/quickstart.yaml",
             "axon data check configs/quickstart.yaml --no-step --samples 1",
         ),
     ),
-    Verb(
+    _verb(
         "plan",
         "Rank meshes and strategies for machines that are not here.",
         "plans:run",
-        (
-            _argument("config", nargs="?", metavar="CONFIG", help="a YAML file, see configs/"),
-            _CONFIG[1],
-            _argument("--target", help="hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4"),
-            _argument("--params", help="instead of a config: parameters, such as 7e9 or 7B"),
-            _int("--devices", help="instead of a target: how many devices"),
-            _argument("--memory", help="of one device, such as 80GB; the target's by default"),
-            _int("--batch", help="with --params: samples of a step"),
-            _int("--sequence", help="with --params: tokens of a sample"),
-            _argument("--optimizer", help="with --params: its name; adam by default"),
-            _argument("--precision", help="with --params: float32, bf16 or fp16"),
-            _int(
-                "--compile",
-                default=0,
-                metavar="K",
-                help="with a config and a target: compile the best K, and show what they need "
-                "beside it",
-            ),
+        _argument("config", "a YAML file, see configs/", nargs="?", metavar="CONFIG"),
+        _CONFIG[1],
+        _argument("--target", "hardware and how many of it: h100:8, h100:4x8, v5p:4x4x4"),
+        _argument("--params", "instead of a config: parameters, such as 7e9 or 7B"),
+        _int("--devices", "instead of a target: how many devices"),
+        _argument("--memory", "of one device, such as 80GB; the target's by default"),
+        _int("--batch", "with --params: samples of a step"),
+        _int("--sequence", "with --params: tokens of a sample"),
+        _argument("--optimizer", "with --params: its name; adam by default"),
+        _argument("--precision", "with --params: float32, bf16 or fp16"),
+        _int(
+            "--compile",
+            "with a config and a target: compile the best K, and show what they need beside it",
+            default=0,
+            metavar="K",
         ),
-        (
+        examples=(
             "axon plan --params 7B --devices 8 --memory 80GB",
             "axon plan configs/fsdp8.yaml --target h100:8",
             "axon plan configs/recipes/resnet50_ddp8.yaml --target h100:8 --compile 2",
         ),
     ),
-    Verb(
+    _verb(
         "inspect",
         "Show memory, collectives and FLOPs of a config's step.",
         "runs:inspect",
-        (
-            *_CONFIG,
-            _argument("--target", help="compile for this machine, such as h100:8 or v5p:2x2x2"),
-            _file("--json", "write the report to this file too"),
-        ),
-        (
+        *_CONFIG,
+        _argument("--target", "compile for this machine, such as h100:8 or v5p:2x2x2"),
+        _file("--json", "write the report to this file too"),
+        examples=(
             "axon inspect configs/fsdp8.yaml",
             "axon inspect configs/fsdp8.yaml --target h100:8 --json report.json",
         ),
     ),
-    Verb(
+    _verb(
         "tune",
         "Measure a config's step under several compiler options.",
         "runs:tune_step",
-        (
-            *_CONFIG,
-            _int("--rounds", default=5, help="turns of each variant (5)"),
-            _int("--calls", default=4, help="steps of a turn (4)"),
-            _file("--json", "write the figures to this file too"),
-        ),
-        (
+        *_CONFIG,
+        _int("--rounds", "turns of each variant (5)", default=5),
+        _int("--calls", "steps of a turn (4)", default=4),
+        _file("--json", "write the figures to this file too"),
+        examples=(
             "axon tune configs/quickstart.yaml --rounds 3",
             "axon tune configs/fsdp8.yaml train.global_batch=16 --json tuned.json",
         ),
     ),
-    Verb(
+    _verb(
         "launch",
         "Start several processes on this host, and watch over them.",
         "machine:launch_processes",
-        (
-            _int("-n", "--num-processes", default=1, help="processes on this host"),
-            _int("--devices-per-process", help="CPU devices that each process emulates"),
-            _int("--nnodes", default=1, help="hosts that run this command"),
-            _int("--node-rank", default=0, help="which of them this is, from 0"),
-            _argument("--master-addr", default="localhost", help="the host of rank 0"),
-            _int("--master-port", help="a free port there; chosen by itself on a single host"),
-            _int("--max-restarts", default=0, help="starts again after a failure; let CMD resume"),
-            _flag("--elastic", "restart without the processes that were lost"),
-            _number(
-                "--rejoin-after",
-                metavar="SECONDS",
-                help="with --elastic: start all again after so long on fewer, between two steps",
-            ),
-            _number("--grace", default=5.0, help="seconds for the others after one failed"),
-            _argument(
-                "--log-dir",
-                type=as_file,
-                help="the folder for rank-<r>.log; runs/launch-<time> by default",
-            ),
-            _argument(
-                "command", nargs=argparse.REMAINDER, metavar="-- CMD", help="what every rank runs"
-            ),
+        _int("-n --num-processes", "processes on this host", default=1),
+        _int("--devices-per-process", "CPU devices that each process emulates"),
+        _int("--nnodes", "hosts that run this command", default=1),
+        _int("--node-rank", "which of them this is, from 0", default=0),
+        _argument("--master-addr", "the host of rank 0", default="localhost"),
+        _int("--master-port", "a free port there; chosen by itself on a single host"),
+        _int("--max-restarts", "starts again after a failure; let CMD resume", default=0),
+        _flag("--elastic", "restart without the processes that were lost"),
+        _number(
+            "--rejoin-after",
+            "with --elastic: start all again after so long on fewer, between two steps",
+            metavar="SECONDS",
         ),
-        (
+        _number("--grace", "seconds for the others after one failed", default=5.0),
+        _argument(
+            "--log-dir", "the folder for rank-<r>.log; runs/launch-<time> by default", type=as_file
+        ),
+        _argument("command", "what every rank runs", nargs=argparse.REMAINDER, metavar="-- CMD"),
+        examples=(
             "axon launch -n 4 -- axon train configs/quickstart.yaml",
             "axon launch -n 2 --devices-per-process 4 -- python train.py",
             "axon launch -n 8 --max-restarts 9 -- axon train CONFIG checkpoint.memory_every=20 "
             "--resume auto",
         ),
     ),
-    Verb(
+    _verb(
         "schedule",
         "Draw and measure a pipeline schedule.",
         "schedule:run",
-        (
-            _argument(
-                "name",
-                nargs="?",
-                help=f"{', '.join(SCHEDULES)}, or a CSV file; {PipelineSchedule.EAGER_1F1B} by "
-                "default",
-            ),
-            _int("--stages", metavar="S", help="ranks along the pipeline"),
-            _int("--microbatches", metavar="M", help="microbatches per step"),
-            _int("--chunks", metavar="V", help="stages per rank"),
-            _number(
-                "--costs",
-                nargs="+",
-                metavar="TIME",
-                default=(1.0, 1.0, 1.0),
-                help="times of forward F, input gradient I and weight gradient W, and of a whole "
-                "backward B where it is not I + W; 1 1 1 by default",
-            ),
-            _number(
-                "--weights",
-                nargs="+",
-                metavar="SHARE",
-                default=(),
-                help="relative costs of the stages in the order of the model, 1 being an equal "
-                "share",
-            ),
-            _number(
-                "--vocabulary",
-                metavar="TIME",
-                help="splits embedding and head over the ranks as actions of all: the time of one "
-                "rank's part of head and loss V, both ways; lookups E and their gradients G take "
-                "none",
-            ),
-            _flag("--ahead", "draws ranks that run ahead freely"),
-            _flag("--search", "finds the fastest table in lockstep"),
-            _number(
-                "--memory",
-                metavar="N",
-                help="with --search: microbatches that a rank may keep for their backward, over "
-                "all its layers",
-            ),
-            _file("--svg", "writes a picture"),
-            _file("--csv", "writes the table"),
-            _flag("--compare", "measures all schedules instead"),
+        _argument(
+            "name",
+            f"{', '.join(SCHEDULES)}, or a CSV file; {PipelineSchedule.EAGER_1F1B} by default",
+            nargs="?",
         ),
-        (
+        _int("--stages", "ranks along the pipeline", metavar="S"),
+        _int("--microbatches", "microbatches per step", metavar="M"),
+        _int("--chunks", "stages per rank", metavar="V"),
+        _number(
+            "--costs",
+            "times of forward F, input gradient I and weight gradient W, and of a whole backward B "
+            "where it is not I + W; 1 1 1 by default",
+            nargs="+",
+            metavar="TIME",
+            default=(1.0, 1.0, 1.0),
+        ),
+        _number(
+            "--weights",
+            "relative costs of the stages in the order of the model, 1 being an equal share",
+            nargs="+",
+            metavar="SHARE",
+            default=(),
+        ),
+        _number(
+            "--vocabulary",
+            "splits embedding and head over the ranks as actions of all: the time of one rank's "
+            "part of head and loss V, both ways; lookups E and their gradients G take none",
+            metavar="TIME",
+        ),
+        _flag("--ahead", "draws ranks that run ahead freely"),
+        _flag("--search", "finds the fastest table in lockstep"),
+        _number(
+            "--memory",
+            "with --search: microbatches that a rank may keep for their backward, over all its "
+            "layers",
+            metavar="N",
+        ),
+        _file("--svg", "writes a picture"),
+        _file("--csv", "writes the table"),
+        _flag("--compare", "measures all schedules instead"),
+        examples=(
             "axon schedule 1f1b --stages 4 --microbatches 8",
             "axon schedule interleaved_1f1b --stages 4 --microbatches 8 --chunks 2 --svg table.svg",
             "axon schedule eager_1f1b --stages 4 --microbatches 8 --vocabulary 0.5",
             "axon schedule --stages 4 --microbatches 8 --compare",
         ),
     ),
-    Verb(
+    _verb(
         "verify",
         "Compare a config's strategy with one device.",
         "runs:verify_config",
-        (
-            *_CONFIG,
-            _int("--steps", help="steps to compare (5; with --here 2)"),
-            _flag(
-                "--here",
-                "on the devices of this machine, not emulated ones, the model cut to a few layers",
-            ),
+        *_CONFIG,
+        _int("--steps", "steps to compare (5; with --here 2)"),
+        _flag(
+            "--here",
+            "on the devices of this machine, not emulated ones, the model cut to a few layers",
         ),
-        ("axon verify configs/fsdp8.yaml", "axon verify configs/fsdp8.yaml --here"),
+        examples=("axon verify configs/fsdp8.yaml", "axon verify configs/fsdp8.yaml --here"),
     ),
-    Verb(
+    _verb(
         "doctor",
         "Print versions, devices, and what is missing.",
         "machine:doctor",
-        (
-            _argument(
-                "--numerics",
-                nargs="?",
-                const="core",
-                choices=("core", "full"),
-                help="compare the gradients of many operations, sharded over a mesh, with one "
-                "device",
-            ),
+        _argument(
+            "--numerics",
+            "compare the gradients of many operations, sharded over a mesh, with one device",
+            nargs="?",
+            const="core",
+            choices=("core", "full"),
         ),
-        ("axon doctor", "axon doctor --numerics"),
+        examples=("axon doctor", "axon doctor --numerics"),
     ),
-    Verb(
+    _verb(
         "completion",
         "Print a script by which a shell completes this command.",
         "main:print_completion",
-        (_argument("shell", choices=["bash", "zsh"], help="the shell to print the script for"),),
-        ('eval "$(axon completion bash)"', "axon completion zsh > ~/.axon-completion.zsh"),
+        _argument("shell", "the shell to print the script for", choices=["bash", "zsh"]),
+        examples=('eval "$(axon completion bash)"', "axon completion zsh > ~/.axon-completion.zsh"),
     ),
 )
 """Every verb, in the order of `axon --help`."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _CHUNK_BYTES = 2**16
@@ -132,23 +132,13 @@ class Reaper:
             self._process.stdin.write(f"{child.process.pid}\n".encode())
             self._process.stdin.flush()
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         """Nothing is left to be ended."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-
-
-@contextlib.contextmanager
-def guarding() -> Iterator[Reaper]:
-    """A guard for as long as the context lasts."""
-    guard = Reaper()
-    try:
-        yield guard
-    finally:
-        guard.dismiss()
 
 
 def lasting(tell: Callable[[str], None]) -> Callable[[str], None]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from .child import Child, Reaper, guarding, lasting, start_child
+from .child import Child, Reaper, lasting, start_child
 from .distributed import MOST_DEVICES
 from .environment import DEFAULT_PORT, parse_host, parse_port
 from .rendezvous import TOKEN
@@ -363,7 +363,7 @@ class _Attempt:
 
     def run(self) -> int:
         """Starts the ranks, waits for their end, and leaves none behind."""
-        with guarding() as guard, self._forwarding():
+        with contextlib.closing(Reaper()) as guard, self._forwarding():
             try:
                 self._start(guard)
                 self.failed = self._wait()

@@ -74,19 +74,18 @@ def test_extras_are_followed_into_extras_of_others(installed, missing):
     ):
         metadata.return_value.get_all.return_value = ["b", "a", "c"]
         found = machine.extras()
-    assert [extra.name for extra in found] == ["a", "b", "c"]
-    assert {extra.name: extra.missing for extra in found if extra.missing} == missing
+    assert list(found) == ["a", "b", "c"]
+    assert {name: lacks for name, lacks in found.items() if lacks} == missing
 
 
 def test_extras_of_a_package_that_is_not_installed(capsys):
     with mock.patch.object(machine, "_version", return_value=None):
-        assert machine.extras() == ()
+        assert machine.extras() == {}
         main(["doctor"])
     assert "axon_dist is not installed: pip install ." in capsys.readouterr().out
 
 
 def test_the_command_that_installs_what_is_missing(capsys):
-    extra = machine.Extra("loggers", ("wandb",))
-    with mock.patch("axon_dist.cli.machine.extras", return_value=(extra,)):
+    with mock.patch("axon_dist.cli.machine.extras", return_value={"loggers": ("wandb",)}):
         main(["doctor"])
     assert f"lacks wandb: {install_command('loggers')}" in capsys.readouterr().out
